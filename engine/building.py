@@ -1,0 +1,135 @@
+"""Builds an engine from a configuration: loading, probing, the memory plan, the pool.
+
+Not for: running it (`process.py`), or measuring it (`calibration.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.cache.blocks import BlockPool
+from engine.config import CacheConfig, EngineConfig, EngineFacts
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.execution.loading import LoadedModel, Progress, load_pair
+from engine.execution.probe import find_kv_shape, probe
+from engine.execution.runner import ModelRunner
+from engine.scheduling.scheduler import Scheduler
+from engine.speculation.verification import RULES
+
+_DEFAULT_CPU_BYTES = 1 << 30
+_DEFAULT_CUDA_SHARE = 0.8
+_LARGEST_DEFAULT_LENGTH = 32768
+
+
+def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
+    """Load what the configuration names; raises ConfigError or LoadError with one clear line."""
+    check_speculation(config)
+    target, draft = load_pair(config.model, progress)
+    return assemble(config, target, draft, progress)
+
+
+def assemble(
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel | None, progress: Progress = lambda _: None
+) -> Engine:
+    """An engine around models that are already loaded behind the hook."""
+    check_speculation(config)
+    models = [target] if draft is None else [target, draft]
+    shapes = [find_kv_shape(model) for model in models]
+    for model, shape in zip(models, shapes, strict=True):
+        progress(f"probing {model.name}")
+        probe(model, shape)
+    max_model_len = _max_model_len(config, models)
+    token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
+    num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
+    block_size = config.cache.block_size
+    runners = [
+        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size)
+        for model, shape in zip(models, shapes, strict=True)
+    ]
+    bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]
+    facts = EngineFacts(
+        vocab_size=target.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        eos_token_ids=sorted(target.eos_token_ids),
+        device=str(target.model.device),
+        dtype=str(target.model.dtype).removeprefix("torch."),
+        architecture=target.model_type,
+        has_draft=draft is not None,
+        memory_plan={
+            "weights": target.weight_bytes,
+            "draft_weights": draft.weight_bytes if draft is not None else 0,
+            "kv_cache": bytes_by_model[0],
+            "draft_kv_cache": sum(bytes_by_model[1:]),
+            "workspace": _workspace_bytes(config, target.vocab_size),
+        },
+    )
+    scheduler = Scheduler(config.scheduler, BlockPool(num_blocks), block_size, target.eos_token_ids)
+    drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
+    return Engine(runners[0], drafter, scheduler, facts, config.speculation)
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """Raise ConfigError for speculation settings that cannot work together."""
+    wanted = config.speculation
+    if wanted.rule != "off" and wanted.rule not in RULES:
+        raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULES)}")
+    if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
+        raise ConfigError(f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}")
+    if not 1 <= wanted.draft_length <= wanted.max_draft_length:
+        raise ConfigError(f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}")
+    largest = 1 + _lookahead(config)
+    if config.scheduler.max_num_batched_tokens < largest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: one request may verify {largest} "
+            f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}); raise it or lower the caps"
+        )
+
+
+def _lookahead(config: EngineConfig) -> int:
+    if config.model.draft is None:
+        return 0
+    return config.speculation.max_num_drafts * config.speculation.max_draft_length
+
+
+def _max_model_len(config: EngineConfig, models: list[LoadedModel]) -> int:
+    longest = min(model.max_positions for model in models)
+    wanted = config.scheduler.max_model_len
+    if wanted > longest:
+        raise ConfigError(f"--max-model-len {wanted}: the models reach {longest} positions; lower it")
+    return wanted or min(longest, _LARGEST_DEFAULT_LENGTH)
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, token_bytes: int, device: torch.device) -> int:
+    cache = config.cache
+    block_size = cache.block_size
+    smallest = -(-(max_model_len + _lookahead(config)) // block_size)
+    wanted = cache.num_blocks or _memory_bytes(cache, device) // (token_bytes * block_size)
+    # More than every seat filled to the brim is never used.
+    wanted = wanted if cache.num_blocks else min(wanted, smallest * config.scheduler.max_num_seqs)
+    if wanted < smallest:
+        raise ConfigError(
+            f"the K/V cache has room for {wanted} blocks, but one request of {max_model_len} tokens needs {smallest}; "
+            "give it more memory (--kv-cache-memory) or lower --max-model-len"
+        )
+    return wanted
+
+
+def _memory_bytes(cache: CacheConfig, device: torch.device) -> int:
+    if cache.memory_bytes:
+        return cache.memory_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _DEFAULT_CUDA_SHARE)
+    return _DEFAULT_CPU_BYTES
+
+
+def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Laws of a full step: target and draft rows in float32, and the cumulative sums in float64."""
+    wanted = config.speculation
+    nodes = 1 + (wanted.num_drafts * wanted.draft_length if config.model.draft else 0)
+    rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
+    return rows * vocab_size * (4 + 4 + 8)

@@ -1,0 +1,95 @@
+"""The engine's configuration: frozen, composed, sent to the engine process as it is.
+
+What is found out at start (vocabulary, number of blocks, ...) is a new value, `EngineFacts`,
+not an edit of this one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which models to load, and how."""
+
+    target: str
+    """Folder (or hub name) of the target model in transformers format."""
+    draft: str | None = None
+    """Folder (or hub name) of the draft model; None serves without a draft model."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    dtype: Dtype = "auto"
+    """Type of the weights and of the K/V cache; auto is the checkpoint's on CUDA, float32 on a CPU."""
+    device: Device = "auto"
+    """Where the models run; auto is CUDA when there is a device."""
+    num_threads: int = 0
+    """CPU threads of the engine; 0 is all cores but one (at least one)."""
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Paged K/V storage, shared by target and draft through one block accounting."""
+
+    block_size: int = 16
+    """Tokens in a block."""
+    num_blocks: int = 0
+    """Blocks in the pool; 0 sizes it from `memory_bytes`."""
+    memory_bytes: int = 0
+    """Memory for the K/V of target and draft together; 0 chooses by device."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step and of the queue."""
+
+    max_num_seqs: int = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one target pass, prompt chunks and drafted nodes together."""
+    max_model_len: int = 0
+    """Longest prompt plus answer in tokens; 0 takes the model's own limit."""
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculation a request gets when it names none, and the most it may ask for."""
+
+    rule: str = "bv_race"
+    """Verification rule: one of `engine.speculation.verification.RULES`, or `off`."""
+    num_drafts: int = 4
+    """Chains drafted per request (K)."""
+    draft_length: int = 5
+    """Tokens in a chain (L)."""
+    max_num_drafts: int = 16
+    """Highest num_drafts a request may ask for."""
+    max_draft_length: int = 16
+    """Highest draft_length a request may ask for."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the engine process is told."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    calibrate: bool = True
+    """Measure plain decoding at start, so that answers can report their speedup."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine found out while loading."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    device: str
+    dtype: str
+    architecture: str
+    has_draft: bool
+    memory_plan: dict[str, int]
+    """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace."""

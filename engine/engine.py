@@ -1,0 +1,249 @@
+"""`Engine.step`: the table of contents of the project.
+
+Holds no algorithm of its own: it wires the parts together, checks requests at the door and
+translates between the parts' addressings. One thread calls it; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cache.tensors import slots_of
+from engine.config import EngineFacts, SpeculationConfig
+from engine.drafters.draft import Draft
+from engine.drafters.model import ModelDrafter
+from engine.errors import RequestError
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
+from engine.execution.runner import ModelRunner
+from engine.metrics import StepStats, Stopwatch
+from engine.plan import Emission, Plan, Row, Verdict
+from engine.request import Request
+from engine.sampling.law import LawParameters, law
+from engine.sampling.noise import Purpose, uniform
+from engine.scheduling.scheduler import Outcome, Scheduler
+from engine.speculation.drafting import ChainNoise, LawTable
+from engine.speculation.verification import RULES, ChainVerdict
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, and what it took."""
+
+    outcomes: list[Outcome]
+    stats: StepStats
+
+
+class Engine:
+    """Target, drafter and scheduler as one machine that advances in steps."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: ModelDrafter,
+        scheduler: Scheduler,
+        facts: EngineFacts,
+        limits: SpeculationConfig,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.scheduler = scheduler
+        self.facts = facts
+        self.limits = limits
+        self.num_steps = 0
+        self.stopwatch = Stopwatch()
+        timed = self.stopwatch.timed
+        self._draw = timed("draft", drafter.draw)
+        self._forward = timed("target", self._forward_nodes)
+        self._verify = timed("verify", self._verify_chains)
+        self._keep = timed("keep", self._keep_accepted)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises RequestError where it cannot be served as asked."""
+        check_request(request, self.facts, self.limits)
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its blocks; False when it has already ended."""
+        return self.scheduler.abort(request_id)
+
+    def run_step(self) -> StepResult:
+        """One step with its measurements."""
+        self.stopwatch.start()
+        outcomes = self.step()
+        wall_s, phases_s = self.stopwatch.stop()
+        self.num_steps += 1
+        scheduler = self.scheduler
+        stats = StepStats(
+            wall_s=wall_s,
+            plain_s=None,
+            phases_s=phases_s,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks_used=scheduler.pool.num_used,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self.num_steps,
+        )
+        return StepResult(outcomes, stats)
+
+    @torch.inference_mode()
+    def step(self) -> list[Outcome]:
+        """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
+        plan = self.scheduler.plan()  # who, how many tokens, which blocks
+        draft = self._draw(plan)  # chains, and the law each token was drawn from
+        logits_NV = self._forward(plan, draft)  # one pass over every drafted node
+        winners = self._verify(plan, draft, logits_NV)  # the exact rule of each request
+        self._keep(plan, draft, winners)  # forget the rejected branches
+        return self.scheduler.commit(plan, Verdict(tuple(winner.emission for winner in winners)))
+
+    def _forward_nodes(self, plan: Plan, draft: Draft | None) -> Tensor:
+        """Target logits at the root and the nodes of every sampling row, in order."""
+        trees = iter(draft.trees if draft is not None else ())
+        parts = []
+        for row in plan.rows:
+            nodes, wanted = NO_NODES, slice(0, 0)
+            if row.samples:
+                tree = next(trees)
+                nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+                wanted = slice(len(row.known) - 1, None)
+            parts.append(SequenceInput(row.known, row.first_index, row.block_ids, nodes, wanted))
+        return self.target.forward(parts)
+
+    def _verify_chains(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Winner]:
+        """What each sampling row emits, by the rule it asked for."""
+        if draft is None:
+            return []
+        rows = plan.sampling_rows
+        target = _target_laws(rows, draft, logits_NV)
+        noise = _noise(draft, logits_NV.device)
+        winners: list[Winner | None] = [None] * len(rows)
+        by_rule: dict[str, list[int]] = {}
+        for number, row in enumerate(rows):
+            by_rule.setdefault(row.rule if row.num_drafts else "block", []).append(number)
+        for name, numbers in by_rule.items():
+            verify = RULES[name].verify
+            if len(by_rule) == 1:
+                verdict = verify(draft.chains, target, noise)
+                chosen = np.arange(draft.layout.num_chains)
+            else:
+                chosen = np.flatnonzero(np.isin(draft.layout.request_C, numbers))
+                index = torch.from_numpy(chosen).to(logits_NV.device)
+                verdict = verify(draft.chains.select(index), target.select(index), noise.select(index))
+            for number, winner in zip(numbers, _winners(draft, verdict, chosen), strict=True):
+                winners[number] = winner
+        return [winner for winner in winners if winner is not None]
+
+    def _keep_accepted(self, plan: Plan, draft: Draft | None, winners: Sequence[Winner]) -> None:
+        """Make the K/V of accepted paths contiguous in both models' storage."""
+        target_moves: list[tuple[int, int]] = []
+        draft_moves: list[tuple[int, int]] = []
+        if draft is None:
+            return
+        for row, tree, winner in zip(plan.sampling_rows, draft.trees, winners, strict=True):
+            count = len(winner.emission.accepted)
+            if not count:
+                continue
+            slots = slots_of(row.block_ids, self.facts.block_size, 0, len(row.block_ids) * self.facts.block_size)
+            path = tree.paths[winner.rank]
+            for depth in range(1, count + 1):
+                to = int(slots[row.end + depth - 1])
+                target_moves.append((int(slots[row.end + path[depth] - 1]), to))
+                if depth < row.draft_length:
+                    draft_moves.append((int(slots[self.drafter.node_index(row, winner.rank, depth)]), to))
+        self.target.keep([move for move in target_moves if move[0] != move[1]])
+        self.drafter.keep([move for move in draft_moves if move[0] != move[1]])
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The chain (by rank within its request) that a row follows, and what the row emits."""
+
+    rank: int
+    emission: Emission
+
+
+def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise RequestError where the engine cannot serve the request as asked."""
+    prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
+    if prompt == 0:
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
+    if answer < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {answer}", "max_tokens")
+    if prompt + answer > facts.max_model_len:
+        raise RequestError(
+            f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt has {prompt} "
+            f"and the answer may have {answer}; shorten the prompt or lower max_tokens",
+            "max_tokens" if prompt < facts.max_model_len else "prompt",
+            "context_length_exceeded",
+        )
+    if bad := [token for token in request.prompt_token_ids if not 0 <= token < facts.vocab_size]:
+        raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
+    speculation = request.speculation
+    if not speculation.num_drafts:
+        return
+    if not facts.has_draft:
+        raise RequestError("the server runs without a draft model; speculation cannot be enabled", "speculation")
+    rule = RULES.get(speculation.rule)
+    if rule is None:
+        raise RequestError(f"unknown rule {speculation.rule!r}; choose one of {', '.join(RULES)}", "speculation.rule")
+    for name, value, most in (
+        ("num_drafts", speculation.num_drafts, limits.max_num_drafts),
+        ("draft_length", speculation.draft_length, limits.max_draft_length),
+    ):
+        if not 1 <= value <= most:
+            raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
+    if rule.max_drafts is not None and speculation.num_drafts > rule.max_drafts:
+        raise RequestError(
+            f"rule {rule.name!r} verifies {rule.max_drafts} chain, not {speculation.num_drafts}; "
+            "set num_drafts to 1 or choose bv_race",
+            "speculation.num_drafts",
+        )
+
+
+def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
+    """The law of every node, and which node lies below the first i tokens of each chain."""
+    counts = [1 + tree.num_nodes for tree in draft.trees]
+    starts = np.cumsum([0, *counts[:-1]])
+    node_CX = np.zeros((draft.layout.num_chains, draft.layout.max_length + 1), dtype=np.int64)
+    chain = 0
+    for start, tree in zip(starts, draft.trees, strict=True):
+        for path in tree.paths:
+            node_CX[chain, : len(path)] = path
+            node_CX[chain] += start
+            chain += 1
+    row_N = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits_NV.device)
+    parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
+    return LawTable(law(logits_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
+
+
+def _noise(draft: Draft, device: torch.device) -> ChainNoise:
+    layout = draft.layout
+    seed, position, rank = layout.seed_C, layout.position_C, layout.rank_C
+    depth_L = np.arange(layout.max_length)
+    accept_CL = uniform(seed[:, None], position[:, None], Purpose.ACCEPT, rank[:, None], depth_L)
+    residual_C = uniform(seed, position, Purpose.RESIDUAL, rank)
+    score_C = uniform(seed, position, Purpose.SCORE, rank)
+    return ChainNoise(
+        torch.from_numpy(accept_CL.reshape(layout.num_chains, layout.max_length)).to(device),
+        torch.from_numpy(residual_C).to(device),
+        torch.from_numpy(score_C).to(device),
+    )
+
+
+def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Winner]:
+    """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
+    winners = []
+    tokens = draft.chains.tokens_CL.tolist()
+    rows = zip(
+        verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True
+    )
+    for local_chain, accepted, next_token in rows:
+        chain = int(chosen[local_chain])
+        tree = draft.trees[int(draft.layout.request_C[chain])]
+        emission = Emission(tuple(tokens[chain][:accepted]), next_token, tree.num_nodes)
+        winners.append(Winner(int(draft.layout.rank_C[chain]), emission))
+    return winners

@@ -1,0 +1,43 @@
+"""The errors of the engine, and who is to blame for each.
+
+PolydraftError
+├── RequestError     the caller's request cannot be served; ends that request (HTTP 400)
+├── EngineBusy       the queue is full; the caller may try again (HTTP 429)
+├── EngineStopped    the engine has died or is draining (HTTP 503)
+├── ConfigError      the operator's configuration is wrong (exit code 2)
+└── LoadError        the models cannot be loaded or served correctly (exit code 1)
+"""
+
+from __future__ import annotations
+
+
+class PolydraftError(Exception):
+    """Root of every error raised on purpose."""
+
+
+class RequestError(PolydraftError):
+    """A request that cannot be served as asked.
+
+    `param` names the offending field, `code` is the machine-readable reason.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineBusy(PolydraftError):
+    """The waiting queue is full."""
+
+
+class EngineStopped(PolydraftError):
+    """The engine process has ended, is loading, or accepts no new work."""
+
+
+class ConfigError(PolydraftError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class LoadError(PolydraftError):
+    """A model that cannot be loaded, or would be served wrongly."""

@@ -1,0 +1,1 @@
+"""The only code that knows transformers: loading, the attention hook, and the forward pass."""

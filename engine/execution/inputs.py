@@ -1,0 +1,142 @@
+"""From rows and trees to the flat batch of a forward pass.
+
+Layout of a sequence in a pass: its known tokens, then its drafted nodes. Known tokens see
+everything before them; a node sees all known tokens and its own ancestors. Nodes lie in the
+slots behind the last known token, in node order, at position root + depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.cache.tensors import slots_of
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Drafted nodes of one sequence that enter a pass, and those already in the cache."""
+
+    tokens: Sequence[int]
+    depths: Sequence[int]
+    """Depth of each entering node; the first drafted level has depth 1."""
+    cached_depths: Sequence[int]
+    """Depth of the nodes whose K/V earlier passes of this step wrote."""
+    ancestry: Bools
+    """[entering, cached + entering]: which nodes each entering node may see."""
+
+
+NO_NODES = Nodes((), (), (), np.zeros((0, 0), dtype=np.bool_))
+
+
+@dataclass(frozen=True)
+class SequenceInput:
+    """One sequence's part of a pass."""
+
+    known: Sequence[int]
+    first_index: int
+    """Index of the first known token; with no known tokens, the index of the first node."""
+    block_ids: Sequence[int]
+    nodes: Nodes
+    wanted: slice
+    """Which of the part's tokens need logits, counted within the part."""
+
+
+@dataclass(frozen=True)
+class SegmentInput:
+    """A segment before its tensors are moved to the device."""
+
+    query: slice
+    slots: slice | Ints
+    visible: Bools | None
+    query_positions: Ints
+    key_positions: Ints
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """A flat batch, still on the host."""
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    segments: list[SegmentInput]
+    wanted: Ints
+    """Rows of the batch whose logits are returned, in order."""
+
+
+def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
+    """Concatenate the parts of all sequences."""
+    token_ids: list[int] = []
+    positions, slots, wanted, segments = [], [], [], []
+    for part in sequences:
+        start = len(token_ids)
+        token_ids += part.known
+        token_ids += part.nodes.tokens
+        segment, own_slots = _segment(part, start, block_size)
+        segments.append(segment)
+        positions.append(segment.query_positions)
+        slots.append(own_slots)
+        wanted.append(np.arange(start, len(token_ids), dtype=np.int64)[part.wanted])
+    return PassInput(
+        np.asarray(token_ids, dtype=np.int64),
+        np.concatenate(positions),
+        np.concatenate(slots),
+        segments,
+        np.concatenate(wanted),
+    )
+
+
+def _segment(part: SequenceInput, start: int, block_size: int) -> tuple[SegmentInput, Ints]:
+    nodes, num_known, num_nodes = part.nodes, len(part.known), len(part.nodes.tokens)
+    end = part.first_index + num_known
+    num_cached = len(nodes.cached_depths)
+    node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
+    key_positions = np.concatenate([np.arange(end, dtype=np.int64), node_positions])
+    query_positions = np.concatenate(
+        [np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]]
+    )
+    slots = slots_of(part.block_ids, block_size, 0, end + num_cached + num_nodes)
+    own_slots = np.concatenate([slots[part.first_index : end], slots[end + num_cached :]])
+    segment = SegmentInput(
+        query=slice(start, start + num_known + num_nodes),
+        slots=_as_slice(slots),
+        visible=_visible(part, end, num_cached),
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    return segment, own_slots
+
+
+def _visible(part: SequenceInput, end: int, num_cached: int) -> Bools | None:
+    """[queries, keys]; None for a lone decoding token, which sees everything."""
+    num_known, num_nodes = len(part.known), len(part.nodes.tokens)
+    if num_known == 1 and num_nodes == 0 and num_cached == 0:
+        return None
+    visible = np.zeros((num_known + num_nodes, end + num_cached + num_nodes), dtype=np.bool_)
+    visible[:num_known, :end] = np.tri(num_known, end, part.first_index, dtype=np.bool_)
+    visible[num_known:, :end] = True
+    visible[num_known:, end:] = part.nodes.ancestry
+    return visible
+
+
+def _as_slice(slots: Ints) -> slice | Ints:
+    """The slots as a slice where they follow each other."""
+    first, count = int(slots[0]), len(slots)
+    if int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all()):
+        return slice(first, first + count)
+    return slots
+
+
+def to_device(values: Ints | Bools, device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, without waiting for the copy."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

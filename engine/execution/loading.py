@@ -1,0 +1,197 @@
+"""Loads transformers checkpoints that the attention hook serves correctly, and refuses the others.
+
+Some architectures run through the hook without an exception and give wrong logits (recurrent or
+hybrid layers, rotary embeddings that depend on the longest request of a batch, encoders), so
+there is a list of families known to fit, a look at the configuration, and a probe (`probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError, LoadError
+from engine.execution.attention import HOOK, register
+
+# Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
+# covers the first line; the others passed the same comparison with random weights).
+FITTING_MODEL_TYPES = frozenset(
+    """
+    llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
+    afmoe apertus arcee bitnet cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma4_text
+    glm glm4 glm4_moe gpt_bigcode gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3
+    jais2 jetmoe laguna llama4_text minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat olmo
+    olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma
+    """.split()
+)
+
+# These choose their frequencies from the longest position of the whole batch.
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model behind the hook, and what its checkpoint says about it."""
+
+    model: Any
+    name: str
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters and buffers."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        return sum(unique.values())
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device to run on; raises ConfigError where CUDA is asked for and missing."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no CUDA device; use --device cpu or auto")
+    return torch.device("cuda")
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
+    """What `from_pretrained` is told; auto keeps the checkpoint's type on CUDA and uses float32 on a CPU."""
+    if wanted == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+
+
+def load(name: str, revision: str | None, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
+    """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read)."""
+    import transformers
+
+    register()
+    config = _read_config(name, revision)
+    check_config(name, config)
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=HOOK,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise LoadError(f"{name}: the weights cannot be loaded: {_first_line(error)}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            some = ", ".join(sorted(str(key) for key in report[kind])[:3])
+            raise LoadError(
+                f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
+                "download it again, or point to the folder that holds them"
+            )
+    return adopt(model.to(device), name)
+
+
+def adopt(model: Any, name: str) -> LoadedModel:
+    """Wrap a transformers model that was built with `attn_implementation=HOOK`."""
+    config = model.config
+    check_config(name, config)
+    model.eval().requires_grad_(False)
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos = config.eos_token_id if eos is None else eos
+    eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+    return LoadedModel(
+        model=model,
+        name=name,
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+        eos_token_ids=eos_ids,
+    )
+
+
+def _read_config(name: str, revision: str | None) -> Any:
+    import transformers
+
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(name).exists()):
+        raise ConfigError(f"{name}: no such model folder; name a folder with config.json and safetensors")
+    try:
+        return transformers.AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{name}: no readable transformers config: {_first_line(error)}") from error
+
+
+def check_config(name: str, config: Any) -> None:
+    """Raise ConfigError for an architecture that would be served wrongly."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name}: an encoder-decoder model ({config.model_type}); only causal LMs are served")
+    if config.model_type not in FITTING_MODEL_TYPES:
+        raise ConfigError(
+            f"{name}: architecture {config.model_type!r} is not known to give right logits here; "
+            f"it must be one of: {', '.join(sorted(FITTING_MODEL_TYPES))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type", rope.get("type"))} if isinstance(rope, dict) else set()
+    kinds |= {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if bad := kinds & _BATCH_DEPENDENT_ROPE:
+        raise ConfigError(
+            f"{name}: rotary embedding of type {bad.pop()!r} depends on the longest request of a batch, so one "
+            "request would change another's answer; remove the rope scaling from config.json to serve the "
+            "original context length"
+        )
+
+
+def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
+    """Raise ConfigError when the two models do not speak of the same tokens."""
+    target_tokens, draft_tokens = _token_ids(target.name), _token_ids(draft.name)
+    if target_tokens is not None and draft_tokens is not None:
+        if target_tokens != draft_tokens:
+            odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
+            raise ConfigError(
+                f"{draft.name} and {target.name} have different vocabularies ({len(draft_tokens)} and "
+                f"{len(target_tokens)} tokens, {odd} of the draft's differ); choose a draft model of the same family"
+            )
+    elif target.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            f"{draft.name} has a vocabulary of {draft.vocab_size}, {target.name} of {target.vocab_size}; "
+            "choose a draft model of the same family"
+        )
+
+
+def _token_ids(name: str) -> dict[str, int] | None:
+    """The checkpoint's vocabulary, or None where it has no tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = Path(name) / "tokenizer.json"
+    if path.is_file():
+        return Tokenizer.from_file(str(path)).get_vocab()
+    if Path(name).is_dir():
+        return None
+    try:
+        return Tokenizer.from_pretrained(name).get_vocab()
+    except Exception:  # the hub client raises many kinds; without a tokenizer the sizes are compared
+        return None
+
+
+def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and draft, checked against each other."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    progress(f"loading target {config.target}")
+    target = load(config.target, config.revision, dtype, device)
+    if config.draft is None:
+        return target, None
+    progress(f"loading draft {config.draft}")
+    draft = load(config.draft, None, dtype, device)
+    check_pair(target, draft)
+    return target, draft
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

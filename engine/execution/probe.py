@@ -1,0 +1,129 @@
+"""Compares the hook path with a plain transformers forward before a model is served.
+
+The probe runs a short prompt in two chunks, a small tree, an acceptance with compaction and one
+more token through the paged path, and every root-to-leaf path through the untouched model with
+its own eager attention. A difference means that the model would be served wrongly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cache.tensors import KVShape
+from engine.errors import LoadError
+from engine.execution.attention import HOOK
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
+from engine.execution.loading import LoadedModel
+from engine.execution.runner import ModelRunner
+from engine.speculation.topology import merge_chains
+
+# Largest allowed difference of a logit row, as a share of the row's standard deviation.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_PROMPT_LENGTH = 20
+
+
+def find_kv_shape(loaded: LoadedModel) -> KVShape:
+    """Shape of the K and V the model hands to the hook, seen by calling it once."""
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    class Recorder:
+        """Stands in for the segments of a pass and records what arrives."""
+
+        storage = None
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        seen[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(f"{HOOK}_shape", record)
+    with _attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
+        _plain_forward(loaded.model, [1, 2])
+    shapes = set(seen.values())
+    if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
+        raise LoadError(
+            f"{loaded.name}: its layers do not all keep K and V of one shape ({sorted(shapes)}); not supported"
+        )
+    heads, key_dim, value_dim = shapes.pop()
+    return KVShape(len(seen), heads, key_dim, value_dim)
+
+
+def probe(loaded: LoadedModel, shape: KVShape) -> float:
+    """Largest relative logit difference between the hook path and plain transformers.
+
+    Raises LoadError when it is too large for the model's dtype.
+    """
+    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, _PROMPT_LENGTH + 6)]
+    prompt, rest = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
+    chains = [rest[:3], [rest[0], rest[3], rest[4]]]
+    runner = ModelRunner(loaded.model, shape, num_blocks=8, block_size=8, vocab_size=loaded.vocab_size)
+    paged = _paged_logits(runner, prompt, chains, rest[5])
+    worst = 0.0
+    with _attention(loaded.model, "eager"), torch.inference_mode():
+        for path, logits_NV in paged:
+            plain_NV = _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size]
+            spread = float(plain_NV.std(-1).min().clamp(min=1e-6))
+            worst = max(worst, float((plain_NV - logits_NV).abs().max()) / spread)
+    limit = _TOLERANCE[loaded.model.dtype]
+    if not worst <= limit:
+        raise LoadError(
+            f"{loaded.name}: logits through the paged path differ from plain transformers by {worst:.2g} standard "
+            f"deviations (allowed: {limit}); this architecture cannot be served exactly"
+        )
+    return worst
+
+
+def _paged_logits(
+    runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
+) -> list[tuple[list[int], Tensor]]:
+    """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
+    blocks = [5, 1, 2, 6, 0]
+    cut = len(prompt) // 2
+    runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
+    tree = merge_chains(chains)
+    nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+    num_rest = len(prompt) - cut
+    logits_NV = runner.forward(
+        [SequenceInput(prompt[cut:], cut, blocks, nodes, slice(num_rest - 1, num_rest + tree.num_nodes))]
+    )
+    results = [
+        (prompt + chain, logits_NV[torch.tensor(path, device=logits_NV.device)])
+        for chain, path in zip(chains, tree.paths, strict=True)
+    ]
+    # Accept the second chain: its nodes move behind the prompt, then one more token is run.
+    slot = [blocks[i // 8] * 8 + i % 8 for i in range(len(blocks) * 8)]
+    runner.keep(
+        [
+            (slot[len(prompt) + node - 1], slot[len(prompt) + depth])
+            for depth, node in enumerate(tree.paths[1][1:])
+        ]
+    )
+    text = prompt + chains[1]
+    after_NV = runner.forward([SequenceInput([last], len(text), blocks, NO_NODES, slice(0, 1))])
+    return [*results, ([*text, last], after_NV)]
+
+
+def _plain_forward(model: Any, tokens: list[int]) -> Tensor:
+    ids = torch.tensor([tokens], device=model.device)
+    positions = torch.arange(len(tokens), device=model.device).unsqueeze(0)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+    return logits
+
+
+class _attention:
+    """Switches a model's attention implementation for a `with` block."""
+
+    def __init__(self, model: Any, implementation: str) -> None:
+        self.model = model
+        self.implementation = implementation
+
+    def __enter__(self) -> None:
+        self.model.set_attn_implementation(self.implementation)
+
+    def __exit__(self, *_: object) -> None:
+        self.model.set_attn_implementation(HOOK)

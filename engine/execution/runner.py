@@ -1,0 +1,69 @@
+"""Runs one model over flat batches against its paged K/V.
+
+The runner owns the model's K/V tensors; which slots hold what is the scheduler's accounting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cache.tensors import KVShape, KVTensors
+from engine.execution.attention import Segment, Segments
+from engine.execution.inputs import PassInput, SequenceInput, build, to_device
+
+
+class ModelRunner:
+    """A transformers causal LM behind the attention hook.
+
+    `vocab_size` is the width of the laws made from its logits: a draft model whose output head is
+    padded differently is cut to it, or filled up with tokens it never proposes.
+    """
+
+    def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.model = model
+        self.device = torch.device(model.device)
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.storage = KVTensors(shape, num_blocks * block_size, model.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
+        batch = build(sequences, self.block_size)
+        wanted = to_device(batch.wanted, self.device)
+        output = self.model(
+            input_ids=to_device(batch.token_ids, self.device).unsqueeze(0),
+            position_ids=to_device(batch.positions, self.device).unsqueeze(0),
+            past_key_values=None,
+            use_cache=False,
+            segments=self._segments(batch),
+            logits_to_keep=wanted,
+        )
+        logits_NV: Tensor = output.logits[0].float()
+        missing = self.vocab_size - logits_NV.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
+        return logits_NV[:, : self.vocab_size]
+
+    def keep(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy the K/V of slots (from, to)."""
+        with torch.inference_mode():
+            self.storage.keep(moves)
+
+    def _segments(self, batch: PassInput) -> Segments:
+        segments = []
+        for part in batch.segments:
+            segments.append(
+                Segment(
+                    query=part.query,
+                    slots=part.slots if isinstance(part.slots, slice) else to_device(part.slots, self.device),
+                    visible=None if part.visible is None else to_device(part.visible, self.device),
+                    query_positions=to_device(part.query_positions, self.device),
+                    key_positions=to_device(part.key_positions, self.device),
+                )
+            )
+        return Segments(self.storage, to_device(batch.slots, self.device), segments)

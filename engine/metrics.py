@@ -1,0 +1,64 @@
+"""Counters and times of a step, kept where they happen and sent with each step's events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+PHASES = ("draft", "target", "verify", "keep", "host")
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the engine after a step; times in seconds, counts since start unless said."""
+
+    wall_s: float
+    """Duration of this step."""
+    plain_s: float | None
+    """What a plain decoding step of the same batch and context takes; None where not calibrated."""
+    phases_s: dict[str, float]
+    """Duration of this step by phase (`PHASES`)."""
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_preemptions: int
+    num_steps: int
+
+
+class Stopwatch:
+    """Times the phases of a step from outside, so that the step itself reads as the algorithm."""
+
+    def __init__(self) -> None:
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
+        self._started = time.perf_counter()
+
+    def timed(self, phase: str, call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """`call`, with its duration added to `phase`."""
+
+        @wraps(call)
+        def measured(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._phases_s[phase] += time.perf_counter() - began
+
+        return measured
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """(duration of the step, duration by phase); `host` is whatever no phase claims."""
+        wall_s = time.perf_counter() - self._started
+        phases_s = dict(self._phases_s)
+        phases_s["host"] = max(0.0, wall_s - sum(phases_s.values()))
+        return wall_s, phases_s

@@ -1,0 +1,25 @@
+"""One token from a row of weights and one uniform number: the inverse of the cumulative sum.
+
+Not for: making the weights (`law.py`, the rules) or the number (`noise.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def categorical(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """Draw one index per row with probability proportional to its weight.
+
+    weights_NV: non-negative, each row with some mass (rows need not sum to 1).
+    uniform_N: numbers in [0, 1).
+    Sums run in float64; an index of zero weight is never returned, also for a uniform number
+    so close to 1 that it reaches the end of the sum.
+    """
+    cumulative_NV = weights_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = cumulative_NV[:, -1:]
+    wanted_N1 = uniform_N.to(torch.float64).unsqueeze(-1) * total_N1
+    index_N1 = torch.searchsorted(cumulative_NV, wanted_N1, right=True)
+    last_N1 = torch.searchsorted(cumulative_NV, total_N1.contiguous(), right=False)
+    return torch.minimum(index_N1, last_N1).squeeze(-1)

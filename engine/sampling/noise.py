@@ -1,0 +1,74 @@
+"""Every random number of the engine, as a function of where it is used.
+
+A number is named by (request seed, position, purpose, chain, depth) and hashed from that name;
+there is no generator and no state, so an answer does not depend on its neighbours, and a request
+that was preempted draws what it would have drawn.
+
+`position` is the index of the first token that a step drafts. Each step emits at least one
+token, so no two steps of a request share a position and **no number is ever used twice**, also
+not when a rejected token's index is drafted again (its old number has already influenced where
+the last step stopped; using it again would bias the output).
+
+Not for: anything that should look random to an adversary. The hash is the 64-bit finaliser of
+splitmix64 (Steele, Lea and Flood, 2014), applied once per part of the name.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Purpose(IntEnum):
+    """What a random number decides."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+    SCORE = 4
+    CHOICE = 5
+
+
+def _mix(word: Words) -> Words:
+    word = (word ^ (word >> np.uint64(30))) * _MIX_1
+    word = (word ^ (word >> np.uint64(27))) * _MIX_2
+    return word ^ (word >> np.uint64(31))
+
+
+def _words(values: npt.ArrayLike) -> Words:
+    return np.atleast_1d(np.asarray(values)).astype(np.int64).view(np.uint64)
+
+
+def _hash(seed: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+    with np.errstate(over="ignore"):
+        word = _mix(_words(seed) + _GOLDEN)
+        for part in parts:
+            word = _mix(word ^ (_words(part) + np.uint64(1)) * _GOLDEN)
+        return word
+
+
+def uniform(
+    seed: npt.ArrayLike,
+    position: npt.ArrayLike,
+    purpose: Purpose,
+    chain: npt.ArrayLike = 0,
+    depth: npt.ArrayLike = 0,
+) -> npt.NDArray[np.float64]:
+    """Uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension)."""
+    word = _hash(seed, position, int(purpose), chain, depth)
+    return ((word >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of the `index`-th of several choices; choice 0 keeps the request's own seed."""
+    if index == 0:
+        return seed
+    return int(_hash(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])

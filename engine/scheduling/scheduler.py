@@ -1,0 +1,265 @@
+"""Continuous batching: `plan()` decides a step, `commit()` is the only writer of sequences.
+
+A step has a budget of tokens. Rows that have waited longest come first, decoding rows before
+prompts, so that a long prompt is cut into chunks that ride along with the others' decoding. When the pool
+has no block left for a row, the latest arrival is preempted: it loses its K/V, goes back to the
+head of the queue and is recomputed later, with the same output (its noise depends on positions only).
+
+How many tokens a row drafts depends on the request alone, never on its neighbours or on what
+was drafted: this keeps the law exact and an answer independent of the load.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import msgspec
+
+from engine.cache.blocks import BlockPool
+from engine.config import SchedulerConfig
+from engine.plan import Emission, Plan, Row, Verdict
+from engine.request import Request
+from engine.scheduling.sequence import Sequence
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step gave one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """`stop`, `length`, or None while the answer goes on."""
+    draft_length: int
+    """Longest chain this step drafted; 0 for a plain step."""
+    num_nodes: int
+    """Drafted nodes verified for this request."""
+    num_accepted: int
+    """Drafted tokens among `token_ids`."""
+
+
+class Scheduler:
+    """Queue, running sequences and block accounting."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        block_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.block_size = block_size
+        self.eos_token_ids = eos_token_ids
+        self.num_preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._sequence_ids: dict[str, int] = {}
+        self._next_id = 0
+        self._step = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._running)
+
+    def running(self, sequence_id: int) -> Sequence:
+        """The running sequence of a row."""
+        return self._running[sequence_id]
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose length has been checked (`Engine.submit`)."""
+        assert request.request_id not in self._sequence_ids, request.request_id
+        sequence = Sequence(self._next_id, request)
+        self._next_id += 1
+        self._sequence_ids[request.request_id] = sequence.sequence_id
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its blocks; False when it is not (or no longer) here."""
+        sequence_id = self._sequence_ids.pop(request_id, None)
+        if sequence_id is None:
+            return False
+        running = self._running.pop(sequence_id, None)
+        if running is not None:
+            self.pool.release(running.block_ids)
+        else:
+            self._waiting = deque(s for s in self._waiting if s.sequence_id != sequence_id)
+        return True
+
+    def plan(self) -> Plan:
+        """Choose this step's rows within the token budget and the pool."""
+        self._step += 1
+        budget = self.config.max_num_batched_tokens
+        prompts_wait = bool(self._waiting) or any(s.num_missing > 1 for s in self._running.values())
+        rows: dict[int, Row] = {}
+        for sequence in self._decoding():
+            reserved = self.config.max_num_batched_tokens // 4 if prompts_wait and rows else 0
+            row = self._row(sequence, budget - reserved)
+            if row.samples and self._reserve(sequence, row):
+                rows[sequence.sequence_id] = row
+                budget -= row.num_tokens
+        for sequence in self._prefilling():
+            row = self._row(sequence, budget)
+            if row.known and self._reserve(sequence, row):
+                rows[sequence.sequence_id] = row
+                budget -= row.num_tokens
+        while (admitted := self._admit(budget)) is not None:
+            rows[admitted.sequence_id] = admitted
+            budget -= admitted.num_tokens
+        # A row may have lost its blocks to an earlier arrival after it was planned.
+        kept = []
+        for sequence_id, row in rows.items():
+            if (sequence := self._running.get(sequence_id)) is not None:
+                sequence.last_step = self._step
+                kept.append(replace(row, block_ids=tuple(sequence.block_ids)))
+        return Plan(tuple(kept))
+
+    def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
+        """Append what the step emitted, cut it where the answer ends, free what has ended."""
+        emissions: Iterator[Emission] = iter(verdict.emissions)
+        outcomes = []
+        for row in plan.rows:
+            sequence = self._running[row.sequence_id]
+            sequence.num_target_computed = row.end
+            sequence.num_draft_computed = row.draft_first_index + len(row.draft_known)
+            if row.samples:
+                outcomes.append(self._append(sequence, row, next(emissions)))
+        return outcomes
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when blocks and sequences contradict each other."""
+        self.pool.check_invariants()
+        held = [block for s in self._running.values() for block in s.block_ids]
+        assert len(held) == len(set(held)) == self.pool.num_used, "a block is shared or lost"
+        assert not any(s.block_ids for s in self._waiting), "a waiting sequence holds blocks"
+        ids = {s.sequence_id for s in self._waiting} | set(self._running)
+        assert ids == set(self._sequence_ids.values()), "a request is lost"
+        for s in self._running.values():
+            assert 0 <= s.num_target_computed < len(s.tokens)
+            assert len(s.block_ids) * self.block_size >= s.num_target_computed
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def _decoding(self) -> list[Sequence]:
+        return self._longest_waiting(s for s in self._running.values() if s.num_missing == 1)
+
+    def _prefilling(self) -> list[Sequence]:
+        return self._longest_waiting(s for s in self._running.values() if s.num_missing > 1)
+
+    @staticmethod
+    def _longest_waiting(sequences: Iterable[Sequence]) -> list[Sequence]:
+        return sorted(sequences, key=lambda s: (s.last_step, s.arrival))
+
+    def _row(self, sequence: Sequence, budget: int) -> Row:
+        """The row of a sequence, its known tokens cut to `budget`; blocks are still to be reserved."""
+        request = sequence.request
+        speculation = request.speculation
+        # One token must stay to be emitted after the drafts; both counts depend on the request alone.
+        length = min(speculation.draft_length, sequence.num_remaining - 1)
+        drafts = speculation.num_drafts if length > 0 else 0
+        nodes = drafts * length
+        samples = sequence.num_missing + nodes <= budget
+        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, budget))
+        first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
+        end = first + count
+        drafting = drafts > 0 if samples else speculation.num_drafts > 0
+        return Row(
+            sequence_id=sequence.sequence_id,
+            known=tuple(sequence.tokens[first:end]),
+            first_index=first,
+            draft_known=tuple(sequence.tokens[draft_first:end]) if drafting else (),
+            draft_first_index=draft_first,
+            block_ids=(),
+            samples=samples,
+            sampling=request.sampling,
+            rule=speculation.rule,
+            num_drafts=drafts if samples else 0,
+            draft_length=length if samples and drafts else 0,
+        )
+
+    def _reserve(self, sequence: Sequence, row: Row) -> bool:
+        """Give the sequence blocks for the row, preempting later arrivals; False if it has been preempted."""
+        while sequence.sequence_id in self._running:
+            missing = self._num_blocks_missing(sequence, row)
+            if missing <= self.pool.num_free:
+                after = sequence.block_ids[-1] if sequence.block_ids else None
+                sequence.block_ids += self.pool.allocate(missing, after)
+                return True
+            self._preempt(max(self._running.values(), key=lambda s: s.arrival))
+        return False
+
+    def _num_blocks_missing(self, sequence: Sequence, row: Row) -> int:
+        needed = -(-(row.end + row.num_drafts * row.draft_length) // self.block_size)
+        return max(0, needed - len(sequence.block_ids))
+
+    def _preempt(self, victim: Sequence) -> None:
+        del self._running[victim.sequence_id]
+        self.pool.release(victim.forget_computed())
+        self._waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int) -> Row | None:
+        """Start the head of the queue if a seat, some budget and blocks for its whole text are free."""
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return None
+        sequence = self._waiting[0]
+        row = self._row(sequence, budget)
+        speculation = sequence.request.speculation
+        room = len(sequence.tokens) + speculation.num_drafts * speculation.draft_length
+        num_blocks = -(-room // self.block_size)
+        if not row.known or num_blocks > self.pool.num_free:
+            return None
+        self._waiting.popleft()
+        sequence.block_ids = self.pool.allocate(num_blocks)
+        self._running[sequence.sequence_id] = sequence
+        return row
+
+    # -- committing -------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
+        sequence.num_target_computed += len(emission.accepted)
+        # The draft model never ran on the last token of a whole accepted chain.
+        if row.num_drafts:
+            sequence.num_draft_computed += min(len(emission.accepted), row.draft_length - 1)
+        emitted = [*emission.accepted, emission.next_token]
+        kept, finish_reason = self._cut(sequence, emitted)
+        sequence.tokens += kept
+        if finish_reason is not None:
+            self._finish(sequence)
+        return Outcome(
+            request_id=sequence.request.request_id,
+            token_ids=kept,
+            finish_reason=finish_reason,
+            draft_length=row.draft_length,
+            num_nodes=emission.num_nodes,
+            num_accepted=min(len(emission.accepted), len(kept)),
+        )
+
+    def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:
+        limits = sequence.request.limits
+        for count, token in enumerate(emitted, start=1):
+            ends = token in self.eos_token_ids and not limits.ignore_eos
+            if ends or token in limits.stop_token_ids:
+                return emitted[:count], "stop"
+            if count == sequence.num_remaining:
+                return emitted[:count], "length"
+        return emitted, None
+
+    def _finish(self, sequence: Sequence) -> None:
+        del self._running[sequence.sequence_id]
+        del self._sequence_ids[sequence.request.request_id]
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []

@@ -1,0 +1,51 @@
+"""A request while it runs. Only the scheduler writes it."""
+
+from __future__ import annotations
+
+from engine.request import Request
+
+
+class Sequence:
+    """Running state of one request: its text so far, and how much of it has K/V."""
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "last_step",
+        "num_draft_computed",
+        "num_target_computed",
+        "request",
+        "sequence_id",
+        "tokens",
+    )
+
+    def __init__(self, sequence_id: int, request: Request) -> None:
+        self.sequence_id = sequence_id
+        self.arrival = sequence_id
+        self.request = request
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.num_target_computed = 0
+        self.num_draft_computed = 0
+        self.block_ids: list[int] = []
+        self.last_step = -1
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens the answer may still get."""
+        return self.request.limits.max_tokens - self.num_emitted
+
+    @property
+    def num_missing(self) -> int:
+        """Known tokens whose target K/V is missing; at least one while the request runs."""
+        return len(self.tokens) - self.num_target_computed
+
+    def forget_computed(self) -> list[int]:
+        """Drop all K/V (preemption by recomputation) and return the blocks that held it."""
+        block_ids, self.block_ids = self.block_ids, []
+        self.num_target_computed = self.num_draft_computed = 0
+        return block_ids

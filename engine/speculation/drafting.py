@@ -1,0 +1,93 @@
+"""Drafted chains, the laws they were drawn from, and the noise that decides about them.
+
+Every chain of a request is drawn token by token from the draft law below its own prefix,
+independently of the other chains given the context (i.i.d. chains, `docs/speculation.md`).
+A row that does not speculate has one chain of length 0: plain decoding is verification of
+nothing, and needs no code of its own.
+
+Not for: running the draft model (`engine.drafters`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LawTable:
+    """Laws along chains: which law row holds below the first i tokens of each chain.
+
+    Chains share rows where their prefixes are equal; beyond a chain's length the row is any
+    valid one and must not be used.
+    """
+
+    law_NV: Tensor
+    row_CX: Tensor
+    """[C, L] for draft laws, [C, L + 1] for target laws."""
+
+    def rows(self, depth_C: Tensor) -> Tensor:
+        """[C, V] the law below each chain's first `depth_C` tokens."""
+        return self.law_NV[self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)]
+
+    def rows_at(self, depth: int) -> Tensor:
+        """[C, V] the law below every chain's first `depth` tokens."""
+        return self.law_NV[self.row_CX[:, depth]]
+
+    def probability(self, depth_C: Tensor, token_C: Tensor) -> Tensor:
+        """[C] float64 probability of `token_C` below each chain's first `depth_C` tokens."""
+        row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
+        return self.law_NV[row_C, token_C].double()
+
+    def select(self, index: Tensor) -> LawTable:
+        """The laws of the chains at `index`."""
+        return LawTable(self.law_NV, self.row_CX[index])
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The drafted chains of a step, flat over requests and sorted by request."""
+
+    tokens_CL: Tensor
+    """Drafted tokens; 0 beyond a chain's length."""
+    length_C: Tensor
+    request_C: Tensor
+    """Which sampling row (0, 1, ...) a chain belongs to."""
+    rank_C: Tensor
+    """Index of the chain within its request."""
+    draft: LawTable
+    """The laws the tokens were drawn from."""
+
+    @property
+    def num_chains(self) -> int:
+        """C."""
+        return self.tokens_CL.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """L, the longest chain."""
+        return self.tokens_CL.shape[1]
+
+    def select(self, index: Tensor) -> Chains:
+        """The chains at `index`; requests keep their numbers."""
+        return Chains(
+            self.tokens_CL[index],
+            self.length_C[index],
+            self.request_C[index],
+            self.rank_C[index],
+            self.draft.select(index),
+        )
+
+
+@dataclass(frozen=True)
+class ChainNoise:
+    """The uniform numbers a rule consumes (float64), each used for one decision only."""
+
+    accept_CL: Tensor
+    residual_C: Tensor
+    score_C: Tensor
+
+    def select(self, index: Tensor) -> ChainNoise:
+        """The numbers of the chains at `index`."""
+        return ChainNoise(self.accept_CL[index], self.residual_C[index], self.score_C[index])

@@ -1,0 +1,67 @@
+"""Chains of drafted tokens, and the tree they make when equal prefixes are merged.
+
+Words: a *chain* is a run of drafted tokens below the root (the last known token). Chains of one
+request that begin alike share *nodes*; merging only saves target rows, the rules still see every
+chain. Node 0 is the root; the others follow chain by chain, so the first chain's nodes are
+1, 2, ..., and a chain's accepted prefix is a path of nodes.
+
+Pure Python and numpy: it runs on the host between the draft and the target pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Merged chains of one request."""
+
+    tokens: list[int]
+    """Token of nodes 1, 2, ... (the root's token is known and not repeated here)."""
+    parents: list[int]
+    """Parent node of nodes 1, 2, ...; 0 is the root."""
+    depths: list[int]
+    """Depth of nodes 1, 2, ...; the root has depth 0."""
+    paths: list[list[int]]
+    """For each chain its nodes, the root first."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes, the root not counted."""
+        return len(self.tokens)
+
+    def ancestry(self) -> npt.NDArray[np.bool_]:
+        """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i."""
+        mask = np.eye(self.num_nodes, dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            if parent > 0:
+                mask[node] |= mask[parent - 1]
+        return mask
+
+
+def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
+    """Merge the equal prefixes of one request's chains (lists of token ids, any lengths)."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    paths: list[list[int]] = []
+    children: dict[tuple[int, int], int] = {}
+    for chain in chains:
+        node = 0
+        path = [0]
+        for depth, token in enumerate(chain, start=1):
+            child = children.get((node, token))
+            if child is None:
+                tokens.append(token)
+                parents.append(node)
+                depths.append(depth)
+                child = children[node, token] = len(tokens)
+            node = child
+            path.append(node)
+        paths.append(path)
+    return Tree(tokens, parents, depths, paths)

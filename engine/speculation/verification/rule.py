@@ -1,0 +1,54 @@
+"""What a chain rule is, what it returns, and the residual all of them draw from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+
+
+@dataclass(frozen=True)
+class ChainVerdict:
+    """For each request: the chain that won, how much of it is accepted, and one token more."""
+
+    chain_B: Tensor
+    """Index of the winning chain in `Chains`."""
+    accepted_B: Tensor
+    """Accepted drafted tokens (tau)."""
+    next_token_B: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named verification rule."""
+
+    name: str
+    verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
+    max_drafts: int | None
+    """Most chains per request the rule can use; None is no limit."""
+
+
+def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
+    """[C, V] the mass (weight * target - draft)+."""
+    return (weight_C.unsqueeze(-1).to(target_CV.dtype) * target_CV - draft_CV).clamp_(min=0)
+
+
+def residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:
+    """[C, V] weights of the token that follows the first `accepted_C` tokens of each chain.
+
+    The surplus of the weighted target law over the draft law; the target law itself after a
+    whole chain, and where rounding leaves no surplus (target and draft agree, so that the branch
+    has probability zero, but the draw must be defined).
+    """
+    target_CV = target.rows(accepted_C)
+    if chains.max_length == 0:
+        return target_CV
+    stopped_C = accepted_C < chains.length_C
+    draft_CV = chains.draft.rows(accepted_C.clamp(max=chains.max_length - 1))
+    mass_CV = surplus(target_CV, draft_CV, weight_C)
+    usable_C = stopped_C & (mass_CV.sum(-1) > 0)
+    return torch.where(usable_C.unsqueeze(-1), mass_CV, target_CV)
