@@ -59,6 +59,7 @@ def assemble(
         dtype=str(target.model.dtype).removeprefix("torch."),
         architecture=target.model_type,
         has_draft=draft is not None,
+        rules={name: rule.max_drafts for name, rule in RULES.items()},
         memory_plan={
             "weights": target.weight_bytes,
             "draft_weights": draft.weight_bytes if draft is not None else 0,

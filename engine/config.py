@@ -91,5 +91,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     architecture: str
     has_draft: bool
+    rules: dict[str, int | None]
+    """Verification rules by name, and the most chains each can use (None: no limit)."""
     memory_plan: dict[str, int]
     """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace."""

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.admission import check_request
 from engine.cache.tensors import slots_of
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
-from engine.errors import RequestError
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.metrics import StepStats, Stopwatch
+from engine.metrics import PlainTimes, StepStats, Stopwatch
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request
 from engine.sampling.law import LawParameters, law
@@ -54,6 +54,7 @@ class Engine:
         self.scheduler = scheduler
         self.facts = facts
         self.limits = limits
+        self.plain_times: PlainTimes | None = None
         self.num_steps = 0
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
@@ -80,7 +81,7 @@ class Engine:
         scheduler = self.scheduler
         stats = StepStats(
             wall_s=wall_s,
-            plain_s=None,
+            plain_s=self._plain_s(),
             phases_s=phases_s,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -90,15 +91,27 @@ class Engine:
         )
         return StepResult(outcomes, stats)
 
+    def _plain_s(self) -> float | None:
+        """Duration of a plain step over the last plan's batch and contexts, where that is known."""
+        plan = self.scheduler.last_plan
+        if self.plain_times is None or plan.has_prefill or not plan.rows:
+            return None
+        return self.plain_times.step_s(len(plan.rows), sum(row.end for row in plan.rows) / len(plan.rows))
+
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
         plan = self.scheduler.plan()  # who, how many tokens, which blocks
+        verdict = self.run_parts(plan)
+        return self.scheduler.commit(plan, verdict)  # append, finish, free
+
+    def run_parts(self, plan: Plan) -> Verdict:
+        """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
         draft = self._draw(plan)  # chains, and the law each token was drawn from
         logits_NV = self._forward(plan, draft)  # one pass over every drafted node
         winners = self._verify(plan, draft, logits_NV)  # the exact rule of each request
         self._keep(plan, draft, winners)  # forget the rejected branches
-        return self.scheduler.commit(plan, Verdict(tuple(winner.emission for winner in winners)))
+        return Verdict(tuple(winner.emission for winner in winners))
 
     def _forward_nodes(self, plan: Plan, draft: Draft | None) -> Tensor:
         """Target logits at the root and the nodes of every sampling row, in order."""
@@ -164,44 +177,6 @@ class Winner:
 
     rank: int
     emission: Emission
-
-
-def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfig) -> None:
-    """Raise RequestError where the engine cannot serve the request as asked."""
-    prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
-    if prompt == 0:
-        raise RequestError("the prompt is empty; send at least one token", "prompt")
-    if answer < 1:
-        raise RequestError(f"max_tokens must be at least 1, not {answer}", "max_tokens")
-    if prompt + answer > facts.max_model_len:
-        raise RequestError(
-            f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt has {prompt} "
-            f"and the answer may have {answer}; shorten the prompt or lower max_tokens",
-            "max_tokens" if prompt < facts.max_model_len else "prompt",
-            "context_length_exceeded",
-        )
-    if bad := [token for token in request.prompt_token_ids if not 0 <= token < facts.vocab_size]:
-        raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
-    speculation = request.speculation
-    if not speculation.num_drafts:
-        return
-    if not facts.has_draft:
-        raise RequestError("the server runs without a draft model; speculation cannot be enabled", "speculation")
-    rule = RULES.get(speculation.rule)
-    if rule is None:
-        raise RequestError(f"unknown rule {speculation.rule!r}; choose one of {', '.join(RULES)}", "speculation.rule")
-    for name, value, most in (
-        ("num_drafts", speculation.num_drafts, limits.max_num_drafts),
-        ("draft_length", speculation.draft_length, limits.max_draft_length),
-    ):
-        if not 1 <= value <= most:
-            raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
-    if rule.max_drafts is not None and speculation.num_drafts > rule.max_drafts:
-        raise RequestError(
-            f"rule {rule.name!r} verifies {rule.max_drafts} chain, not {speculation.num_drafts}; "
-            "set num_drafts to 1 or choose bv_race",
-            "speculation.num_drafts",
-        )
 
 
 def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:

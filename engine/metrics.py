@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -29,6 +30,29 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_used: int
     num_preemptions: int
     num_steps: int
+
+
+class PlainTimes:
+    """How long a plain decoding step takes, by batch and context: measured points, linear in between."""
+
+    def __init__(self, num_rows: Sequence[int], contexts: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
+        """`seconds[i][j]` belongs to `num_rows[i]` and `contexts[j]`, both ascending."""
+        self.num_rows = tuple(num_rows)
+        self.contexts = tuple(contexts)
+        self.seconds = tuple(tuple(row) for row in seconds)
+
+    def step_s(self, num_rows: int, context: float) -> float:
+        """Duration for `num_rows` rows of `context` tokens each; beyond the last point the slope goes on."""
+        by_rows = [_interpolate(self.contexts, row, context) for row in self.seconds]
+        return _interpolate(self.num_rows, by_rows, num_rows)
+
+
+def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
+    if len(points) == 1 or at <= points[0]:
+        return values[0]
+    upper = min(bisect_left(points, at), len(points) - 1)
+    share = (at - points[upper - 1]) / (points[upper] - points[upper - 1])
+    return values[upper - 1] + share * (values[upper] - values[upper - 1])
 
 
 class Stopwatch:

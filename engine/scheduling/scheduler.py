@@ -11,6 +11,7 @@ was drafted: this keeps the law exact and an answer independent of the load.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,10 +34,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """`stop`, `length`, or None while the answer goes on."""
     draft_length: int
     """Longest chain this step drafted; 0 for a plain step."""
+    num_chains: int
+    rule: str
     num_nodes: int
     """Drafted nodes verified for this request."""
     num_accepted: int
     """Drafted tokens among `token_ids`."""
+    queue_s: float
+    """How long the request waited before it was first admitted."""
 
 
 class Scheduler:
@@ -57,6 +62,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
+        self.last_plan = Plan(())
         self._next_id = 0
         self._step = 0
 
@@ -82,7 +88,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request whose length has been checked (`Engine.submit`)."""
         assert request.request_id not in self._sequence_ids, request.request_id
-        sequence = Sequence(self._next_id, request)
+        sequence = Sequence(self._next_id, request, time.monotonic())
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         self._waiting.append(sequence)
@@ -125,7 +131,8 @@ class Scheduler:
             if (sequence := self._running.get(sequence_id)) is not None:
                 sequence.last_step = self._step
                 kept.append(replace(row, block_ids=tuple(sequence.block_ids)))
-        return Plan(tuple(kept))
+        self.last_plan = Plan(tuple(kept))
+        return self.last_plan
 
     def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
         """Append what the step emitted, cut it where the answer ends, free what has ended."""
@@ -223,6 +230,7 @@ class Scheduler:
         if not row.known or num_blocks > self.pool.num_free:
             return None
         self._waiting.popleft()
+        sequence.note_admission(time.monotonic())
         sequence.block_ids = self.pool.allocate(num_blocks)
         self._running[sequence.sequence_id] = sequence
         return row
@@ -244,8 +252,11 @@ class Scheduler:
             token_ids=kept,
             finish_reason=finish_reason,
             draft_length=row.draft_length,
+            num_chains=row.num_drafts,
+            rule=row.rule,
             num_nodes=emission.num_nodes,
             num_accepted=min(len(emission.accepted), len(kept)),
+            queue_s=sequence.queue_s,
         )
 
     def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:

@@ -9,17 +9,19 @@ class Sequence:
     """Running state of one request: its text so far, and how much of it has K/V."""
 
     __slots__ = (
+        "_arrived_s",
         "arrival",
         "block_ids",
         "last_step",
         "num_draft_computed",
         "num_target_computed",
+        "queue_s",
         "request",
         "sequence_id",
         "tokens",
     )
 
-    def __init__(self, sequence_id: int, request: Request) -> None:
+    def __init__(self, sequence_id: int, request: Request, arrived_s: float) -> None:
         self.sequence_id = sequence_id
         self.arrival = sequence_id
         self.request = request
@@ -28,6 +30,8 @@ class Sequence:
         self.num_draft_computed = 0
         self.block_ids: list[int] = []
         self.last_step = -1
+        self._arrived_s = arrived_s
+        self.queue_s = -1.0
 
     @property
     def num_emitted(self) -> int:
@@ -43,6 +47,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Known tokens whose target K/V is missing; at least one while the request runs."""
         return len(self.tokens) - self.num_target_computed
+
+    def note_admission(self, now_s: float) -> None:
+        """Remember how long the first admission took; later ones (after preemption) do not count."""
+        if self.queue_s < 0:
+            self.queue_s = now_s - self._arrived_s
 
     def forget_computed(self) -> list[int]:
         """Drop all K/V (preemption by recomputation) and return the blocks that held it."""

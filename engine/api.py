@@ -1,0 +1,174 @@
+"""The front door of the engine: messages to and from its process, and how to start it.
+
+The only engine module the server imports. No torch: the HTTP process never loads it. Messages
+are msgpack over two one-way sockets; one message per step, never one per token.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from engine.admission import check_request
+from engine.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    EngineFacts,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
+from engine.metrics import PHASES, StepStats
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling.noise import choice_seed
+from engine.scheduling.scheduler import Outcome
+
+# How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
+# as anything else runs on one of their cores.
+_SPIN_COUNT = "10000"
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: start a request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: forget a request, silently if it has ended."""
+
+    request_id: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: exit now."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: what it is doing before it can serve."""
+
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: it serves from now on."""
+
+    facts: EngineFacts
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a request it cannot serve; the request's last message."""
+
+    request_id: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: what one step gave."""
+
+    outcomes: list[Outcome]
+    stats: StepStats
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: it is about to exit. `exit_code` is 2 for configuration, else 1."""
+
+    message: str
+    exit_code: int
+
+
+ToEngine = Submit | Abort | Stop
+FromEngine = Loading | Ready | Refused | Step | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_config = msgspec.msgpack.Decoder(EngineConfig)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """A message the server sent."""
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """A message the engine sent."""
+    return _from_engine.decode(data)
+
+
+def decode_config(data: bytes) -> EngineConfig:
+    """The configuration a new engine process reads from its standard input."""
+    return _config.decode(data)
+
+
+def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.Popen[bytes]:
+    """Start the engine process; it reads messages from `inbox` and writes to `outbox` (zmq addresses).
+
+    It exits by itself when this process ends.
+    """
+    environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.process", inbox, outbox],
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(_encoder.encode(config))
+    process.stdin.close()
+    return process
+
+
+__all__ = [
+    "PHASES",
+    "Abort",
+    "CacheConfig",
+    "ConfigError",
+    "Device",
+    "Dtype",
+    "EngineBusy",
+    "EngineConfig",
+    "EngineFacts",
+    "EngineStopped",
+    "Failed",
+    "FromEngine",
+    "Limits",
+    "LoadError",
+    "Loading",
+    "ModelConfig",
+    "Outcome",
+    "PolydraftError",
+    "Ready",
+    "Refused",
+    "Request",
+    "RequestError",
+    "Sampling",
+    "SchedulerConfig",
+    "Speculation",
+    "SpeculationConfig",
+    "Step",
+    "StepStats",
+    "Stop",
+    "Submit",
+    "ToEngine",
+    "check_request",
+    "choice_seed",
+    "decode_config",
+    "decode_from_engine",
+    "decode_to_engine",
+    "encode",
+    "start_process",
+]

@@ -1,0 +1,70 @@
+"""Measures plain decoding at start, so that answers can report how much speculation gained.
+
+Runs the engine's own step parts on made-up plans (one known token per row, any context); the K/V
+pool holds nothing yet, so what is read and overwritten does not matter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from engine.engine import Engine
+from engine.metrics import PlainTimes
+from engine.plan import Plan, Row
+from engine.request import Sampling
+
+_NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CONTEXTS = (32, 256, 1024, 4096, 16384)
+_POINT_BUDGET_S = 0.15
+_MIN_REPEATS, _MAX_REPEATS = 2, 15
+
+
+@torch.inference_mode()
+def measure_plain(engine: Engine) -> PlainTimes:
+    """Median duration of a plain step over a grid of batch sizes and contexts that fit the pool."""
+    pool_tokens = engine.facts.num_blocks * engine.facts.block_size
+    most_rows = engine.scheduler.config.max_num_seqs
+    num_rows = [n for n in _NUM_ROWS if n < most_rows] + [most_rows]
+    longest = min(engine.facts.max_model_len - 2, pool_tokens // 2)
+    contexts = [c for c in _CONTEXTS if c < longest and 2 * c * num_rows[-1] <= pool_tokens] or [min(32, longest)]
+    seconds = [[_median_s(engine, _plain_plan(engine, rows, context)) for context in contexts] for rows in num_rows]
+    return PlainTimes(num_rows, contexts, seconds)
+
+
+def _plain_plan(engine: Engine, num_rows: int, context: int) -> Plan:
+    blocks_per_row = min(context // engine.facts.block_size + 2, engine.facts.num_blocks)
+    rows = []
+    for number in range(num_rows):
+        first = number * blocks_per_row % max(1, engine.facts.num_blocks - blocks_per_row + 1)
+        rows.append(
+            Row(
+                sequence_id=number,
+                known=(0,),
+                first_index=context,
+                draft_known=(),
+                draft_first_index=0,
+                block_ids=tuple(range(first, first + blocks_per_row)),
+                samples=True,
+                sampling=Sampling(seed=number),
+                rule="block",
+                num_drafts=0,
+                draft_length=0,
+            )
+        )
+    return Plan(tuple(rows))
+
+
+def _median_s(engine: Engine, plan: Plan) -> float:
+    durations: list[float] = []
+    engine.run_parts(plan)
+    began = time.perf_counter()
+    while len(durations) < _MIN_REPEATS or (
+        len(durations) < _MAX_REPEATS and time.perf_counter() - began < _POINT_BUDGET_S
+    ):
+        started = time.perf_counter()
+        engine.run_parts(plan)
+        durations.append(time.perf_counter() - started)
+    return statistics.median(durations)

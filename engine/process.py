@@ -1,0 +1,138 @@
+"""The engine process: read the inbox, step, deliver, for ever; die loudly.
+
+One thread owns all engine state and the device. A request it cannot serve gets a `Refused`; any
+other error ends the process with a `Failed`. It leaves when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import zmq
+
+from engine.api import (
+    Abort,
+    Failed,
+    FromEngine,
+    Loading,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+    decode_config,
+    decode_to_engine,
+    encode,
+)
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, LoadError, RequestError
+
+_IDLE_POLL_MS = 500
+
+
+class Mailbox:
+    """The two sockets, without limits: the engine never waits for the HTTP process."""
+
+    def __init__(self, inbox: str, outbox: str) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._inbox, inbox), (self._outbox, outbox)):
+            socket.set_hwm(0)
+            socket.connect(address)
+        self._parent = os.getppid()
+
+    def send(self, message: FromEngine) -> None:
+        """Deliver a message to the server."""
+        self._outbox.send(encode(message))
+
+    def receive(self, wait: bool) -> list[bytes]:
+        """All waiting messages; with `wait`, after at least one has come or a moment has passed."""
+        if wait:
+            self._inbox.poll(_IDLE_POLL_MS)
+        messages = []
+        while True:
+            try:
+                messages.append(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that started this one has ended."""
+        return os.getppid() != self._parent
+
+    def close(self) -> None:
+        """Flush what was sent, then close."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=2000)
+        self._context.term()
+
+
+def serve(engine: Engine, mailbox: Mailbox) -> None:
+    """Step while there is work, until told to stop."""
+    while not mailbox.is_orphaned:
+        for data in mailbox.receive(wait=not engine.scheduler.has_work):
+            message = decode_to_engine(data)
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, Abort):
+                engine.abort(message.request_id)
+            else:
+                _submit(engine, message, mailbox)
+        if engine.scheduler.has_work:
+            result = engine.run_step()
+            mailbox.send(Step(result.outcomes, result.stats))
+            if not engine.scheduler.has_work:
+                engine.scheduler.check_invariants()
+
+
+def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:
+    try:
+        engine.submit(message.request)
+    except RequestError as error:
+        mailbox.send(Refused(message.request.request_id, str(error), error.param, error.code))
+
+
+def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
+    """Load, calibrate and announce the engine."""
+    import torch
+
+    from engine.building import build_engine
+    from engine.calibration import measure_plain
+
+    torch.set_num_threads(config.model.num_threads or max(1, (os.cpu_count() or 2) - 1))
+    engine = build_engine(config, lambda text: mailbox.send(Loading(text)))
+    if config.calibrate:
+        mailbox.send(Loading("measuring plain decoding"))
+        engine.plain_times = measure_plain(engine)
+    mailbox.send(Ready(engine.facts))
+    return engine
+
+
+def main() -> int:
+    """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
+    inbox, outbox = sys.argv[1:3]
+    mailbox = Mailbox(inbox, outbox)
+    try:
+        serve(start(decode_config(sys.stdin.buffer.read()), mailbox), mailbox)
+    except ConfigError as error:
+        mailbox.send(Failed(str(error), 2))
+        return 2
+    except LoadError as error:
+        mailbox.send(Failed(str(error), 1))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        mailbox.send(Failed(f"{type(error).__name__}: {error}", 1))
+        return 1
+    finally:
+        mailbox.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

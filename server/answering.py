@@ -1,0 +1,195 @@
+"""Sends a generation to the client, whole or as a stream of server-sent events.
+
+A client that leaves ends its generation: a stream through the generator's `finally`, a whole
+answer by racing it against the disconnect. A stream begins only after admission, so errors
+before it are ordinary JSON errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from engine.api import PolydraftError
+from server.errors import ErrorEnvelope, to_api_error
+from server.generation import Choice, Delta, Generation
+from server.protocol import Answer, Metrics, Usage
+from server.state import Server
+
+log = logging.getLogger("polydraft")
+
+_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+class Shape(Protocol):
+    """How chat and completions differ in what they send."""
+
+    object_whole: str
+    object_chunk: str
+
+    def whole(self, index: int, choice: Choice) -> Any:
+        """A choice of a whole answer."""
+
+    def opening(self, index: int) -> list[Any]:
+        """Choices of the chunks that open a stream."""
+
+    def chunk(self, delta: Delta) -> list[Any]:
+        """Choices of the chunks that carry a delta."""
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What an answer carries beside text."""
+
+    answer_id: str
+    created: int
+    model: str
+    with_metrics: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Tokens so far."""
+    prompt, answer = generation.num_prompt_tokens, generation.num_answer_tokens
+    return Usage(prompt, answer, prompt + answer)
+
+
+def metrics_of(generation: Generation) -> Metrics:
+    """Times and speculation of the whole call."""
+    return generation.clock.report(generation.speculation().report())
+
+
+async def answer_whole(
+    http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
+) -> Response:
+    """Run to the end and answer at once."""
+    work = asyncio.create_task(_run_through(server, generation))
+    gone = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)
+        await work
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+    choices = [shape.whole(index, choice) for index, choice in enumerate(generation.choices)]
+    metrics = metrics_of(generation)
+    answer = Answer(
+        options.answer_id,
+        shape.object_whole,
+        options.created,
+        options.model,
+        choices,
+        usage_of(generation),
+        metrics if options.with_metrics else msgspec.UNSET,
+    )
+    return Response(_encoder.encode(answer), media_type="application/json", headers=_speculation_headers(metrics))
+
+
+async def answer_stream(
+    server: Server, generation: Generation, shape: Shape, options: AnswerOptions
+) -> StreamingResponse:
+    """Answer step by step; raises what admission raises."""
+    deltas = generation.run(server.client, server.metrics)
+    try:
+        await anext(deltas)
+    except BaseException:
+        await deltas.aclose()
+        raise
+    frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
+    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+
+
+async def _run_through(server: Server, generation: Generation) -> None:
+    async with aclosing(generation.run(server.client, server.metrics)) as deltas:
+        async for _ in deltas:
+            pass
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _frames(
+    deltas: AsyncIterator[Delta],
+    keep_alive_s: float,
+    generation: Generation,
+    shape: Shape,
+    options: AnswerOptions,
+) -> AsyncIterator[bytes]:
+    def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET) -> bytes:
+        chunk = Answer(
+            options.answer_id, shape.object_chunk, options.created, options.model, choices, usage, metrics
+        )
+        return b"data: " + _encoder.encode(chunk) + b"\n\n"
+
+    def running_usage() -> Any:
+        if options.continuous_usage:
+            return usage_of(generation)
+        return None if options.include_usage else msgspec.UNSET
+
+    try:
+        for index in range(len(generation.choices)):
+            for choice in shape.opening(index):
+                yield frame([choice], running_usage())
+        async for delta in _with_silences(deltas, keep_alive_s):
+            if delta is None:
+                yield _KEEP_ALIVE
+                continue
+            for choice in shape.chunk(delta):
+                yield frame([choice], running_usage())
+        if options.include_usage:
+            metrics = metrics_of(generation) if options.with_metrics else msgspec.UNSET
+            yield frame([], usage_of(generation), metrics)
+    except PolydraftError as error:
+        yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
+    except Exception as error:
+        log.exception("a stream broke")
+        yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
+    finally:
+        await deltas.aclose()  # type: ignore[attr-defined]
+    yield _DONE
+
+
+async def _with_silences(deltas: AsyncIterator[Delta], keep_alive_s: float) -> AsyncIterator[Delta | None]:
+    """The deltas, and None for every `keep_alive_s` seconds without one."""
+    upcoming: asyncio.Future[Delta] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(anext(deltas))  # type: ignore[arg-type]
+            while not (await asyncio.wait({upcoming}, timeout=keep_alive_s or None))[0]:
+                yield None
+            yield upcoming.result()
+    except StopAsyncIteration:
+        return
+    finally:
+        if upcoming is not None and not upcoming.done():
+            upcoming.cancel()
+            await asyncio.gather(upcoming, return_exceptions=True)
+
+
+def _speculation_headers(metrics: Metrics) -> dict[str, str]:
+    counted = metrics.speculative_decoding
+    if counted is None:
+        return {}
+    headers = {}
+    if counted.mean_acceptance_length is not None:
+        headers["x-polydraft-acceptance-length"] = f"{counted.mean_acceptance_length:.3f}"
+    if counted.speedup is not None:
+        headers["x-polydraft-speedup"] = f"{counted.speedup:.3f}"
+    return headers

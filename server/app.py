@@ -1,0 +1,38 @@
+"""Builds the ASGI application around its parts; nothing is created on import."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from server import errors, generate_routes, operation_routes
+from server.middleware import RequestEnvelope
+from server.state import Server
+from server.version import VERSION
+
+
+def build_app(server: Server) -> FastAPI:
+    """The application that serves `server`."""
+    settings = server.settings
+    middleware = [
+        Middleware(
+            RequestEnvelope,
+            metrics=server.metrics,
+            api_keys=settings.api_key,
+            max_body_bytes=settings.max_request_bytes,
+            log_requests=settings.enable_log_requests,
+        )
+    ]
+    if settings.allowed_origins:
+        middleware.insert(
+            0,
+            Middleware(
+                CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            ),
+        )
+    app = FastAPI(title="Polydraft", version=VERSION, root_path=settings.root_path, middleware=middleware)
+    errors.install(app)
+    app.include_router(generate_routes.build_router(server))
+    app.include_router(operation_routes.build_router(server))
+    return app

@@ -1,0 +1,72 @@
+"""The `polydraft` command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from engine.api import ConfigError
+from server.settings import Serve
+from server.version import VERSION
+
+USAGE = """\
+usage: polydraft COMMAND [ARGUMENTS]
+
+commands:
+  serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
+  bench           measure a running or a new daemon, speculation on against off
+  version         print the version
+
+`polydraft COMMAND --help` explains a command's flags.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (words[0], words[1:]) if words else ("", [])
+    if command == "serve":
+        return _serve(rest)
+    if command == "bench":
+        from loadtest.cli import main as bench
+
+        return bench(rest)
+    if command in ("version", "--version", "-V"):
+        print(VERSION)
+        return 0
+    if command in ("help", "--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    print(USAGE, end="", file=sys.stderr)
+    if command:
+        print(f"\npolydraft: unknown command {command!r}", file=sys.stderr)
+    return 2
+
+
+def _serve(arguments: list[str]) -> int:
+    try:
+        settings = CliApp.run(Serve, cli_args=arguments)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+            print(f"polydraft serve: --{name}: {problem['msg']} (got {problem['input']!r})", file=sys.stderr)
+        return 2
+    except (ConfigError, SettingsError) as error:
+        print(f"polydraft serve: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=settings.log_level.upper())
+    from server.daemon import run
+
+    try:
+        return run(settings)
+    except ConfigError as error:
+        print(f"polydraft serve: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The daemon: binds, listens at once, loads in the background, drains, and picks the exit code.
+
+0 after a drain, 1 after an engine or load failure, 2 for a bad configuration, 3 when the address
+cannot be bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from engine.api import EngineFacts
+from server.app import build_app
+from server.engine_client import EngineClient
+from server.metrics import ServerMetrics
+from server.settings import Serve
+from server.state import Server
+from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
+
+log = logging.getLogger("polydraft")
+
+EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers: the daemon decides when it stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(settings: Serve) -> socket.socket:
+    """The listening socket; raises OSError when the address is taken or not ours."""
+    if settings.uds:
+        path = Path(settings.uds)
+        if path.is_socket():
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(settings.uds)
+    else:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    listener.set_inheritable(True)
+    return listener
+
+
+def run(settings: Serve) -> int:
+    """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
+    template = Path(settings.chat_template).read_text() if settings.chat_template else None
+    tokenizer = Tokenizer(settings.tokenizer_source(), template)
+    neutral = settings.generation_config == "neutral"
+    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target())
+    try:
+        listener = bind(settings)
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another --port", file=sys.stderr)
+        return EXIT_BIND
+    client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
+    metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
+    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name())
+    try:
+        return uvloop.run(_Daemon(server, listener).serve())
+    finally:
+        tokenizer.close()
+
+
+class _Daemon:
+    """One run of the daemon."""
+
+    def __init__(self, server: Server, listener: socket.socket) -> None:
+        self._server = server
+        self._listener = listener
+        settings = server.settings
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                build_app(server),
+                log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
+                access_log=False,
+                lifespan="off",
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._stop_wanted = asyncio.Event()
+        self._abort_wanted = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Listen, load, serve, stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        client = self._server.client
+        client.on_ready, client.on_step = self._on_ready, self._server.metrics.step
+        await client.start()
+        listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(self._stop_wanted.wait())
+        dying = asyncio.create_task(client.ended.wait())
+        await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done() and client.is_alive:
+            await self._drain()
+        code = self._exit_code()
+        await self._close(listening)
+        return code
+
+    def _on_signal(self) -> None:
+        if self._stop_wanted.is_set():
+            self._abort_wanted.set()
+        self._stop_wanted.set()
+
+    def _on_ready(self, facts: EngineFacts) -> None:
+        self._server.metrics.ready(facts)
+        for line in _summary(facts, self._server, self._address()):
+            log.info(line)
+
+    def _address(self) -> str:
+        settings = self._server.settings
+        if settings.uds:
+            return f"unix:{settings.uds}"
+        scheme = "https" if settings.ssl_certfile else "http"
+        return f"{scheme}://{settings.host}:{self._listener.getsockname()[1]}"
+
+    async def _drain(self) -> None:
+        client = self._server.client
+        client.is_draining = True
+        log.info("draining %d requests, at most %.0f s", client.num_open, self._server.settings.shutdown_timeout)
+        deadline = asyncio.get_running_loop().time() + self._server.settings.shutdown_timeout
+        while client.num_open and client.is_alive and not self._abort_wanted.is_set():
+            if asyncio.get_running_loop().time() > deadline:
+                log.warning("the drain timed out with %d requests open; they are aborted", client.num_open)
+                break
+            await asyncio.sleep(0.02)
+
+    def _exit_code(self) -> int:
+        client = self._server.client
+        if client.is_alive:
+            return EXIT_OK
+        if client.failure is not None:
+            log.error("%s", client.failure.message)
+            return client.failure.exit_code
+        log.error("the engine process ended unexpectedly (exit status %s)", client.process.poll())
+        return EXIT_FAILURE
+
+    async def _close(self, listening: asyncio.Task[None]) -> None:
+        # Open streams still have to send their last event.
+        await asyncio.sleep(0.2)
+        self._uvicorn.should_exit = True
+        await asyncio.wait({listening}, timeout=5)
+        await self._server.client.close()
+
+
+def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:
+    """What a person wants to know once the daemon serves."""
+    plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
+    speculation = server.client.config.speculation
+    drafting = (
+        f"{speculation.rule}, {speculation.num_drafts} drafts of {speculation.draft_length} tokens"
+        if facts.has_draft and speculation.rule != "off"
+        else "off"
+    )
+    return [
+        f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
+        f"speculation: {drafting}; context {facts.max_model_len} tokens; {facts.num_blocks} blocks of "
+        f"{facts.block_size} tokens",
+        f"memory plan: {plan}",
+    ]

@@ -1,0 +1,214 @@
+"""The server's end of the engine: submits requests, hands out what each step gave, notices death.
+
+One task reads the engine's messages. An engine that ends takes every open request with it: each
+gets an `EngineStopped`, `is_alive` turns false, and the daemon exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from engine.api import (
+    Abort,
+    EngineBusy,
+    EngineConfig,
+    EngineFacts,
+    EngineStopped,
+    Failed,
+    Loading,
+    Outcome,
+    Ready,
+    Refused,
+    Request,
+    RequestError,
+    Step,
+    StepStats,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    start_process,
+)
+
+log = logging.getLogger("polydraft")
+
+StepPart = tuple[Outcome, StepStats]
+_POLL_S = 0.25
+
+
+class Ticket:
+    """The requests of one HTTP call while they run: what comes back for any of them, in order."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.index_of = {request.request_id: index for index, request in enumerate(requests)}
+        self.open_ids = set(self.index_of)
+        self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Outcome, StepStats]]:
+        """(index of the request, its outcome, the step's stats) until all have ended."""
+        while self.open_ids or not self.arrivals.empty():
+            part = await self.arrivals.get()
+            if isinstance(part, Exception):
+                raise part
+            outcome, stats = part
+            yield self.index_of[outcome.request_id], outcome, stats
+
+
+class EngineClient:
+    """Starts and talks to the engine process."""
+
+    def __init__(self, config: EngineConfig, max_open_requests: int) -> None:
+        self.config = config
+        self.max_open_requests = max_open_requests
+        self.facts: EngineFacts | None = None
+        self.loading = "starting the engine process"
+        self.failure: Failed | None = None
+        self.last_stats: StepStats | None = None
+        self.on_ready: Callable[[EngineFacts], None] = lambda _: None
+        self.on_step: Callable[[Step], None] = lambda _: None
+        self.ended = asyncio.Event()
+        self.is_draining = False
+        self._tickets: dict[str, Ticket] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs (loading counts)."""
+        return not self.ended.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are served."""
+        return self.is_alive and self.facts is not None and not self.is_draining
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    def ready_facts(self) -> EngineFacts:
+        """What the engine found out; raises EngineStopped while nothing can be served."""
+        if self.failure is not None or not self.is_alive:
+            raise EngineStopped("the engine has stopped; the daemon is about to exit")
+        if self.is_draining:
+            raise EngineStopped("the server is shutting down and accepts no new requests")
+        if self.facts is None:
+            raise EngineStopped(f"the model is still loading ({self.loading}); try again soon")
+        return self.facts
+
+    async def start(self) -> None:
+        """Start the process and the task that reads from it."""
+        self._folder = tempfile.TemporaryDirectory(prefix="polydraft-")
+        inbox, outbox = (f"ipc://{Path(self._folder.name)}/{name}" for name in ("inbox", "outbox"))
+        self._context = zmq.asyncio.Context()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._from_engine = self._context.socket(zmq.PULL)
+        for socket, address in ((self._to_engine, inbox), (self._from_engine, outbox)):
+            socket.set_hwm(0)
+            socket.bind(address)
+        self.process = start_process(self.config, inbox, outbox)
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        """Stop the process and release everything."""
+        if self.process.poll() is None:
+            self._send(Stop())
+            try:
+                await asyncio.wait_for(self.ended.wait(), timeout=5)
+            except TimeoutError:
+                self.process.kill()
+        self._reader.cancel()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    @asynccontextmanager
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
+        """Run requests; leaving the block aborts those that have not ended.
+
+        Raises EngineBusy when the queue has no room for all of them.
+        """
+        self.ready_facts()
+        if self.num_open + len(requests) > self.max_open_requests:
+            raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
+        ticket = Ticket(requests)
+        for request in requests:
+            self._tickets[request.request_id] = ticket
+            self._send(Submit(request))
+        try:
+            yield ticket
+        finally:
+            for request_id in ticket.open_ids:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End one request early; nothing more arrives for it."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            ticket.open_ids = ticket.open_ids - {request_id}
+            self._send(Abort(request_id))
+
+    def _send(self, message: ToEngine) -> None:
+        if self.is_alive:
+            # Without a limit on the socket the send completes at once; the future needs no waiting.
+            self._to_engine.send(encode(message))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                if await self._from_engine.poll(_POLL_S * 1000):
+                    self._receive(await self._from_engine.recv())
+                elif self.process.poll() is not None:
+                    break
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("the engine's messages cannot be read")
+        finally:
+            self._end()
+
+    def _receive(self, data: bytes) -> None:
+        message = decode_from_engine(data)
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Loading):
+            self.loading = message.text
+            log.info("engine: %s", message.text)
+        elif isinstance(message, Ready):
+            self.on_ready(message.facts)
+            self.facts = message.facts
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        else:
+            self.failure = message
+
+    def _deliver(self, step: Step) -> None:
+        self.last_stats = step.stats
+        self.on_step(step)
+        for outcome in step.outcomes:
+            ticket = self._tickets.get(outcome.request_id)
+            if ticket is None:
+                continue
+            if outcome.finish_reason is not None:
+                del self._tickets[outcome.request_id]
+                ticket.open_ids = ticket.open_ids - {outcome.request_id}
+            ticket.arrivals.put_nowait((outcome, step.stats))
+
+    def _refuse(self, message: Refused) -> None:
+        ticket = self._tickets.pop(message.request_id, None)
+        if ticket is not None:
+            ticket.open_ids = ticket.open_ids - {message.request_id}
+            ticket.arrivals.put_nowait(RequestError(message.message, message.param, message.code))
+
+    def _end(self) -> None:
+        self.ended.set()
+        for ticket in set(self._tickets.values()):
+            ticket.arrivals.put_nowait(EngineStopped("the engine has stopped; the daemon is about to exit"))
+        self._tickets.clear()

@@ -1,0 +1,133 @@
+"""The one table from errors to HTTP answers, all in OpenAI's error shape.
+
+`{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}`, for every
+status, also those the framework raises itself (404, 405, validation).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.api import EngineBusy, EngineStopped, RequestError
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What OpenAI's clients read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """The body of every error answer, and of an error inside a stream."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer other than 200, decided by the server itself."""
+
+    def __init__(self, status: int, body: ErrorBody, headers: dict[str, str] | None = None) -> None:
+        super().__init__(body.message)
+        self.status = status
+        self.body = body
+        self.headers = headers or {}
+
+
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the caller must change the request."""
+    return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404: another model is served here."""
+    return ApiError(
+        404,
+        ErrorBody(
+            f"The model {name!r} does not exist; this server serves {served!r}",
+            "invalid_request_error",
+            "model",
+            "model_not_found",
+        ),
+    )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The table: what each error of the project means over HTTP."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return invalid_request(str(error), error.param, error.code)
+    if isinstance(error, EngineBusy):
+        return ApiError(
+            429, ErrorBody(str(error), "rate_limit_error", code="queue_full"), headers={"retry-after": "1"}
+        )
+    if isinstance(error, EngineStopped):
+        return ApiError(
+            503, ErrorBody(str(error), "service_unavailable", code="engine_unavailable"), headers={"retry-after": "5"}
+        )
+    return ApiError(500, ErrorBody("internal error; the server's log has the details", "server_error"))
+
+
+def error_response(error: Exception) -> Response:
+    """The HTTP answer of an error."""
+    api_error = to_api_error(error)
+    return Response(
+        msgspec.json.encode(ErrorEnvelope(api_error.body)),
+        status_code=api_error.status,
+        headers=api_error.headers,
+        media_type="application/json",
+    )
+
+
+_HTTP_ERRORS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+}
+
+
+def http_error(status: int, message: str, headers: dict[str, str] | None = None) -> ApiError:
+    """An error of the transport: authentication, routing, size."""
+    kind, code = _HTTP_ERRORS.get(status, ("invalid_request_error", None))
+    return ApiError(status, ErrorBody(message, kind, code=code), headers)
+
+
+def _validation_message(error: RequestValidationError) -> ErrorBody:
+    first: dict[str, Any] = dict(error.errors()[0])
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        detail = first.get("ctx", {}).get("error", "")
+        return ErrorBody(f"the body is not valid JSON: {detail}", "invalid_request_error")
+    param = ".".join(path) or None
+    where = f"{param}: " if param else "the body: "
+    return ErrorBody(where + str(first["msg"]), "invalid_request_error", param)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's shape."""
+
+    async def on_validation(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(ApiError(400, _validation_message(error)))
+
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(http_error(error.status_code, str(error.detail), dict(error.headers or {})))
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -1,0 +1,200 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: wire fields in, a `Generation` out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from engine.api import Limits, RequestError, check_request, choice_seed
+from engine.api import Request as EngineRequest
+from server.answering import AnswerOptions, Shape, answer_stream, answer_whole
+from server.errors import model_not_found
+from server.generation import Choice, Delta, Generation, TextOptions
+from server.protocol import (
+    ChatChoice,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+)
+from server.sampling_fields import refuse_unsupported, sampling_of, speculation_of, stop_strings
+from server.state import Server
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_PROMPTS = 128
+
+
+class ChatShape:
+    """Messages and deltas."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def whole(self, index: int, choice: Choice) -> ChatChoice:
+        """A whole message."""
+        assert choice.finish_reason is not None
+        return ChatChoice(index, ChatMessage(choice.text), choice.finish_reason)
+
+    def opening(self, index: int) -> list[ChunkChoice]:
+        """The role comes first."""
+        return [ChunkChoice(index, {"role": "assistant", "content": ""}, None)]
+
+    def chunk(self, delta: Delta) -> list[ChunkChoice]:
+        """Text, and an empty delta with the finish reason."""
+        chunks = [ChunkChoice(delta.index, {"content": delta.text}, None)] if delta.text else []
+        if delta.finish_reason is not None:
+            chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
+        return chunks
+
+
+class CompletionShape:
+    """Plain text."""
+
+    object_whole = object_chunk = "text_completion"
+
+    def whole(self, index: int, choice: Choice) -> CompletionChoice:
+        """A whole text."""
+        return CompletionChoice(index, choice.text, choice.finish_reason)
+
+    def opening(self, index: int) -> list[CompletionChoice]:
+        """Nothing opens a completion."""
+        return []
+
+    def chunk(self, delta: Delta) -> list[CompletionChoice]:
+        """Text and finish reason together."""
+        if not delta.text and delta.finish_reason is None:
+            return []
+        return [CompletionChoice(delta.index, delta.text, delta.finish_reason)]
+
+
+def message_text(message: Message) -> dict[str, str]:
+    """A message as chat templates want it; raises RequestError for parts that are not text."""
+    if isinstance(message.content, str):
+        content = message.content
+    else:
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"message parts of type {part.type!r} are not supported; send text", "messages", "unsupported_value"
+                )
+        content = "".join(part.text or "" for part in message.content)
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content}
+
+
+def check_model(server: Server, name: str | None) -> None:
+    """Raise 404 for a model that is not the one served."""
+    if name is not None and name != server.model_name:
+        raise model_not_found(name, server.model_name)
+
+
+def engine_requests(
+    server: Server, body: GenerationFields, prompts: Sequence[Sequence[int]], max_tokens: int | None
+) -> list[EngineRequest]:
+    """One engine request per prompt and choice, all checked; raises RequestError."""
+    facts = server.client.ready_facts()
+    sampling = sampling_of(body, server.defaults)
+    speculation = speculation_of(body, sampling.temperature, server.client.config.speculation, facts)
+    requests = []
+    for prompt in prompts:
+        answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
+        limits = Limits(
+            max_tokens=answer,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
+        )
+        for _ in range(body.n):
+            number = len(requests)
+            request = EngineRequest(
+                request_id=uuid.uuid4().hex,
+                prompt_token_ids=tuple(prompt),
+                sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, number)),
+                limits=limits,
+                speculation=speculation,
+            )
+            check_request(request, facts, server.client.config.speculation)
+            requests.append(request)
+    return requests
+
+
+async def respond(
+    http: Request,
+    server: Server,
+    body: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    shape: Shape,
+    id_prefix: str,
+) -> Response:
+    """Run a call that has been tokenized."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options goes with stream: true", "stream_options")
+    requests = engine_requests(server, body, prompts, max_tokens)
+    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens)
+    generation = Generation(requests, server.tokenizer, options, sum(len(prompt) for prompt in prompts))
+    with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
+    stream_options = body.stream_options
+    answer = AnswerOptions(
+        answer_id=f"{id_prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=server.model_name,
+        with_metrics=with_metrics if body.metrics is None else body.metrics,
+        include_usage=stream_options is not None and stream_options.include_usage,
+        continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
+    )
+    if body.stream:
+        return await answer_stream(server, generation, shape, answer)
+    return await answer_whole(http, server, generation, shape, answer)
+
+
+async def completion_prompts(server: Server, prompt: Any) -> list[list[int]]:
+    """The prompts of a completion as token ids."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
+    if isinstance(prompt[0], int):
+        return [list(prompt)]
+    if len(prompt) > _MAX_PROMPTS:
+        raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
+    if isinstance(prompt[0], str):
+        return [await server.tokenizer.run(server.tokenizer.encode, text) for text in prompt]
+    return [list(tokens) for tokens in prompt]
+
+
+def build_router(server: Server) -> APIRouter:
+    """The two generating routes."""
+    router = APIRouter()
+    chat_shape, completion_shape = ChatShape(), CompletionShape()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(http: Request, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        check_model(server, body.model)
+        refuse_unsupported(body)
+        server.client.ready_facts()
+        messages = [message_text(message) for message in body.messages]
+        prompt = await server.tokenizer.run(server.tokenizer.encode_chat, messages)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return await respond(http, server, body, [prompt], max_tokens, chat_shape, "chatcmpl")
+
+    @router.post("/v1/completions")
+    async def create_completion(http: Request, body: CompletionRequest) -> Response:
+        """Continue a text."""
+        check_model(server, body.model)
+        refuse_unsupported(body)
+        server.client.ready_facts()
+        prompts = await completion_prompts(server, body.prompt)
+        max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return await respond(http, server, body, prompts, max_tokens, completion_shape, "cmpl")
+
+    return router

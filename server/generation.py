@@ -1,0 +1,132 @@
+"""Runs the requests of one HTTP call and turns token ids into released text.
+
+One `Delta` per choice and step. The stop strings, the finish reason, the usage and the
+speculation counts all agree about where the answer ends. Not for: HTTP shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from engine.api import Outcome, Request, StepStats
+from server.engine_client import EngineClient
+from server.metrics import ServerMetrics
+from server.statistics import Clock, SpeculationCount
+from server.stops import StopCut
+from server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text."""
+
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to one choice."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class Choice:
+    """One answer in the making."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self.request = request
+        self.num_tokens = 0
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
+        self.clock = Clock()
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+        self._cut = StopCut(options.stops, options.include_stop)
+
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, float | None]:
+        """Take a step's tokens; (text to release, seconds per token since the last step)."""
+        text, num_kept = self._detokenize(outcome)
+        if self._cut.is_cut:
+            self.finish_reason = "stop"
+        elif outcome.finish_reason is not None:
+            self.finish_reason = outcome.finish_reason
+            text += self._cut.finish()
+        self.num_tokens += num_kept
+        self.text += text
+        self.speculation.add_step(outcome, stats, num_kept)
+        return text, self.clock.add(outcome, num_kept)
+
+    def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
+        """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
+        text = ""
+        ended_by_token = outcome.finish_reason == "stop"
+        for count, token in enumerate(outcome.token_ids, start=1):
+            if ended_by_token and count == len(outcome.token_ids):
+                return text, count
+            text += self._cut.feed(self._detokenizer.step(token))
+            if self._cut.is_cut:
+                return text, count
+        return text, len(outcome.token_ids)
+
+
+class Generation:
+    """All choices of one HTTP call."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        num_prompt_tokens: int,
+    ) -> None:
+        self.choices = [Choice(request, tokenizer, options) for request in requests]
+        self.num_prompt_tokens = num_prompt_tokens
+        self.clock = Clock()
+
+    async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncIterator[Delta]:
+        """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
+        async with client.submit([choice.request for choice in self.choices]) as ticket:
+            metrics.start(self.num_prompt_tokens)
+            # Admission succeeded: a stream may send its headers now.
+            yield Delta(-1, "", None)
+            async with aclosing(aiter(ticket)) as parts:
+                async for index, outcome, stats in parts:
+                    choice = self.choices[index]
+                    if choice.finish_reason is not None:
+                        continue
+                    text = self._add(choice, outcome, stats, metrics)
+                    if choice.finish_reason is not None:
+                        client.abort(choice.request.request_id)
+                    yield Delta(index, text, choice.finish_reason)
+
+    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> str:
+        is_first, before = choice.num_tokens == 0, choice.num_tokens
+        text, gap_s = choice.add(outcome, stats)
+        num_new = choice.num_tokens - before
+        self.clock.add(outcome, num_new)
+        metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
+        if choice.finish_reason is not None:
+            counted = choice.speculation
+            metrics.finish(
+                choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup
+            )
+        return text
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def speculation(self) -> SpeculationCount:
+        """The choices' speculation, summed."""
+        first = self.choices[0].speculation
+        total = SpeculationCount(first.rule, max(choice.speculation.num_spec_tokens for choice in self.choices))
+        for choice in self.choices:
+            total.merge(choice.speculation)
+        return total

@@ -1,0 +1,100 @@
+"""Pure ASGI middleware: request ids, keys, body size, error counting.
+
+Pure, because Starlette's BaseHTTPMiddleware hides a client's disconnect from the handlers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import error_response, http_error
+from server.metrics import ServerMetrics
+
+log = logging.getLogger("polydraft")
+
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_MAX_REQUEST_ID = 128
+
+
+class RequestEnvelope:
+    """Gives every answer an x-request-id, checks the key and the size, counts error answers."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        api_keys: Sequence[str],
+        max_body_bytes: int,
+        log_requests: bool,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = time.perf_counter()
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                status = int(message["status"])
+                if status >= 400:
+                    self._metrics.error(status)
+                if self._log_requests:
+                    duration_ms = 1000 * (time.perf_counter() - started)
+                    log.info("%s %s %d %.1f ms %s", scope["method"], scope["path"], status, duration_ms, request_id)
+            await send(message)
+
+        if not self._is_allowed(scope["path"], headers):
+            error = http_error(401, "a valid API key is required: Authorization: Bearer KEY")
+            await error_response(error)(scope, receive, send_marked)
+        elif self._is_too_large(headers):
+            await self._too_large()(scope, receive, send_marked)
+        else:
+            await self._app(scope, self._limited(receive), send_marked)
+
+    def _is_allowed(self, path: str, headers: Headers) -> bool:
+        if not self._keys or not path.startswith(_PROTECTED):
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        # All keys are compared, each in constant time.
+        return any([hmac.compare_digest(given, known) for known in self._keys])
+
+    def _is_too_large(self, headers: Headers) -> bool:
+        length = headers.get("content-length", "")
+        return length.isdigit() and int(length) > self._max_body_bytes
+
+    def _too_large(self) -> ASGIApp:
+        return error_response(http_error(413, f"the body is larger than {self._max_body_bytes} bytes"))
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive` that refuses a body without a length once it grows too large."""
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_body_bytes:
+                    raise http_error(413, f"the body is larger than {self._max_body_bytes} bytes")
+            return message
+
+        return limited

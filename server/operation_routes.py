@@ -1,0 +1,108 @@
+"""Everything that does not generate: health, models, metrics, versions, tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from engine.api import EngineStopped, RequestError
+from server.errors import error_response
+from server.generate_routes import check_model, message_text
+from server.protocol import DetokenizeRequest, TokenizeRequest
+from server.state import Server
+from server.version import VERSION
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def build_router(server: Server) -> APIRouter:
+    """Operation routes, at the root and under /v1."""
+    router = APIRouter()
+    client = server.client
+    started = int(time.time())
+
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        """200 while the process and its engine live (also while loading), else 503."""
+        if client.is_alive:
+            return JSONResponse({"status": "ok"})
+        return error_response(EngineStopped("the engine has stopped"))
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 only when requests are served."""
+        if client.is_ready:
+            return JSONResponse({"status": "ready"})
+        state = "draining" if client.is_draining else client.loading
+        return error_response(EngineStopped(f"not ready: {state}"))
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """The daemon's version."""
+        return {"version": VERSION}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Open requests, and how the engine shares them out."""
+        stats = client.last_stats
+        return {
+            "server_load": client.num_open,
+            "running": stats.num_running if stats else 0,
+            "waiting": stats.num_waiting if stats else 0,
+        }
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(server.metrics.render(), media_type=_METRICS_TYPE)
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": server.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "polydraft",
+            "max_model_len": client.ready_facts().max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model served."""
+        return {"object": "list", "data": [model_card()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One model by name."""
+        check_model(server, name)
+        return model_card()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a prompt or a conversation."""
+        check_model(server, body.model)
+        tokenizer = server.tokenizer
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either prompt or messages", "prompt")
+        if body.prompt is not None:
+            tokens = await tokenizer.run(tokenizer.encode, body.prompt, body.add_special_tokens)
+        else:
+            messages = [message_text(message) for message in body.messages or []]
+            tokens = await tokenizer.run(tokenizer.encode_chat, messages, body.add_generation_prompt)
+        length = client.facts.max_model_len if client.facts else None
+        texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """Text of token ids."""
+        check_model(server, body.model)
+        size = server.tokenizer.vocab_size
+        if bad := [token for token in body.tokens if not 0 <= token < size]:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}", "tokens")
+        return {"prompt": await server.tokenizer.run(server.tokenizer.decode, body.tokens)}
+
+    return router

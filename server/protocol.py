@@ -1,0 +1,245 @@
+"""Wire models: what clients send (pydantic, strict) and what they get (msgspec, fast).
+
+Unknown keys are ignored, because clients add keys monthly. A known key whose value is not
+supported is refused by name (`server/sampling_fields.py`); nothing is silently dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Wire(BaseModel):
+    """Strict types, no NaN or infinity, unknown keys ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+
+class StreamOptions(Wire):
+    """What a stream carries beside text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculationFields(Wire):
+    """A request's own speculation; what is left out comes from the server's settings."""
+
+    enabled: bool = True
+    num_drafts: Annotated[int, Field(ge=1)] | None = None
+    draft_length: Annotated[int, Field(ge=1)] | None = None
+    rule: str | None = None
+    drafters: list[str] | None = None
+
+
+class GenerationFields(Wire):
+    """What chat and completions have in common."""
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    speculation: SpeculationFields | None = None
+    metrics: bool | None = None
+    """Whether the answer carries `metrics`; the server's setting when left out."""
+
+    # Known, and refused unless neutral (server/sampling_fields.py).
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    best_of: int | None = None
+    prediction: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    priority: int | None = None
+
+
+class TextPart(Wire):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class ChatRequest(GenerationFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    store: bool | None = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(GenerationFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+
+
+class TokenizeRequest(Wire):
+    """Body of `POST /tokenize`: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Wire):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """OpenAI's details of the prompt's tokens."""
+
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """OpenAI's details of the answer's tokens."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class DrafterMetrics(msgspec.Struct, frozen=True):
+    """What one drafter contributed."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+class SpeculativeDecoding(msgspec.Struct, frozen=True):
+    """What speculation did for one answer, counted after the cut at EOS, stop or length."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    speedup: float | None
+    draft_time_share: float | None
+    rule: str
+    optimal_acceptance_gap: float | None
+    drafters: dict[str, DrafterMetrics]
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """Times and speculation of one answer."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The answer of a chat."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One choice of a chat answer."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One choice of a completion, whole or as a chunk."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """One choice of a chat chunk."""
+
+    index: int
+    delta: dict[str, str]
+    finish_reason: str | None
+    logprobs: None = None
+
+
+Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A whole answer, or one chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Any
+    usage: Any = msgspec.UNSET
+    """Usage, null or left out."""
+    metrics: Metrics | msgspec.UnsetType = msgspec.UNSET

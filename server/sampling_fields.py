@@ -1,0 +1,100 @@
+"""From wire fields to the engine's words, and the refusal of what is not served.
+
+Not for: prompts (chat.py, completions.py) or lengths that depend on the prompt (`admission`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from engine.api import EngineFacts, RequestError, Sampling, Speculation, SpeculationConfig
+from server.protocol import GenerationFields
+from server.tokenizer import GenerationDefaults
+
+# Fields that are known but not served, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "best_of": (None, 1),
+    "prediction": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "priority": (None, 0),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "store": (None, False),
+    "web_search_options": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+
+MAX_STOPS = 16
+
+
+def refuse_unsupported(body: GenerationFields) -> None:
+    """Raise RequestError for a known field with a value that is not served."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(body, name, None)
+        if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
+            raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")
+
+
+def stop_strings(body: GenerationFields) -> list[str]:
+    """The stop strings as a list; raises RequestError for empty or too many ones."""
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
+    if not all(stops):
+        raise RequestError("a stop string must not be empty", "stop")
+    return stops
+
+
+def sampling_of(body: GenerationFields, defaults: GenerationDefaults) -> Sampling:
+    """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system."""
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    return Sampling(
+        temperature=temperature,
+        top_k=max(0, top_k),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+    )
+
+
+def speculation_of(
+    body: GenerationFields, temperature: float, defaults: SpeculationConfig, facts: EngineFacts
+) -> Speculation:
+    """The request's speculation: its own wishes over the server's defaults.
+
+    At temperature 0 all i.i.d. chains of a draft model are equal, so one is drafted.
+    """
+    asked = body.speculation
+    plain = Speculation(rule="block", num_drafts=0, draft_length=0)
+    if asked is None:
+        if defaults.rule == "off" or not facts.has_draft:
+            return plain
+        rule, num_drafts = defaults.rule, None
+    else:
+        if asked.drafters is not None and asked.drafters != ["model"]:
+            raise RequestError("drafters: only ['model'] is served", "speculation.drafters", "unsupported_value")
+        if not asked.enabled or asked.rule == "off":
+            return plain
+        rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
+        num_drafts = asked.num_drafts
+    if rule not in facts.rules:
+        raise RequestError(f"unknown rule {rule!r}; choose off or one of {', '.join(facts.rules)}", "speculation.rule")
+    if num_drafts is None:
+        num_drafts = min(defaults.num_drafts, facts.rules[rule] or defaults.num_drafts)
+    length = asked.draft_length if asked is not None and asked.draft_length else defaults.draft_length
+    return Speculation(rule=rule, num_drafts=1 if temperature == 0 else num_drafts, draft_length=length)

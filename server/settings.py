@@ -1,0 +1,194 @@
+"""All settings of `polydraft serve`, written once: flags, POLYDRAFT_* environment and --config file.
+
+Flag names are vLLM's wherever the meaning is the same. Precedence: flag, environment, file, default.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.api import (
+    CacheConfig,
+    ConfigError,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+
+EMBEDDED_NAME = "polydraft-demo"
+_DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class Serve(BaseSettings):
+    """Serve a model over HTTP, OpenAI-compatible, with exact multi-draft speculative decoding.
+
+    Without MODEL the embedded demonstration pair is served.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="POLYDRAFT_",
+        cli_kebab_case=True,
+        cli_prog_name="polydraft serve",
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        extra="ignore",
+        protected_namespaces=(),
+    )
+
+    model: CliPositionalArg[str] = Field("", description="target model: a folder, or a hub name")
+    draft_model: str | None = Field(None, description="draft model: a folder, or a hub name; none serves plainly")
+    tokenizer: str | None = Field(None, description="folder of the tokenizer; the target's when left out")
+    revision: str | None = Field(None, description="hub revision of the target")
+    served_model_name: str | None = Field(None, description="name that clients use; MODEL when left out")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0 takes a free one")
+    uds: str | None = Field(None, description="unix socket to listen on instead of host and port")
+    api_key: list[str] = Field([], description="key that clients must send; repeat for several")
+    root_path: str = Field("", description="path prefix that a proxy strips")
+    allowed_origins: list[str] = Field([], description="origins allowed by CORS; repeat for several")
+    ssl_keyfile: str | None = Field(None, description="TLS key")
+    ssl_certfile: str | None = Field(None, description="TLS certificate")
+
+    dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
+    device: Device = Field("auto", description="where the models run")
+    num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
+    max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
+    max_num_seqs: Positive = Field(64, description="requests that run at once")
+    max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
+    max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
+    block_size: Positive = Field(16, description="tokens in a K/V block")
+    num_gpu_blocks_override: NotNegative = Field(0, description="K/V blocks; 0 sizes the pool from memory")
+    kv_cache_memory_bytes: NotNegative = Field(0, description="memory for K/V; 0: 1 GiB on a CPU, 80 % of free on CUDA")
+
+    spec_rule: str = Field("bv_race", description="verification rule: bv_race, block, token, or off")
+    num_drafts: Positive = Field(4, description="chains drafted per step (K)")
+    draft_length: Positive = Field(5, description="tokens in a chain (L)")
+    max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")
+    max_draft_length: Positive = Field(16, description="highest draft_length a request may ask for")
+    calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
+
+    generation_config: Literal["auto", "neutral"] = Field(
+        "auto", description="sampling defaults: the model's generation_config.json, or neutral ones"
+    )
+    max_request_bytes: Positive = Field(4 << 20, description="largest request body; more gets 413")
+    shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
+    sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
+        15.0, description="seconds of silence after which a stream sends a comment; 0: never"
+    )
+    per_request_spec_decode_metrics: Literal["none", "detailed"] = Field(
+        "detailed", description="whether answers carry `metrics` unless the request says otherwise"
+    )
+    metrics_compat: Literal["none", "vllm"] = Field("vllm", description="also export metrics under vLLM's names")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
+    enable_log_requests: bool = Field(False, description="log one line per request (never its text)")
+    config: str | None = Field(None, description="TOML or JSON file with any of these settings")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_file():
+            raise ValueError("no such file")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, _FileSource(settings_cls))
+
+    def served_name(self) -> str:
+        """The model's name in requests and metrics."""
+        return self.served_model_name or self.model or EMBEDDED_NAME
+
+    def target(self) -> str:
+        """Folder or name of the target model."""
+        return self.model or str(_DEMO / "target")
+
+    def tokenizer_source(self) -> str:
+        """Folder or name of the tokenizer."""
+        return self.tokenizer or self.target()
+
+    def engine_config(self) -> EngineConfig:
+        """What the engine process is told."""
+        draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
+        return EngineConfig(
+            model=ModelConfig(
+                target=self.target(),
+                draft=draft,
+                revision=self.revision,
+                dtype=self.dtype,
+                device=self.device,
+                num_threads=self.num_threads,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_blocks=self.num_gpu_blocks_override,
+                memory_bytes=self.kv_cache_memory_bytes,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+            ),
+            speculation=SpeculationConfig(
+                rule=self.spec_rule,
+                num_drafts=self.num_drafts,
+                draft_length=self.draft_length,
+                max_num_drafts=self.max_num_drafts,
+                max_draft_length=self.max_draft_length,
+            ),
+            calibrate=self.calibrate,
+        )
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """Settings from the file that `--config` or POLYDRAFT_CONFIG names."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        return read_config_file(str(path)) if path else {}
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Settings in a TOML or JSON file; keys with dashes or underscores. Raises ConfigError."""
+    try:
+        text = Path(path).read_text()
+        values = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: not valid ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: must hold a table of settings")
+    known = {key.replace("-", "_"): value for key, value in values.items()}
+    if unknown := sorted(set(known) - set(Serve.model_fields)):
+        raise ConfigError(f"--config {path}: unknown setting {unknown[0]!r}; see polydraft serve --help")
+    return known

@@ -1,0 +1,22 @@
+"""What the routes share, built once by `build_app`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.engine_client import EngineClient
+from server.metrics import ServerMetrics
+from server.settings import Serve
+from server.tokenizer import GenerationDefaults, Tokenizer
+
+
+@dataclass(frozen=True)
+class Server:
+    """The parts of a running server."""
+
+    settings: Serve
+    client: EngineClient
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    metrics: ServerMetrics
+    model_name: str

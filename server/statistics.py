@@ -1,0 +1,143 @@
+"""Counts what speculation did for one answer, after every cut, and times it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from engine.api import Outcome, StepStats
+from server.protocol import DrafterMetrics, Metrics, SpeculativeDecoding
+
+
+class SpeculationCount:
+    """Speculative steps of one or more choices."""
+
+    def __init__(self, rule: str, num_spec_tokens: int) -> None:
+        self.rule = rule
+        self.num_spec_tokens = num_spec_tokens
+        self.accepted_per_step: Counter[int] = Counter()
+        self.num_chains = 0
+        self.num_nodes = 0
+        self.num_emitted = 0
+        self.plain_s = 0.0
+        self.calibrated_wall_s = 0.0
+        self.wall_s = 0.0
+        self.draft_s = 0.0
+
+    def add_step(self, outcome: Outcome, stats: StepStats, num_kept: int) -> None:
+        """Count a step of which `num_kept` tokens are in the answer."""
+        self.wall_s += stats.wall_s
+        self.draft_s += stats.phases_s["draft"]
+        if stats.plain_s is not None:
+            self.plain_s += num_kept * stats.plain_s
+            self.calibrated_wall_s += stats.wall_s
+        if outcome.draft_length:
+            self.accepted_per_step[min(outcome.num_accepted, num_kept)] += 1
+            self.num_chains += outcome.num_chains
+            self.num_nodes += outcome.num_nodes
+            self.num_emitted += num_kept
+
+    def merge(self, other: SpeculationCount) -> None:
+        """Add another choice's count."""
+        self.accepted_per_step.update(other.accepted_per_step)
+        for name in ("num_chains", "num_nodes", "num_emitted", "plain_s", "calibrated_wall_s", "wall_s", "draft_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def num_steps(self) -> int:
+        """Speculative steps."""
+        return self.accepted_per_step.total()
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens in the answer."""
+        return sum(length * count for length, count in self.accepted_per_step.items())
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per speculative step, the bonus token included."""
+        return self.num_emitted / self.num_steps if self.num_steps else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Time plain decoding would have taken for the same tokens, over the time taken; None if not calibrated."""
+        if not self.num_steps or not self.calibrated_wall_s:
+            return None
+        return self.plain_s / self.calibrated_wall_s
+
+    def report(self) -> SpeculativeDecoding | None:
+        """The answer's `speculative_decoding`; None when it did not speculate."""
+        if not self.num_steps:
+            return None
+        drafter = DrafterMetrics(self.num_chains, self.num_nodes, self.num_accepted)
+        return SpeculativeDecoding(
+            mean_acceptance_length=self.acceptance_length,
+            draft_acceptance_rate=self.num_accepted / self.num_nodes if self.num_nodes else None,
+            acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
+            num_spec_steps=self.num_steps,
+            num_accepted_draft_tokens=self.num_accepted,
+            num_draft_tokens=self.num_nodes,
+            num_spec_tokens=self.num_spec_tokens,
+            speedup=self.speedup,
+            draft_time_share=self.draft_s / self.wall_s if self.wall_s else None,
+            rule=self.rule,
+            optimal_acceptance_gap=None,
+            drafters={"model": drafter},
+        )
+
+
+class Clock:
+    """When things happened to one HTTP call."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.queue_s: float | None = None
+        self.num_tokens = 0
+
+    def add(self, outcome: Outcome, num_kept: int) -> float | None:
+        """Note a step's tokens; seconds per token since the last ones, None for the first."""
+        now = time.perf_counter()
+        gap = None
+        if self.first_token is None:
+            self.first_token, self.queue_s = now, outcome.queue_s
+        elif self.last_token is not None and num_kept:
+            gap = (now - self.last_token) / num_kept
+        self.last_token = now
+        self.num_tokens += num_kept
+        return gap
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.started
+
+    def times_s(self) -> dict[str, float | None]:
+        """Durations for the histograms of `ServerMetrics.finish`; None where there is none."""
+        first, last, queue_s = self.first_token, self.last_token, self.queue_s
+        if first is None or last is None or queue_s is None:
+            return {}
+        gaps = self.num_tokens - 1
+        return {
+            "e2e": last - self.started,
+            "queue": queue_s,
+            "prefill": max(0.0, first - self.started - queue_s),
+            "decode": last - first,
+            "tpot": (last - first) / gaps if gaps > 0 else None,
+        }
+
+    def report(self, speculation: SpeculativeDecoding | None) -> Metrics:
+        """The answer's `metrics`."""
+        first, last = self.first_token, self.last_token
+        end = last if last is not None else time.perf_counter()
+        decode_s = None if first is None or last is None else last - first
+        gaps = self.num_tokens - 1
+        return Metrics(
+            time_to_first_token_ms=None if first is None else 1000 * (first - self.started),
+            generation_time_ms=1000 * (end - self.started),
+            queue_time_ms=None if self.queue_s is None else 1000 * self.queue_s,
+            mean_itl_ms=1000 * decode_s / gaps if decode_s is not None and gaps > 0 else None,
+            tokens_per_second=self.num_tokens / (end - self.started) if end > self.started else None,
+            speculative_decoding=speculation,
+        )

@@ -1,0 +1,114 @@
+"""Text to tokens and back, in a small thread pool so that the event loop never waits for it.
+
+Built on the tokenizers library and transformers' chat templates; neither loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers.decoders import DecodeStream
+
+from engine.api import ConfigError, RequestError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Sampling defaults from the model's generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, name: str, chat_template: str | None = None) -> None:
+        """Load from a folder or hub name; raises ConfigError when there is none."""
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name)
+        except Exception as error:  # the hub client and the parser raise many kinds
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{name}: no tokenizer could be loaded ({reason}); see --tokenizer") from error
+        if chat_template is not None:
+            self._fast.chat_template = chat_template
+        self._backend = self._fast.backend_tokenizer
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    async def run(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run a method of this tokenizer in the pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation through the model's chat template."""
+        if not self._fast.chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
+        try:
+            text = self._fast.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        return str(self._backend.id_to_token(token))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the tokenizer knows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new incremental decoder."""
+        return Detokenizer(self._backend, skip_special_tokens)
+
+    def close(self) -> None:
+        """End the pool."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Detokenizer:
+    """Text of one answer, token by token; a partial UTF-8 character is held back."""
+
+    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def step(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        return self._stream.step(self._backend, token) or ""
+
+
+def generation_defaults(name: str) -> GenerationDefaults:
+    """Sampling defaults of a model folder; neutral where it has none."""
+    path = Path(name) / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults()
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
+    known = {field: stored[field] for field in ("temperature", "top_p", "top_k", "min_p") if stored.get(field) is not None}
+    return GenerationDefaults(**known)
