@@ -89,8 +89,8 @@ ToEngine = Submit | Abort | Stop
 FromEngine = Loading | Ready | Refused | Step | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _config = msgspec.msgpack.Decoder(EngineConfig)
 
 

@@ -213,9 +213,7 @@ def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Wi
     """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
     winners = []
     tokens = draft.chains.tokens_CL.tolist()
-    rows = zip(
-        verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True
-    )
+    rows = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
     for local_chain, accepted, next_token in rows:
         chain = int(chosen[local_chain])
         tree = draft.trees[int(draft.layout.request_C[chain])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -126,16 +126,14 @@ async def _disconnected(http: HttpRequest) -> None:
 
 
 async def _frames(
-    deltas: AsyncIterator[Delta],
+    deltas: AsyncGenerator[Delta, None],
     keep_alive_s: float,
     generation: Generation,
     shape: Shape,
     options: AnswerOptions,
 ) -> AsyncIterator[bytes]:
     def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET) -> bytes:
-        chunk = Answer(
-            options.answer_id, shape.object_chunk, options.created, options.model, choices, usage, metrics
-        )
+        chunk = Answer(options.answer_id, shape.object_chunk, options.created, options.model, choices, usage, metrics)
         return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
     def running_usage() -> Any:
@@ -162,16 +160,16 @@ async def _frames(
         log.exception("a stream broke")
         yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
     finally:
-        await deltas.aclose()  # type: ignore[attr-defined]
+        await deltas.aclose()
     yield _DONE
 
 
-async def _with_silences(deltas: AsyncIterator[Delta], keep_alive_s: float) -> AsyncIterator[Delta | None]:
+async def _with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncIterator[Delta | None]:
     """The deltas, and None for every `keep_alive_s` seconds without one."""
     upcoming: asyncio.Future[Delta] | None = None
     try:
         while True:
-            upcoming = asyncio.ensure_future(anext(deltas))  # type: ignore[arg-type]
+            upcoming = asyncio.ensure_future(anext(deltas))
             while not (await asyncio.wait({upcoming}, timeout=keep_alive_s or None))[0]:
                 yield None
             yield upcoming.result()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class Ticket:
         self.open_ids = set(self.index_of)
         self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Outcome, StepStats]]:
+    async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
         """(index of the request, its outcome, the step's stats) until all have ended."""
         while self.open_ids or not self.arrivals.empty():
             part = await self.arrivals.get()

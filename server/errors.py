@@ -67,9 +67,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return invalid_request(str(error), error.param, error.code)
     if isinstance(error, EngineBusy):
-        return ApiError(
-            429, ErrorBody(str(error), "rate_limit_error", code="queue_full"), headers={"retry-after": "1"}
-        )
+        return ApiError(429, ErrorBody(str(error), "rate_limit_error", code="queue_full"), headers={"retry-after": "1"})
     if isinstance(error, EngineStopped):
         return ApiError(
             503, ErrorBody(str(error), "service_unavailable", code="engine_unavailable"), headers={"retry-after": "5"}

@@ -65,7 +65,7 @@ class CompletionShape:
         """A whole text."""
         return CompletionChoice(index, choice.text, choice.finish_reason)
 
-    def opening(self, index: int) -> list[CompletionChoice]:
+    def opening(self, _: int) -> list[CompletionChoice]:
         """Nothing opens a completion."""
         return []
 
@@ -104,7 +104,7 @@ def engine_requests(
     facts = server.client.ready_facts()
     sampling = sampling_of(body, server.defaults)
     speculation = speculation_of(body, sampling.temperature, server.client.config.speculation, facts)
-    requests = []
+    requests: list[EngineRequest] = []
     for prompt in prompts:
         answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
         limits = Limits(

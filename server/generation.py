@@ -6,7 +6,7 @@ speculation counts all agree about where the answer ends. Not for: HTTP shapes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -89,13 +89,13 @@ class Generation:
         self.num_prompt_tokens = num_prompt_tokens
         self.clock = Clock()
 
-    async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncIterator[Delta]:
+    async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
         async with client.submit([choice.request for choice in self.choices]) as ticket:
             metrics.start(self.num_prompt_tokens)
             # Admission succeeded: a stream may send its headers now.
             yield Delta(-1, "", None)
-            async with aclosing(aiter(ticket)) as parts:
+            async with aclosing(ticket.parts()) as parts:
                 async for index, outcome, stats in parts:
                     choice = self.choices[index]
                     if choice.finish_reason is not None:
@@ -113,9 +113,7 @@ class Generation:
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
         if choice.finish_reason is not None:
             counted = choice.speculation
-            metrics.finish(
-                choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup
-            )
+            metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
         return text
 
     @property

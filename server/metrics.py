@@ -43,7 +43,7 @@ class ServerMetrics:
     """Every counter of the daemon; the methods are the only places that change them."""
 
     def __init__(self, model_name: str, compat: bool) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._preemptions_seen = 0
@@ -60,9 +60,7 @@ class ServerMetrics:
         return Gauge(f"polydraft_{name}", text, [*self._labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(
-            f"polydraft_{name}", text, [*self._labels, *labels], buckets=buckets, registry=self.registry
-        )
+        return Histogram(f"polydraft_{name}", text, [*self._labels, *labels], buckets=buckets, registry=self.registry)
 
     def _define_state(self) -> None:
         self._running = self._gauge("num_requests_running", "Requests that hold cache blocks.").labels(**self._labels)
@@ -190,7 +188,7 @@ class ServerMetrics:
             self._speedup.labels(**self._labels).observe(speedup)
 
     def error(self, status: int) -> None:
-        """An HTTP error answer was sent."""
+        """An error answer to a POST was sent."""
         self._errors.labels(**self._labels, code=str(status)).inc()
         if status in (429, 503):
             reason = "queue_full" if status == 429 else "not_ready"

@@ -54,7 +54,7 @@ class RequestEnvelope:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 status = int(message["status"])
-                if status >= 400:
+                if status >= 400 and scope["method"] == "POST":
                     self._metrics.error(status)
                 if self._log_requests:
                     duration_ms = 1000 * (time.perf_counter() - started)
@@ -75,7 +75,7 @@ class RequestEnvelope:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode() if scheme.lower() == "bearer" else b""
         # All keys are compared, each in constant time.
-        return any([hmac.compare_digest(given, known) for known in self._keys])
+        return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
     def _is_too_large(self, headers: Headers) -> bool:
         length = headers.get("content-length", "")

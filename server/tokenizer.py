@@ -110,5 +110,7 @@ def generation_defaults(name: str) -> GenerationDefaults:
         stored = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from error
-    known = {field: stored[field] for field in ("temperature", "top_p", "top_k", "min_p") if stored.get(field) is not None}
+    known = {
+        field: stored[field] for field in ("temperature", "top_p", "top_k", "min_p") if stored.get(field) is not None
+    }
     return GenerationDefaults(**known)

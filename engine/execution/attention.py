@@ -69,7 +69,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,

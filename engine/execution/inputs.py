@@ -101,9 +101,7 @@ def _segment(part: SequenceInput, start: int, block_size: int) -> tuple[SegmentI
     num_cached = len(nodes.cached_depths)
     node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
     key_positions = np.concatenate([np.arange(end, dtype=np.int64), node_positions])
-    query_positions = np.concatenate(
-        [np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]]
-    )
+    query_positions = np.concatenate([np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]])
     slots = slots_of(part.block_ids, block_size, 0, end + num_cached + num_nodes)
     own_slots = np.concatenate([slots[part.first_index : end], slots[end + num_cached :]])
     segment = SegmentInput(

@@ -128,9 +128,9 @@ class Scheduler:
         # A row may have lost its blocks to an earlier arrival after it was planned.
         kept = []
         for sequence_id, row in rows.items():
-            if (sequence := self._running.get(sequence_id)) is not None:
-                sequence.last_step = self._step
-                kept.append(replace(row, block_ids=tuple(sequence.block_ids)))
+            if (holder := self._running.get(sequence_id)) is not None:
+                holder.last_step = self._step
+                kept.append(replace(row, block_ids=tuple(holder.block_ids)))
         self.last_plan = Plan(tuple(kept))
         return self.last_plan
 

@@ -1,0 +1,46 @@
+# make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
+# make test    set up and run the whole gate: format, lint, types, import contracts, tests
+# make bench   set up and measure speculation on against off on the embedded pair
+# make clean   remove the environment and all caches
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# uv is used where it is at hand; both read the same constraints.
+UV := $(shell command -v uv 2>/dev/null)
+ifdef UV
+INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(UV) pip install --python $(BIN)/python -c constraints.txt
+else
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+endif
+
+.PHONY: serve test bench clean
+.DELETE_ON_ERROR:
+
+serve: $(VENV)/.serve
+	exec $(BIN)/polydraft serve $(ARGS)
+
+test: $(VENV)/.dev
+	./check $(ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/polydraft bench $(ARGS)
+
+$(VENV)/pyvenv.cfg:
+	@echo "creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing Polydraft and what it needs (the first time takes a few minutes)"
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing Polydraft with its development tools (the first time takes a few minutes)"
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.serve $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
