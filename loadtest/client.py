@@ -1,0 +1,99 @@
+"""A closed-loop client: so many requests are open at any time, each followed by the next."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from loadtest.workload import Prompt
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answered request, as the client saw it."""
+
+    num_tokens: int
+    first_token_s: float
+    total_s: float
+    speculation: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """All requests of one closed-loop run."""
+
+    wall_s: float
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Answer tokens of all requests over the duration of the run."""
+        return sum(sample.num_tokens for sample in self.samples) / self.wall_s
+
+
+async def closed_loop(
+    url: str, model: str, prompts: Sequence[Prompt], concurrency: int, options: dict[str, Any]
+) -> RunResult:
+    """Send every prompt once, `concurrency` at a time; raises RuntimeError when one fails."""
+    queue = list(enumerate(prompts))[::-1]
+    samples: list[Sample] = []
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as client:
+
+        async def worker() -> None:
+            while queue:
+                number, prompt = queue.pop()
+                body = {"model": model, "seed": number, **prompt.body, **options}
+                samples.append(await _stream_one(client, prompt.path, body))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        return RunResult(time.perf_counter() - began, tuple(samples))
+
+
+async def _stream_one(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Sample:
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    began = time.perf_counter()
+    first_s: float | None = None
+    last: dict[str, Any] = {}
+    async with client.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            detail = (await response.aread()).decode(errors="replace")
+            raise RuntimeError(f"{path} answered {response.status_code}: {detail}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            last = json.loads(line.removeprefix("data: "))
+            if "error" in last:
+                raise RuntimeError(f"{path} broke off: {last['error']['message']}")
+            if first_s is None and _has_text(last):
+                first_s = time.perf_counter() - began
+    total_s = time.perf_counter() - began
+    metrics = last.get("metrics") or {}
+    return Sample(
+        num_tokens=last["usage"]["completion_tokens"],
+        first_token_s=total_s if first_s is None else first_s,
+        total_s=total_s,
+        speculation=metrics.get("speculative_decoding"),
+    )
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
+
+
+async def whole_text(url: str, model: str, prompt: Prompt, options: dict[str, Any]) -> str:
+    """The text of one whole answer."""
+    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
+        response = await client.post(prompt.path, json={"model": model, **prompt.body, **options})
+        response.raise_for_status()
+        choice = response.json()["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])

@@ -1,0 +1,55 @@
+"""A bench result for people: a Markdown table and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One row per cell: plain tokens per second, then for every other arm its ratio and tokens per pass."""
+    arms = [arm for arm in result["options"]["arms"] if arm != "off"]
+    head = ["task", "c", "acceptance of one draft", "off tok/s"]
+    for arm in arms:
+        head += [f"{arm} vs off (95 % interval)", f"{arm} tokens/pass"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell in result["cells"]:
+        row = [
+            cell["task"],
+            str(cell["concurrency"]),
+            f"{cell['single_draft_acceptance']:.2f}",
+            f"{cell['arms']['off']['tokens_per_second']:.0f}",
+        ]
+        for arm in arms:
+            measured = cell["arms"][arm]
+            ratio = measured["ratio_to_off"]
+            row.append(f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})")
+            row.append(f"{measured['mean_acceptance_length']:.2f}")
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Throughput by concurrency, one panel per task, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(cell["task"] for cell in result["cells"]))
+    figure, panels = pyplot.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
+    for panel, task in zip(panels[0], tasks, strict=True):
+        cells = [cell for cell in result["cells"] if cell["task"] == task]
+        for arm in result["options"]["arms"]:
+            panel.plot(
+                [cell["concurrency"] for cell in cells],
+                [cell["arms"][arm]["tokens_per_second"] for cell in cells],
+                marker="o",
+                label=arm,
+            )
+        panel.set(title=task, xlabel="requests at once", ylabel="tokens per second", xscale="log", ylim=(0, None))
+        panel.set_xticks([cell["concurrency"] for cell in cells], [str(cell["concurrency"]) for cell in cells])
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
