@@ -145,12 +145,14 @@ async def _frames(
         for index in range(len(generation.choices)):
             for choice in shape.opening(index):
                 yield frame([choice], running_usage())
-        async for delta in _with_silences(deltas, keep_alive_s):
-            if delta is None:
-                yield _KEEP_ALIVE
-                continue
-            for choice in shape.chunk(delta):
-                yield frame([choice], running_usage())
+        # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
+        async with aclosing(_with_silences(deltas, keep_alive_s)) as paced:
+            async for delta in paced:
+                if delta is None:
+                    yield _KEEP_ALIVE
+                    continue
+                for choice in shape.chunk(delta):
+                    yield frame([choice], running_usage())
         if options.include_usage:
             metrics = metrics_of(generation) if options.with_metrics else msgspec.UNSET
             yield frame([], usage_of(generation), metrics)
@@ -164,7 +166,9 @@ async def _frames(
     yield _DONE
 
 
-async def _with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncIterator[Delta | None]:
+async def _with_silences(
+    deltas: AsyncGenerator[Delta, None], keep_alive_s: float
+) -> AsyncGenerator[Delta | None, None]:
     """The deltas, and None for every `keep_alive_s` seconds without one."""
     upcoming: asyncio.Future[Delta] | None = None
     try:

@@ -49,14 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: list[str]) -> int:
     try:
-        settings = CliApp.run(Serve, cli_args=arguments)
+        settings = CliApp.run(Serve, cli_args=arguments, cli_exit_on_error=False)
     except ValidationError as error:
         for problem in error.errors():
             name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
-            print(f"polydraft serve: --{name}: {problem['msg']} (got {problem['input']!r})", file=sys.stderr)
+            got = "" if problem["loc"][0] == "api_key" else f" (got {problem['input']!r})"
+            print(f"polydraft serve: --{name}: {problem['msg']}{got}", file=sys.stderr)
         return 2
     except (ConfigError, SettingsError) as error:
-        print(f"polydraft serve: {error}", file=sys.stderr)
+        text = str(error).removeprefix("error parsing CLI: ")
+        print(f"polydraft serve: {text}; see polydraft serve --help", file=sys.stderr)
         return 2
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=settings.log_level.upper())
     from server.daemon import run

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from engine.api import EngineFacts
+from engine.api import ConfigError, EngineFacts
 from server.app import build_app
 from server.engine_client import EngineClient
 from server.metrics import ServerMetrics
@@ -28,6 +28,7 @@ from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
 
 log = logging.getLogger("polydraft")
 
+_BACKLOG = 2048
 EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
 
 
@@ -40,7 +41,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(settings: Serve) -> socket.socket:
-    """The listening socket; raises OSError when the address is taken or not ours."""
+    """The socket, listening: clients queue from here on. Raises OSError when the address is taken or not ours."""
     if settings.uds:
         path = Path(settings.uds)
         if path.is_socket():
@@ -53,6 +54,7 @@ def bind(settings: Serve) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
     listener.set_inheritable(True)
+    listener.listen(_BACKLOG)
     return listener
 
 
@@ -72,7 +74,8 @@ def run(settings: Serve) -> int:
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name())
     try:
-        return uvloop.run(_Daemon(server, listener).serve())
+        with listener:
+            return uvloop.run(_Daemon(server, listener).serve())
     finally:
         tokenizer.close()
 
@@ -83,18 +86,7 @@ class _Daemon:
     def __init__(self, server: Server, listener: socket.socket) -> None:
         self._server = server
         self._listener = listener
-        settings = server.settings
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                build_app(server),
-                log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
-                access_log=False,
-                lifespan="off",
-                ssl_keyfile=settings.ssl_keyfile,
-                ssl_certfile=settings.ssl_certfile,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        self._uvicorn = _Uvicorn(_uvicorn_config(server))
         self._stop_wanted = asyncio.Event()
         self._abort_wanted = asyncio.Event()
 
@@ -110,6 +102,8 @@ class _Daemon:
         stopping = asyncio.create_task(self._stop_wanted.wait())
         dying = asyncio.create_task(client.ended.wait())
         await asyncio.wait({stopping, dying, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            listening.result()
         if stopping.done() and client.is_alive:
             await self._drain()
         code = self._exit_code()
@@ -143,6 +137,7 @@ class _Daemon:
                 log.warning("the drain timed out with %d requests open; they are aborted", client.num_open)
                 break
             await asyncio.sleep(0.02)
+        client.end_all("the server is shutting down")
 
     def _exit_code(self) -> int:
         client = self._server.client
@@ -160,6 +155,27 @@ class _Daemon:
         self._uvicorn.should_exit = True
         await asyncio.wait({listening}, timeout=5)
         await self._server.client.close()
+
+
+def _uvicorn_config(server: Server) -> uvicorn.Config:
+    """Settings of the HTTP server, loaded; raises ConfigError for a TLS key or certificate that cannot be used."""
+    settings = server.settings
+    if settings.ssl_keyfile and not settings.ssl_certfile:
+        raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
+    config = uvicorn.Config(
+        build_app(server),
+        log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
+        access_log=False,
+        lifespan="off",
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        timeout_graceful_shutdown=1,
+    )
+    try:
+        config.load()
+    except OSError as error:  # also every ssl.SSLError
+        raise ConfigError(f"--ssl-certfile {settings.ssl_certfile}: cannot be used ({error})") from error
+    return config
 
 
 def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:

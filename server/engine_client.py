@@ -122,7 +122,8 @@ class EngineClient:
         if self.process.poll() is None:
             self._send(Stop())
             try:
-                await asyncio.wait_for(self.ended.wait(), timeout=5)
+                # An engine that still loads does not read its messages.
+                await asyncio.wait_for(self.ended.wait(), timeout=0 if self.facts is None else 5)
             except TimeoutError:
                 self.process.kill()
         self._reader.cancel()
@@ -133,9 +134,15 @@ class EngineClient:
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
         """Run requests; leaving the block aborts those that have not ended.
 
-        Raises EngineBusy when the queue has no room for all of them.
+        Raises EngineBusy when the queue has no room for all of them, RequestError when it never has.
         """
         self.ready_facts()
+        if len(requests) > self.max_open_requests:
+            raise RequestError(
+                f"the call asks for {len(requests)} answers (prompts times n), but at most {self.max_open_requests} "
+                "requests may be open here; ask for fewer",
+                "n",
+            )
         if self.num_open + len(requests) > self.max_open_requests:
             raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
         ticket = Ticket(requests)
@@ -154,6 +161,12 @@ class EngineClient:
         if ticket is not None:
             ticket.open_ids = ticket.open_ids - {request_id}
             self._send(Abort(request_id))
+
+    def end_all(self, message: str) -> None:
+        """End every open request with an `EngineStopped`."""
+        for ticket in set(self._tickets.values()):
+            ticket.arrivals.put_nowait(EngineStopped(message))
+        self._tickets.clear()
 
     def _send(self, message: ToEngine) -> None:
         if self.is_alive:
@@ -209,6 +222,4 @@ class EngineClient:
 
     def _end(self) -> None:
         self.ended.set()
-        for ticket in set(self._tickets.values()):
-            ticket.arrivals.put_nowait(EngineStopped("the engine has stopped; the daemon is about to exit"))
-        self._tickets.clear()
+        self.end_all("the engine has stopped; the daemon is about to exit")

@@ -102,13 +102,27 @@ def http_error(status: int, message: str, headers: dict[str, str] | None = None)
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
     first: dict[str, Any] = dict(error.errors()[0])
-    path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
         return ErrorBody(f"the body is not valid JSON: {detail}", "invalid_request_error")
-    param = ".".join(path) or None
+    if isinstance(error.body, bytes):
+        return ErrorBody("the body is not JSON; send it with Content-Type: application/json", "invalid_request_error")
+    param = _param(first, error.body)
     where = f"{param}: " if param else "the body: "
     return ErrorBody(where + str(first["msg"]), "invalid_request_error", param)
+
+
+def _param(problem: dict[str, Any], body: Any) -> str | None:
+    """The offending field as the caller wrote it; pydantic also names the branches of its unions."""
+    path: list[str] = []
+    for part in problem["loc"][1:]:
+        if isinstance(body, dict) and (part in body or problem["type"] == "missing"):
+            path.append(str(part))
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int):
+            path.append(str(part))
+            body = body[part] if part < len(body) else None
+    return ".".join(path).encode("utf-8", "replace").decode() or None
 
 
 def install(app: FastAPI) -> None:
@@ -127,5 +141,6 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, Exception):
+    # Any other exception is answered, counted and logged by `RequestEnvelope`.
+    for kind in (ApiError, RequestError, EngineBusy, EngineStopped):
         app.add_exception_handler(kind, on_error)

@@ -26,7 +26,13 @@ from server.protocol import (
     GenerationFields,
     Message,
 )
-from server.sampling_fields import refuse_unsupported, sampling_of, speculation_of, stop_strings
+from server.sampling_fields import (
+    refuse_unsupported,
+    sampling_of,
+    speculation_of,
+    stop_strings,
+    without_equal_chains,
+)
 from server.state import Server
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -103,7 +109,7 @@ def engine_requests(
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
     sampling = sampling_of(body, server.defaults)
-    speculation = speculation_of(body, sampling.temperature, server.client.config.speculation, facts)
+    speculation = speculation_of(body, server.client.config.speculation, facts)
     requests: list[EngineRequest] = []
     for prompt in prompts:
         answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
@@ -122,7 +128,7 @@ def engine_requests(
                 speculation=speculation,
             )
             check_request(request, facts, server.client.config.speculation)
-            requests.append(request)
+            requests.append(without_equal_chains(request))
     return requests
 
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import error_response, http_error
@@ -24,7 +25,7 @@ _MAX_REQUEST_ID = 128
 
 
 class RequestEnvelope:
-    """Gives every answer an x-request-id, checks the key and the size, counts error answers."""
+    """Gives every answer an x-request-id, checks the key and the size, counts error answers, answers crashes."""
 
     def __init__(
         self,
@@ -49,31 +50,42 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         started = time.perf_counter()
+        has_begun = False
 
         async def send_marked(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 status = int(message["status"])
                 if status >= 400 and scope["method"] == "POST":
                     self._metrics.error(status)
                 if self._log_requests:
                     duration_ms = 1000 * (time.perf_counter() - started)
-                    log.info("%s %s %d %.1f ms %s", scope["method"], scope["path"], status, duration_ms, request_id)
+                    # As it was sent: a decoded path may hold line breaks.
+                    path = scope["raw_path"].decode("latin-1")
+                    log.info("%s %s %d %.1f ms %s", scope["method"], path, status, duration_ms, request_id)
             await send(message)
 
-        if not self._is_allowed(scope["path"], headers):
+        if not self._is_allowed(_route_path(scope), headers):
             error = http_error(401, "a valid API key is required: Authorization: Bearer KEY")
             await error_response(error)(scope, receive, send_marked)
         elif self._is_too_large(headers):
-            await self._too_large()(scope, receive, send_marked)
+            await error_response(http_error(413, self._size_message))(scope, receive, send_marked)
         else:
-            await self._app(scope, self._limited(receive), send_marked)
+            try:
+                await self._app(scope, self._limited(receive), send_marked)
+            except Exception as error:
+                if has_begun:
+                    raise
+                log.exception("%s failed (%s)", scope["raw_path"].decode("latin-1"), request_id)
+                await error_response(error)(scope, receive, send_marked)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._keys or not path.startswith(_PROTECTED):
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         # All keys are compared, each in constant time.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
@@ -81,8 +93,9 @@ class RequestEnvelope:
         length = headers.get("content-length", "")
         return length.isdigit() and int(length) > self._max_body_bytes
 
-    def _too_large(self) -> ASGIApp:
-        return error_response(http_error(413, f"the body is larger than {self._max_body_bytes} bytes"))
+    @property
+    def _size_message(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes"
 
     def _limited(self, receive: Receive) -> Receive:
         """`receive` that refuses a body without a length once it grows too large."""
@@ -94,7 +107,14 @@ class RequestEnvelope:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._max_body_bytes:
-                    raise http_error(413, f"the body is larger than {self._max_body_bytes} bytes")
+                    # The framework lets its own kind of error through where it reads the body, no other.
+                    raise HTTPException(413, self._size_message)
             return message
 
         return limited
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes are matched on: without the prefix of a proxy that does not strip it."""
+    path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root_path) :] if root_path and path.startswith(f"{root_path}/") else path

@@ -9,16 +9,32 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from error
+    return text
+
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, AfterValidator(_encodable)]
+"""JSON can spell text that no encoding of Unicode has, and no tokenizer takes."""
 
 
 class Wire(BaseModel):
-    """Strict types, no NaN or infinity, unknown keys ignored."""
+    """Strict types, no NaN or infinity, unknown keys ignored; null is the same as left out."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class StreamOptions(Wire):
@@ -48,7 +64,7 @@ class GenerationFields(Wire):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[Int64] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -79,14 +95,14 @@ class TextPart(Wire):
     """A part of a message's content."""
 
     type: str
-    text: str | None = None
+    text: Text | None = None
 
 
 class Message(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
 
 
@@ -110,7 +126,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: int | None = None
     echo: bool = False
     suffix: str | None = None
@@ -120,7 +136,7 @@ class TokenizeRequest(Wire):
     """Body of `POST /tokenize`: a prompt, or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

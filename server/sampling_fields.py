@@ -1,6 +1,6 @@
 """From wire fields to the engine's words, and the refusal of what is not served.
 
-Not for: prompts (chat.py, completions.py) or lengths that depend on the prompt (`admission`).
+Not for: prompts (`generate_routes.py`) or lengths that depend on the prompt (`admission`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from engine.api import EngineFacts, RequestError, Sampling, Speculation, SpeculationConfig
+import msgspec
+
+from engine.api import EngineFacts, Request, RequestError, Sampling, Speculation, SpeculationConfig
 from server.protocol import GenerationFields
 from server.tokenizer import GenerationDefaults
 
@@ -72,13 +74,8 @@ def sampling_of(body: GenerationFields, defaults: GenerationDefaults) -> Samplin
     )
 
 
-def speculation_of(
-    body: GenerationFields, temperature: float, defaults: SpeculationConfig, facts: EngineFacts
-) -> Speculation:
-    """The request's speculation: its own wishes over the server's defaults.
-
-    At temperature 0 all i.i.d. chains of a draft model are equal, so one is drafted.
-    """
+def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
+    """The request's speculation: its own wishes over the server's defaults. Not checked against the caps."""
     asked = body.speculation
     plain = Speculation(rule="block", num_drafts=0, draft_length=0)
     if asked is None:
@@ -97,4 +94,12 @@ def speculation_of(
     if num_drafts is None:
         num_drafts = min(defaults.num_drafts, facts.rules[rule] or defaults.num_drafts)
     length = asked.draft_length if asked is not None and asked.draft_length else defaults.draft_length
-    return Speculation(rule=rule, num_drafts=1 if temperature == 0 else num_drafts, draft_length=length)
+    return Speculation(rule=rule, num_drafts=num_drafts, draft_length=length)
+
+
+def without_equal_chains(request: Request) -> Request:
+    """At temperature 0 all i.i.d. chains of a draft model are equal: draft one."""
+    speculation = request.speculation
+    if request.sampling.temperature > 0 or not speculation.num_drafts:
+        return request
+    return msgspec.structs.replace(request, speculation=msgspec.structs.replace(speculation, num_drafts=1))

@@ -10,10 +10,11 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -32,6 +33,13 @@ from engine.api import (
 EMBEDDED_NAME = "polydraft-demo"
 _DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 
+
+def _words(value: Any) -> Any:
+    """Several values in one string, as flags and the environment hand them over."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -63,9 +71,9 @@ class Serve(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0 takes a free one")
     uds: str | None = Field(None, description="unix socket to listen on instead of host and port")
-    api_key: list[str] = Field([], description="key that clients must send; repeat for several")
+    api_key: Words = Field([], description="key that clients must send; repeat for several, or put commas between")
     root_path: str = Field("", description="path prefix that a proxy strips")
-    allowed_origins: list[str] = Field([], description="origins allowed by CORS; repeat for several")
+    allowed_origins: Words = Field([], description="origin allowed by CORS; repeat for several")
     ssl_keyfile: str | None = Field(None, description="TLS key")
     ssl_certfile: str | None = Field(None, description="TLS certificate")
 
@@ -103,12 +111,20 @@ class Serve(BaseSettings):
     enable_log_requests: bool = Field(False, description="log one line per request (never its text)")
     config: str | None = Field(None, description="TOML or JSON file with any of these settings")
 
-    @field_validator("chat_template")
+    @field_validator("chat_template", "ssl_keyfile", "ssl_certfile")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
         if value is not None and not Path(value).is_file():
             raise ValueError("no such file")
         return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _not_empty(cls, keys: list[str]) -> list[str]:
+        # An empty key, say from an unset variable, would let everybody in.
+        if not all(key.strip() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
 
     @classmethod
     def settings_customise_sources(
@@ -190,5 +206,5 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: must hold a table of settings")
     known = {key.replace("-", "_"): value for key, value in values.items()}
     if unknown := sorted(set(known) - set(Serve.model_fields)):
-        raise ConfigError(f"--config {path}: unknown setting {unknown[0]!r}; see polydraft serve --help")
+        raise ConfigError(f"--config {path}: unknown setting {unknown[0]!r}")
     return known

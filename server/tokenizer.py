@@ -37,6 +37,8 @@ class Tokenizer:
         """Load from a folder or hub name; raises ConfigError when there is none."""
         from transformers import PreTrainedTokenizerFast
 
+        if not Path(name).is_dir() and name.startswith(("/", ".", "~")):
+            raise ConfigError(f"{name}: no such model folder")
         try:
             self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name)
         except Exception as error:  # the hub client and the parser raise many kinds

@@ -95,8 +95,8 @@ def block_outcomes(model: Model, weights: Callable[[Tensor], Tensor] | None = No
         for token in range(model.vocabulary):
             lower, upper = score_bounds(chains, target, known, tau_C, torch.full_like(tau_C, token))
             for i, path in enumerate(paths):
-                if (drafted := joint(model.draft, path)) > 0:
-                    probability = drafted * float(stop[i, tau] * law[i, token])
+                drafted = joint(model.draft, path)
+                if drafted > 0 and (probability := drafted * float(stop[i, tau] * law[i, token])) > 0:
                     outcomes.append(Outcome(path[:tau], token, probability, float(lower[i]), float(upper[i]), path))
     return outcomes
 

@@ -1,0 +1,8 @@
+"""Small random models for all tests, built in memory; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,88 @@
+"""A request's answer is its own: the same alone, in a crowd, in chunks and after preemption (float32)."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import Limits, Request, Sampling, Speculation
+from tests.engine import tiny
+
+RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
+
+
+def crowd(count: int) -> list[Request]:
+    """Requests that differ in prompt, seed, law, rule and length."""
+    speculations = [RACE, Speculation(rule="block", num_drafts=1, draft_length=3), tiny.OFF]
+    texts = tiny.prompts(101, [3 + (7 * i) % 40 for i in range(count)], seed=9)
+    return [
+        tiny.request(
+            str(i), text, speculations[i % 3], max_tokens=12 + i % 9, temperature=1.0, seed=i, top_p=1 - 0.1 * (i % 2)
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def pair():  # type: ignore[no-untyped-def]
+    target = tiny.llama(seed=5)
+    return target, tiny.perturbed(target, seed=6, amount=0.05)
+
+
+def test_same_seed_same_tokens_alone_or_among_fifteen_others(pair) -> None:  # type: ignore[no-untyped-def]
+    requests = crowd(16)
+    together = tiny.run(tiny.build(*pair), requests)
+    for one in requests:
+        alone = tiny.run(tiny.build(*pair), [one])
+        assert alone.tokens[one.request_id] == together.tokens[one.request_id]
+
+
+@pytest.mark.parametrize("crowding", [{"budget": 40}, {"num_blocks": 19}, {"max_num_seqs": 2}, {"block_size": 5}])
+def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[no-untyped-def]
+    requests = crowd(16)
+    free = tiny.run(tiny.build(*pair), requests)
+    crowded = tiny.run(tiny.build(*pair, **crowding), requests)
+    assert crowded.tokens == free.tokens
+    if "num_blocks" in crowding:
+        assert crowded.num_preemptions > 0
+
+
+def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyped-def]
+    text = tiny.prompts(101, [10])[0]
+    requests = [tiny.request(str(s), text, RACE, temperature=1.0, seed=s) for s in range(8)]
+    answers = tiny.run(tiny.build(*pair), requests).tokens.values()
+    assert len({tuple(tokens) for tokens in answers}) == 8
+
+
+def test_ends_of_an_answer(pair) -> None:  # type: ignore[no-untyped-def]
+    """A stop token cuts an accepted run and is its last token; max_tokens cuts exactly; EOS can be ignored."""
+    text = tiny.prompts(101, [10])[0]
+    whole = tiny.run(tiny.build(*pair), [tiny.request("0", text, RACE, temperature=1.0, seed=3)]).tokens["0"]
+    for at in range(len(whole)):
+        stop = whole[at]
+        request = Request(
+            request_id="0",
+            prompt_token_ids=tuple(text),
+            sampling=Sampling(temperature=1.0, seed=3),
+            limits=Limits(max_tokens=24, stop_token_ids=(stop,)),
+            speculation=RACE,
+        )
+        result = tiny.run(tiny.build(*pair), [request])
+        assert result.tokens["0"] == whole[: whole.index(stop) + 1]
+        assert result.finish_reasons["0"] == "stop"
+    for count in range(1, 9):
+        result = tiny.run(tiny.build(*pair), [tiny.request("0", text, RACE, count, temperature=1.0, seed=3)])
+        assert len(result.tokens["0"]) == count
+        assert result.finish_reasons["0"] == "length"
+
+
+def test_abort_frees_blocks_at_once(pair) -> None:  # type: ignore[no-untyped-def]
+    engine = tiny.build(*pair)
+    for one in crowd(6):
+        engine.submit(one)
+    engine.run_step()
+    for name in range(6):
+        assert engine.abort(str(name))
+    assert engine.scheduler.pool.num_used == 0
+    assert not engine.scheduler.has_work
+    assert not engine.abort("0")
+    engine.scheduler.check_invariants()

@@ -1,0 +1,153 @@
+"""The law of the running engine's output is the target's own: G-tests on the joint law of three tokens.
+
+The exact law comes from plain transformers forwards over all continuations of the prompt. Seeds
+are fixed, so the tests are deterministic; each has a wrong rule that it must reject.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from engine.execution.attention import HOOK
+from engine.execution.loading import LoadedModel
+from engine.request import Sampling, Speculation
+from engine.sampling.law import LawParameters, law
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification import RULES, ChainVerdict, Rule
+from tests.engine import tiny
+
+VOCABULARY = 4
+PROMPT = (1, 3, 0, 2, 2)
+NUM_TOKENS = 3
+NUM_ANSWERS = 3000
+ALPHA = 1e-6
+
+RULES_AND_DRAFTS = [
+    ("off", 0),
+    ("token", 1),
+    ("block", 1),
+    ("bv_race", 1),
+    ("bv_race", 2),
+    ("bv_race", 4),
+]
+SAMPLINGS = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LoadedModel, LoadedModel]:
+    target = tiny.llama(seed=21, vocabulary=VOCABULARY, layers=1, spread=0.25)
+    return target, tiny.llama(seed=22, vocabulary=VOCABULARY, layers=1, spread=0.25)
+
+
+def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of NUM_TOKENS tokens, by plain transformers."""
+    paths = list(itertools.product(range(VOCABULARY), repeat=NUM_TOKENS))
+    ids = torch.tensor([[*PROMPT, *path] for path in paths])
+    target.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits = target.model(input_ids=ids, use_cache=False).logits.float()
+    target.model.set_attn_implementation(HOOK)
+    parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"))
+    result = torch.ones(len(paths), dtype=torch.float64)
+    for depth in range(NUM_TOKENS):
+        rows = law(logits[:, len(PROMPT) - 1 + depth], parameters).double()
+        result *= rows[torch.arange(len(paths)), torch.tensor([path[depth] for path in paths])]
+    return dict(zip(paths, result.tolist(), strict=True))
+
+
+def sample(
+    pair: tuple[LoadedModel, LoadedModel],
+    rule: str,
+    num_drafts: int,
+    sampling: dict[str, float],
+    num_answers: int = NUM_ANSWERS,
+) -> Counter[tuple[int, ...]]:
+    """First three tokens of longer answers. Drafts have two tokens, so that three span several steps."""
+    engine = tiny.build(*pair, max_model_len=32, max_draft_length=2)
+    speculation = tiny.OFF if rule == "off" else Speculation(rule=rule, num_drafts=num_drafts, draft_length=2)
+    requests = [
+        tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
+        for seed in range(num_answers)
+    ]
+    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in tiny.run(engine, requests).tokens.values())
+
+
+def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """p-value of the counts under the expected law; 0 when something impossible happened."""
+    if any(expected[path] == 0 for path in counts):
+        return 0.0
+    total = counts.total()
+    cells = {path: probability for path, probability in expected.items() if probability > 0}
+    statistic = 2 * sum(n * torch.log(torch.tensor(n / (total * cells[path]))).item() for path, n in counts.items())
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("rule", "num_drafts"), RULES_AND_DRAFTS)
+def test_joint_law_of_three_tokens(
+    pair: tuple[LoadedModel, LoadedModel], rule: str, num_drafts: int, sampling: dict[str, float]
+) -> None:
+    counts = sample(pair, rule, num_drafts, sampling)
+    assert g_test(counts, exact_law(pair[0], sampling)) > ALPHA
+
+
+def always_longest(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    """A wrong rule: race by acceptance length, which looks at the tokens it chooses between."""
+    known = RULES["block"].verify(chains, target, noise)
+    score_C = -known.accepted_B.double()
+    from engine.speculation.verification.race import first_per_request
+
+    winner_B = first_per_request(score_C, chains)
+    return ChainVerdict(winner_B, known.accepted_B[winner_B], known.next_token_B[winner_B])
+
+
+def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    """A wrong rule: one uniform number decides both the acceptance and the next token."""
+    same = replace(noise, residual_C=noise.accept_CL[:, 0])
+    return RULES["token"].verify(chains, target, same)
+
+
+@pytest.mark.parametrize(("wrong", "num_drafts"), [(always_longest, 4), (reused_uniform, 1)])
+def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: object, num_drafts: int) -> None:
+    rules = {**RULES, "wrong": Rule("wrong", wrong, None)}  # type: ignore[arg-type]
+    with patch("engine.engine.RULES", rules), patch("engine.building.RULES", rules):
+        counts = sample(pair, "wrong", num_drafts, SAMPLINGS["plain"])
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """Draft tokens drawn at one temperature and verified as drawn at another."""
+    import engine.drafters.model as drafter
+
+    def flattened(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        from engine.sampling.draw import categorical
+
+        return categorical(weights**0.3, uniform)
+
+    with patch.object(drafter, "categorical", flattened):
+        counts = sample(pair, "bv_race", 2, SAMPLINGS["plain"])
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
+    import engine.drafters.model as drafter
+    import engine.engine as stepping
+    from engine.sampling.noise import uniform
+
+    def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
+        return uniform(seed, position + depth, purpose, chain)
+
+    with patch.object(drafter, "uniform", by_index), patch.object(stepping, "uniform", by_index):
+        counts = sample(pair, "block", 1, SAMPLINGS["plain"], num_answers=6000)
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA

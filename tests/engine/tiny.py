@@ -1,0 +1,147 @@
+"""Tiny random transformers models behind the engine, and runs of the engine to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.building import assemble
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine import Engine
+from engine.execution.attention import HOOK, register
+from engine.execution.loading import LoadedModel, adopt
+from engine.request import Limits, Request, Sampling, Speculation
+
+OFF = Speculation(rule="block", num_drafts=0, draft_length=0)
+
+
+def load_model(config: Any, seed: int) -> LoadedModel:
+    """A model with random weights that never emits an end token by itself."""
+    import transformers
+
+    register()
+    torch.manual_seed(seed)
+    config.eos_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK)
+    model.generation_config.eos_token_id = None
+    return adopt(model, f"{config.model_type}-{seed}")
+
+
+def llama(seed: int, vocabulary: int = 101, layers: int = 2, spread: float = 0.3) -> LoadedModel:
+    """A random Llama."""
+    import transformers
+
+    return load_model(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=spread,
+            bos_token_id=None,
+            pad_token_id=None,
+        ),
+        seed,
+    )
+
+
+def perturbed(model: LoadedModel, seed: int, amount: float) -> LoadedModel:
+    """A draft that agrees with `model` now and then: its weights plus noise."""
+    import copy
+
+    generator = torch.Generator().manual_seed(seed)
+    draft = copy.deepcopy(model.model)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+    return adopt(draft, f"{model.name}-draft")
+
+
+@dataclass
+class Run:
+    """What an engine emitted, by request."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[str, str] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_outcomes: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+
+
+def build(
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    budget: int = 2048,
+    num_blocks: int = 0,
+    block_size: int = 8,
+    max_num_seqs: int = 64,
+    max_model_len: int = 128,
+    max_num_drafts: int = 4,
+    max_draft_length: int = 5,
+) -> Engine:
+    """An engine around loaded models."""
+    return assemble(
+        EngineConfig(
+            model=ModelConfig(target=target.name, draft=draft.name if draft else None),
+            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=budget, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            ),
+            speculation=SpeculationConfig(
+                num_drafts=1, draft_length=1, max_num_drafts=max_num_drafts, max_draft_length=max_draft_length
+            ),
+        ),
+        target,
+        draft,
+    )
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    speculation: Speculation = OFF,
+    max_tokens: int = 24,
+    **sampling: Any,
+) -> Request:
+    """A request; temperature 0 unless `sampling` says otherwise."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=Sampling(**{"temperature": 0.0, **sampling}),
+        limits=Limits(max_tokens=max_tokens),
+        speculation=speculation,
+    )
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Submit everything at once and step to the end, checking the accounting after every step."""
+    result = Run()
+    for one in requests:
+        engine.submit(one)
+        result.tokens[one.request_id] = []
+    while engine.scheduler.has_work:
+        for outcome in engine.run_step().outcomes:
+            result.tokens[outcome.request_id] += outcome.token_ids
+            result.num_accepted += outcome.num_accepted
+            result.num_outcomes += 1
+            if outcome.finish_reason is not None:
+                result.finish_reasons[outcome.request_id] = outcome.finish_reason
+        engine.scheduler.check_invariants()
+        result.num_steps += 1
+        assert result.num_steps < 10_000, "the engine makes no progress"
+    result.num_preemptions = engine.scheduler.num_preemptions
+    assert engine.scheduler.pool.num_used == 0, "blocks leaked"
+    return result
+
+
+def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]

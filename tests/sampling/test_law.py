@@ -1,0 +1,109 @@
+"""The law of a request: reference implementation, filters, ties, edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.request import Sampling
+from engine.sampling.draw import categorical
+from engine.sampling.law import LawParameters, law
+
+CPU = torch.device("cpu")
+
+
+def reference(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """The law by the book, in float64 with a full sort."""
+    if sampling.temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    scaled = (logits - logits.max()) / sampling.temperature
+    weights = np.exp(scaled)
+    if sampling.min_p > 0:
+        weights[weights < sampling.min_p * weights.max()] = 0
+    if 0 < sampling.top_k < len(logits):
+        weights[weights < np.sort(weights)[-sampling.top_k]] = 0
+    weights /= weights.sum()
+    if sampling.top_p < 1:
+        descending = np.sort(weights)[::-1]
+        kept = max(1, int((np.cumsum(descending) - descending < sampling.top_p).sum()))
+        weights[weights < descending[kept - 1]] = 0
+        weights /= weights.sum()
+    return weights
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([0.0, 0.31, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**31), st.lists(samplings, min_size=1, max_size=5), st.sampled_from([7, 300, 3000]))
+def test_equals_the_reference(seed: int, rows: list[Sampling], vocabulary: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=(len(rows), vocabulary)) * 3
+    found = law(torch.tensor(logits, dtype=torch.float32), LawParameters.of(rows, CPU)).double().numpy()
+    for row, sampling in enumerate(rows):
+        expected = reference(logits[row].astype(np.float32).astype(np.float64), sampling)
+        # float32 may put one token on the other side of the top-p edge
+        if ((expected > 0) == (found[row] > 0)).all():
+            np.testing.assert_allclose(found[row], expected, atol=2e-6)
+        else:
+            assert ((expected > 0) != (found[row] > 0)).sum() <= 1
+            assert sampling.top_p < 1
+
+
+def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
+    """A flat law over 5,000 tokens reaches top_p = 0.9 only after 4,500 of them."""
+    logits = torch.linspace(0, 0.01, 5000).flip(0).unsqueeze(0)
+    kept = law(logits, LawParameters.of([Sampling(top_p=0.9)], CPU))
+    assert 4470 < int((kept > 0).sum()) < 4530
+    assert float(kept.sum()) == pytest.approx(1)
+
+
+def test_ties_are_kept_so_that_the_law_is_a_function_of_the_logits() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    assert law(logits, LawParameters.of([Sampling(top_k=2)], CPU))[0].tolist() == pytest.approx(
+        [0, 1 / 3, 1 / 3, 1 / 3, 0]
+    )
+    assert law(logits, LawParameters.of([Sampling(temperature=0)], CPU))[0].tolist() == [0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-7, 1e-5, 2.0])
+def test_extreme_temperatures_give_a_law(temperature: float) -> None:
+    logits = torch.tensor([[1e4, -1e4, 9.999e3, float("-inf")]])
+    row = law(logits, LawParameters.of([Sampling(temperature=temperature)], CPU))[0]
+    assert float(row.sum()) == pytest.approx(1)
+    assert int(row.argmax()) == 0
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(3, 50)
+    rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1)]
+    together = law(logits, LawParameters.of(rows, CPU))
+    for i, sampling in enumerate(rows):
+        alone = law(logits[i : i + 1], LawParameters.of([sampling], CPU))[0]
+        torch.testing.assert_close(together[i], alone, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 1 - 2**-53])
+def test_draws_never_return_a_token_of_zero_weight(uniform: float) -> None:
+    weights = torch.zeros(4, 100)
+    weights[0, 99] = 1e-30
+    weights[1, 0] = 1e30
+    weights[2, 40:60] = 1e-12
+    weights[3, [0, 99]] = 0.5
+    drawn = categorical(weights, torch.full((4,), uniform, dtype=torch.float64))
+    assert all(weights[i, token] > 0 for i, token in enumerate(drawn.tolist()))
+
+
+def test_draws_follow_the_weights() -> None:
+    weights = torch.tensor([1.0, 0.0, 3.0, 4.0])
+    uniform = (torch.arange(8000, dtype=torch.float64) + 0.5) / 8000
+    drawn = categorical(weights.expand(8000, 4), uniform)
+    assert torch.bincount(drawn, minlength=4).tolist() == [1000, 0, 3000, 4000]

@@ -1,0 +1,59 @@
+"""Noise is uniform, depends on every part of its name, and on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.stats import chi2, kstest
+
+from engine.sampling.noise import Purpose, choice_seed, uniform
+
+COUNT = 40_000
+
+
+def test_is_uniform_along_every_part_of_the_name() -> None:
+    line = np.arange(COUNT)
+    series = {
+        "seed": uniform(line, 7, Purpose.DRAFT),
+        "position": uniform(7, line, Purpose.DRAFT),
+        "chain": uniform(7, 7, Purpose.DRAFT, line),
+        "depth": uniform(7, 7, Purpose.DRAFT, 0, line),
+    }
+    for name, values in series.items():
+        assert values.min() > 0
+        assert values.max() < 1
+        assert kstest(values, "uniform").pvalue > 1e-4, name
+
+
+def test_neighbouring_names_are_independent() -> None:
+    """Pairs of numbers whose names differ in one part fill the unit square evenly."""
+    line = np.arange(COUNT)
+    first = uniform(line, 3, Purpose.DRAFT, 1, 1)
+    others = {
+        "seed": uniform(line + 1, 3, Purpose.DRAFT, 1, 1),
+        "position": uniform(line, 4, Purpose.DRAFT, 1, 1),
+        "purpose": uniform(line, 3, Purpose.ACCEPT, 1, 1),
+        "chain": uniform(line, 3, Purpose.DRAFT, 2, 1),
+        "depth": uniform(line, 3, Purpose.DRAFT, 1, 2),
+    }
+    for name, second in others.items():
+        counts = np.histogram2d(first, second, bins=10, range=[[0, 1], [0, 1]])[0]
+        statistic = ((counts - COUNT / 100) ** 2 / (COUNT / 100)).sum()
+        assert chi2.sf(statistic, 99) > 1e-4, name
+
+
+def test_swapped_parts_give_other_numbers() -> None:
+    assert uniform(1, 2, Purpose.DRAFT, 3, 4)[0] != uniform(1, 2, Purpose.DRAFT, 4, 3)[0]
+    assert uniform(1, 2, Purpose.DRAFT)[0] != uniform(2, 1, Purpose.DRAFT)[0]
+
+
+def test_is_a_function_of_its_name_and_broadcasts() -> None:
+    grid = uniform(np.array([[1], [-5]]), np.arange(4), Purpose.SCORE)
+    assert grid.shape == (2, 4)
+    assert grid[1, 2] == uniform(-5, 2, Purpose.SCORE)[0]
+
+
+def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_request_s() -> None:
+    seeds = [choice_seed(42, index) for index in range(100)]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 100
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,177 @@
+"""The scheduler under any traffic: accounting holds, nobody starves, every answer is whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.cache.blocks import BlockPool
+from engine.config import SchedulerConfig
+from engine.plan import Emission, Plan, Verdict
+from engine.request import Limits, Request, Speculation
+from engine.scheduling.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+
+
+def build(budget: int = 24, num_blocks: int = 16, max_num_seqs: int = 4) -> Scheduler:
+    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    return Scheduler(config, BlockPool(num_blocks), BLOCK_SIZE, frozenset({99}))
+
+
+def request(name: str, length: int, max_tokens: int, drafts: int = 0, draft_length: int = 0) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(length)),
+        limits=Limits(max_tokens=max_tokens),
+        speculation=Speculation(num_drafts=drafts, draft_length=draft_length),
+    )
+
+
+def verdict(plan: Plan, accept: int = 0, token: int = 7) -> Verdict:
+    """Every sampling row accepts up to `accept` drafted tokens."""
+    emissions = []
+    for row in plan.sampling_rows:
+        count = min(accept, row.draft_length)
+        emissions.append(Emission(tuple([token] * count), token, row.num_drafts * row.draft_length))
+    return Verdict(tuple(emissions))
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, are aborted, and steps accept anything; the model is a count per request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = build()
+        self.remaining: dict[str, int] = {}
+        self.next_name = 0
+
+    @rule(
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 12),
+        drafts=st.integers(0, 3),
+        draft_length=st.integers(1, 4),
+    )
+    def submit(self, length: int, max_tokens: int, drafts: int, draft_length: int) -> None:
+        name = str(self.next_name)
+        self.next_name += 1
+        self.scheduler.submit(request(name, length, max_tokens, drafts, draft_length if drafts else 0))
+        self.remaining[name] = max_tokens
+
+    @precondition(lambda self: self.remaining)
+    @rule(index=st.integers(0, 99))
+    def abort(self, index: int) -> None:
+        name = sorted(self.remaining)[index % len(self.remaining)]
+        assert self.scheduler.abort(name)
+        del self.remaining[name]
+
+    @rule(accept=st.integers(0, 4), token=st.sampled_from([7, 7, 7, 99]))
+    def step(self, accept: int, token: int) -> None:
+        plan = self.scheduler.plan()
+        assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
+        assert bool(plan.rows) == bool(self.remaining), "work waits and no row was planned"
+        for row in plan.rows:
+            assert row.known
+            capacity = len(row.block_ids) * BLOCK_SIZE
+            assert capacity >= row.end + row.num_drafts * row.draft_length
+        for outcome in self.scheduler.commit(plan, verdict(plan, accept, token)):
+            assert outcome.token_ids
+            self.remaining[outcome.request_id] -= len(outcome.token_ids)
+            left = self.remaining[outcome.request_id]
+            assert left >= 0
+            if outcome.finish_reason is None:
+                assert left > 0
+            else:
+                assert outcome.finish_reason == ("stop" if token == 99 else "length")
+                del self.remaining[outcome.request_id]
+
+    @invariant()
+    def accounting_holds(self) -> None:
+        self.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.remaining:
+                break
+            self.step(2, 7)
+        assert not self.remaining, "a request never ended"
+        assert self.scheduler.pool.num_used == 0
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_long_prompt_rides_along_in_chunks() -> None:
+    """Decoding goes on in every step while a long prompt is computed."""
+    scheduler = build(budget=16, num_blocks=64)
+    scheduler.submit(request("short", 3, 40))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("long", 70, 4))
+    for _ in range(4):
+        plan = scheduler.plan()
+        assert [row.samples for row in plan.rows] == [True, False]
+        assert sum(row.num_tokens for row in plan.rows) <= 16
+        scheduler.commit(plan, verdict(plan))
+
+
+def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
+    """Shapes never shrink under load; rows wait for the next step, longest-waiting first."""
+    scheduler = build(budget=12, num_blocks=64, max_num_seqs=4)
+    for name in "abcd":
+        scheduler.submit(request(name, 1, 30, drafts=1, draft_length=4))
+    served: list[list[int]] = []
+    for _ in range(12):
+        plan = scheduler.plan()
+        assert all(row.draft_length == 4 for row in plan.sampling_rows)
+        served.append([row.sequence_id for row in plan.sampling_rows])
+        scheduler.commit(plan, verdict(plan))
+    assert {i for ids in served[:4] for i in ids} == {0, 1, 2, 3}, "somebody was not admitted"
+    counts = [sum(ids.count(i) for ids in served[4:]) for i in range(4)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_latest_arrival_is_preempted_and_recomputed_first() -> None:
+    scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
+    for name, length in (("a", 5), ("b", 5)):
+        scheduler.submit(request(name, length, 9))
+    preempted_after = None
+    ended = []
+    for step in range(40):
+        plan = scheduler.plan()
+        for outcome in scheduler.commit(plan, verdict(plan)):
+            if outcome.finish_reason:
+                ended.append(outcome.request_id)
+        if scheduler.num_preemptions and preempted_after is None:
+            preempted_after = step
+            assert [scheduler.running(row.sequence_id).request.request_id for row in plan.rows] == ["a"]
+    assert preempted_after is not None
+    assert ended == ["a", "b"]
+
+
+def test_the_draft_length_leaves_room_for_one_more_token() -> None:
+    scheduler = build(budget=64)
+    scheduler.submit(request("a", 2, 3, drafts=2, draft_length=4))
+    plan = scheduler.plan()
+    assert (plan.rows[0].num_drafts, plan.rows[0].draft_length) == (2, 2)
+    outcome = scheduler.commit(plan, verdict(plan, accept=2))[0]
+    assert outcome.finish_reason == "length"
+    assert len(outcome.token_ids) == 3
+
+
+def test_accepted_counts_after_the_cut() -> None:
+    """An end token inside an accepted run ends the answer there, and only kept drafts count."""
+    scheduler = build(budget=64)
+    scheduler.submit(request("a", 2, 20, drafts=1, draft_length=3))
+    plan = scheduler.plan()
+    outcome = scheduler.commit(plan, Verdict((Emission((5, 99, 6), 8, 3),)))[0]
+    assert (outcome.token_ids, outcome.finish_reason, outcome.num_accepted) == ([5, 99], "stop", 2)
+
+
+def test_a_request_cannot_be_submitted_twice() -> None:
+    scheduler = build()
+    scheduler.submit(request("a", 2, 3))
+    with pytest.raises(AssertionError):
+        scheduler.submit(request("a", 2, 3))
