@@ -86,7 +86,7 @@ def load(name: str, revision: str | None, dtype: torch.dtype | str, device: torc
             attn_implementation=HOOK,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # transformers and safetensors raise many kinds
         raise LoadError(f"{name}: the weights cannot be loaded: {_first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):

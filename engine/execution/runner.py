@@ -20,7 +20,8 @@ class ModelRunner:
     """A transformers causal LM behind the attention hook.
 
     `vocab_size` is the width of the laws made from its logits: a draft model whose output head is
-    padded differently is cut to it, or filled up with tokens it never proposes.
+    padded differently is cut to it, or filled up with tokens it never proposes. Tokens it has no
+    embedding for are read as token 0, which only changes what it proposes.
     """
 
     def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_size: int, vocab_size: int) -> None:
@@ -28,12 +29,15 @@ class ModelRunner:
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
         self.storage = KVTensors(shape, num_blocks * block_size, model.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
         batch = build(sequences, self.block_size)
+        if self._num_embeddings < self.vocab_size:
+            batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
         wanted = to_device(batch.wanted, self.device)
         output = self.model(
             input_ids=to_device(batch.token_ids, self.device).unsqueeze(0),

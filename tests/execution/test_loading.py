@@ -1,0 +1,186 @@
+"""Models that would be served wrongly are refused, with one line that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+
+from engine.building import assemble, build_engine, check_speculation
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.errors import ConfigError, LoadError
+from engine.execution import inputs, probe, runner
+from engine.execution.loading import check_config, choose_device, load
+from tests.engine import tiny
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def saved(folder: Path, vocabulary: int = 64, words: dict[str, int] | None = None) -> str:
+    """A tiny Llama checkpoint, with a tokenizer of `words` where given."""
+    config = transformers.LlamaConfig(**{**SMALL, "vocab_size": vocabulary})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    if words is not None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+
+        Tokenizer(WordLevel(words, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def engine_config(target: str, draft: str | None = None, **parts: object) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(target=target, draft=draft, device="cpu"), **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.MambaConfig(), "not known to give right logits"),
+        (transformers.BertConfig(), "not known to give right logits"),
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.LlamaConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "longest request"),
+        (
+            transformers.Phi3Config(
+                rope_scaling={"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+                original_max_position_embeddings=64,
+            ),
+            "longest request",
+        ),
+    ],
+    ids=["mamba", "bert", "t5", "dynamic-rope", "longrope"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_architectures_that_would_be_wrong_are_refused(config: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        check_config("model", config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    for name in (str(tmp_path), str(tmp_path / "missing")):
+        with pytest.raises(ConfigError):
+            build_engine(engine_config(name))
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name = saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match="lacks 1 of the model's weights"):
+        load(name, None, torch.float32, torch.device("cpu"))
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    name = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(LoadError, match="cannot be loaded"):
+        load(name, None, torch.float32, torch.device("cpu"))
+
+
+def test_unlike_vocabularies_are_refused(tmp_path: Path) -> None:
+    words = {"a": 0, "b": 1, "c": 2}
+    target = saved(tmp_path / "target", words=words)
+    same_size = saved(tmp_path / "swapped", words={"a": 0, "c": 1, "b": 2})
+    other_size = saved(tmp_path / "small", vocabulary=32)
+    for draft in (same_size, other_size):
+        with pytest.raises(ConfigError, match="same family"):
+            build_engine(engine_config(target, draft))
+
+
+def test_a_draft_with_a_padded_head_is_served(tmp_path: Path) -> None:
+    """Same tokenizer, differently padded output heads: the draft's law is cut or filled to the target's."""
+    words = {"a": 0, "b": 1, "c": 2}
+    target = saved(tmp_path / "target", words=words)
+    for size in (48, 80):
+        draft = saved(tmp_path / f"draft{size}", vocabulary=size, words=words)
+        engine = build_engine(engine_config(target, draft))
+        from engine.request import Speculation
+
+        speculation = Speculation(rule="bv_race", num_drafts=2, draft_length=2)
+        result = tiny.run(engine, [tiny.request("0", [1, 2], speculation, temperature=1.0, seed=1)])
+        assert len(result.tokens["0"]) == 24
+
+
+def test_a_half_empty_target_config_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "not-a-model"}))
+    with pytest.raises(ConfigError, match="no readable transformers config"):
+        build_engine(engine_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_probe_catches_a_wrong_path(fault: str) -> None:
+    """Each part of the paged path that could be wrong makes the probe refuse."""
+    if fault == "window":
+        config = transformers.MistralConfig(**SMALL, sliding_window=6)
+    else:
+        config = transformers.LlamaConfig(**SMALL)
+    config.initializer_range = 0.3
+    loaded = tiny.load_model(config, seed=1)
+    shape = probe.find_kv_shape(loaded)
+    assert probe.probe(loaded, shape) < 1e-4
+    original = inputs._visible
+
+    def causal(part, end, num_cached):  # type: ignore[no-untyped-def]
+        visible = original(part, end, num_cached)
+        if visible is not None:
+            size = len(part.nodes.tokens)
+            visible[len(part.known) :, end:] = torch.ones(size, size).tril().bool().numpy()
+        return visible
+
+    def flat(part, start, block_size):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        segment, own = segments(part, start, block_size)
+        first = part.first_index
+        count = len(segment.query_positions)
+        return replace(segment, query_positions=torch.arange(first, first + count).numpy()), own
+
+    segments = inputs._segment
+    patches = {
+        "causal": patch.object(inputs, "_visible", causal),
+        "positions": patch.object(inputs, "_segment", flat),
+        "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),
+        "window": patch("engine.execution.attention.Segment.mask", lambda self, window: self.visible),
+    }
+    with patches[fault], pytest.raises(LoadError, match="differ from plain transformers"):
+        probe.probe(loaded, shape)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    bad = {
+        "unknown": SpeculationConfig(rule="nonsense"),
+        "num-drafts": SpeculationConfig(num_drafts=17),
+        "draft-length": SpeculationConfig(draft_length=0),
+    }
+    for reason, speculation in bad.items():
+        with pytest.raises(ConfigError, match=reason):
+            check_speculation(engine_config("t", "d", speculation=speculation))
+    with pytest.raises(ConfigError, match="max-num-batched-tokens"):
+        check_speculation(engine_config("t", "d", scheduler=SchedulerConfig(max_num_batched_tokens=100)))
+    target = tiny.llama(seed=1)
+    for scheduler, cache, reason in (
+        (SchedulerConfig(max_model_len=1000), CacheConfig(), "256 positions"),
+        (SchedulerConfig(max_model_len=256), CacheConfig(num_blocks=2), "room for 2 blocks"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            assemble(engine_config("t", scheduler=scheduler, cache=cache), target, None)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            choose_device("cuda")
