@@ -1,0 +1,110 @@
+"""Deployment files agree with the daemon: every metric they ask for exists, every flag is known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine.api import EngineFacts, Outcome, Step, StepStats
+from server.metrics import ServerMetrics
+from server.settings import Serve
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+
+
+@pytest.fixture(scope="module")
+def exported() -> str:
+    """The text exposition after one speculative step and one answer."""
+    metrics = ServerMetrics("m", compat=True)
+    metrics.ready(
+        EngineFacts(
+            vocab_size=8,
+            max_model_len=8,
+            num_blocks=8,
+            block_size=8,
+            eos_token_ids=[],
+            device="cpu",
+            dtype="float32",
+            architecture="llama",
+            has_draft=True,
+            rules={},
+            memory_plan={},
+        )
+    )
+    outcome = Outcome(
+        request_id="0",
+        token_ids=[1, 2],
+        finish_reason=None,
+        draft_length=2,
+        num_chains=2,
+        rule="bv_race",
+        num_nodes=3,
+        num_accepted=1,
+        queue_s=0.1,
+    )
+    stats = StepStats(
+        wall_s=0.1,
+        plain_s=0.1,
+        phases_s={"draft": 0.1},
+        num_running=1,
+        num_waiting=1,
+        num_blocks_used=1,
+        num_preemptions=1,
+        num_steps=1,
+    )
+    metrics.step(Step([outcome], stats))
+    metrics.start(3)
+    metrics.tokens(2, 0.1, 0.1)
+    metrics.finish("stop", {"e2e": 0.1, "queue": 0.1, "prefill": 0.1, "decode": 0.1, "tpot": 0.1}, 2.0, 1.5)
+    metrics.error(503)
+    return metrics.render().decode()
+
+
+def names_in(expression: str) -> set[str]:
+    return set(re.findall(r"\bpolydraft_\w+", expression))
+
+
+def test_every_metric_on_the_dashboard_is_exported(exported: str) -> None:
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/polydraft.json").read_text())
+    titles = " ".join(panel["title"] for panel in dashboard["panels"])
+    assert "Acceptance" in titles
+    assert "Speedup" in titles
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            wanted = names_in(target["expr"])
+            assert wanted
+            for name in wanted:
+                assert re.search(rf"^{name}{{", exported, re.MULTILINE), f"{panel['title']}: {name} is not exported"
+
+
+def test_every_metric_of_an_alert_is_exported(exported: str) -> None:
+    groups = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    for rule in groups[0]["rules"]:
+        for name in names_in(rule["expr"]):
+            assert re.search(rf"^{name}{{", exported, re.MULTILINE), f"{rule['alert']}: {name} is not exported"
+
+
+def test_compose_mounts_files_that_exist() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert {"polydraft", "prometheus", "grafana"} == set(services)
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            assert (DEPLOY / volume.split(":")[0]).exists(), volume
+    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert scraped[0]["static_configs"][0]["targets"] == ["polydraft:8000"]
+
+
+def test_dockerfile_copies_what_exists_and_sets_known_settings() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        for source in line.split():
+            assert (ROOT / source).exists(), source
+    for setting in re.findall(r"POLYDRAFT_(\w+)=", text):
+        assert setting.lower() in Serve.model_fields
+    assert "USER 10001" in text
+    assert 'ENTRYPOINT ["polydraft", "serve"]' in text

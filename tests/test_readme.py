@@ -1,0 +1,72 @@
+"""The README tells the truth: its commands run, and its table is what the committed result renders to."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest.daemon import running_daemon
+from loadtest.report import markdown
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_daemon(["--no-calibrate"]) as address:
+        yield address
+
+
+def test_the_curl_request_is_answered(url: str) -> None:
+    commands = [block for block in code_blocks("sh") if block.startswith("curl")]
+    assert commands
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command.replace("http://localhost:8000", url)], capture_output=True, text=True, check=True
+        )
+        answer = json.loads(done.stdout)
+        assert answer["choices"][0]["message"]["content"].strip()
+        assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_the_openai_client_example_runs(url: str) -> None:
+    programs = code_blocks("python")
+    assert programs
+    for program in programs:
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("http://localhost:8000", url)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip()
+
+
+def test_the_table_is_the_committed_result() -> None:
+    result = json.loads((ROOT / "docs/results/bench-cpu.json").read_text())
+    shown = re.search(r"<!-- bench:begin -->\n(.*?)\n<!-- bench:end -->", README, re.DOTALL)
+    assert shown is not None
+    assert shown.group(1).strip() == markdown(result)
+    assert result["exactness"]["equal_in_all_arms"] == result["exactness"]["greedy_answers"]
+
+
+def test_make_targets_and_links_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(code_blocks("sh")), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+    tree = code_blocks("")[-1]
+    for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):
+        assert (ROOT / name).is_dir(), name
