@@ -24,7 +24,7 @@ NUM_PROMPTS, NUM_SEEDS = 24, 12
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     config = EngineConfig(
-        model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft")),
+        model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"), dtype="float32"),
         scheduler=SchedulerConfig(max_num_seqs=32),
     )
     return build_engine(config)
@@ -63,7 +63,7 @@ def first_steps(engine: Engine, prompts: list[list[int]], speculation: Speculati
 
 def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
     """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both models."""
-    ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers])
+    ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=engine.facts.device)
     logs = []
     for runner in (engine.target, engine.drafter.runner):
         assert runner is not None
@@ -73,7 +73,7 @@ def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> tor
         runner.model.set_attn_implementation(HOOK)
         logs.append(logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None]).squeeze(-1))
     log_ratio = (logs[1] - logs[0]).cumsum(-1)
-    return log_ratio.clamp(max=0).cummin(-1).values.exp()
+    return log_ratio.clamp(max=0).cummin(-1).values.exp().cpu()
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4])

@@ -52,10 +52,10 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
 def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of NUM_TOKENS tokens, by plain transformers."""
     paths = list(itertools.product(range(VOCABULARY), repeat=NUM_TOKENS))
-    ids = torch.tensor([[*PROMPT, *path] for path in paths])
+    ids = torch.tensor([[*PROMPT, *path] for path in paths], device=tiny.DEVICE)
     target.model.set_attn_implementation("eager")
     with torch.inference_mode():
-        logits = target.model(input_ids=ids, use_cache=False).logits.float()
+        logits = target.model(input_ids=ids, use_cache=False).logits.float().cpu()
     target.model.set_attn_implementation(HOOK)
     parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"))
     result = torch.ones(len(paths), dtype=torch.float64)

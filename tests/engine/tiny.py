@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
 
+# The whole suite runs on this device; `gpu` runs set it to cuda.
+DEVICE = torch.device(os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu"))
 OFF = Speculation(rule="block", num_drafts=0, draft_length=0)
 
 
@@ -27,7 +30,7 @@ def load_model(config: Any, seed: int) -> LoadedModel:
     config.eos_token_id = None
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK)
     model.generation_config.eos_token_id = None
-    return adopt(model, f"{config.model_type}-{seed}")
+    return adopt(model.to(DEVICE), f"{config.model_type}-{seed}")
 
 
 def llama(seed: int, vocabulary: int = 101, layers: int = 2, spread: float = 0.3) -> LoadedModel:
@@ -59,7 +62,7 @@ def perturbed(model: LoadedModel, seed: int, amount: float) -> LoadedModel:
     draft = copy.deepcopy(model.model)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(amount * torch.randn(parameter.shape, generator=generator).to(DEVICE))
     return adopt(draft, f"{model.name}-draft")
 
 

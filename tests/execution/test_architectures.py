@@ -80,7 +80,11 @@ def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
     loaded.model.set_attn_implementation("eager")
     try:
         output = loaded.model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0, use_cache=True
+            torch.tensor([prompt], device=tiny.DEVICE),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=True,
         )
     finally:
         loaded.model.set_attn_implementation(HOOK)
