@@ -25,12 +25,16 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 
 def saved(folder: Path, vocabulary: int = 64, words: dict[str, int] | None = None) -> str:
     """A tiny Llama checkpoint, with a tokenizer of `words` where given."""
     config = transformers.LlamaConfig(**{**SMALL, "vocab_size": vocabulary})
+    torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     if words is not None:
         from tokenizers import Tokenizer
