@@ -47,14 +47,19 @@ def bind(settings: Serve) -> socket.socket:
         if path.is_socket():
             path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(settings.uds)
+        address: str | tuple[str, int] = settings.uds
     else:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
+        address = (settings.host, settings.port)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
     listener.set_inheritable(True)
-    listener.listen(_BACKLOG)
     return listener
 
 

@@ -101,7 +101,10 @@ def http_error(status: int, message: str, headers: dict[str, str] | None = None)
 
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
-    first: dict[str, Any] = dict(error.errors()[0])
+    problems = error.errors()
+    # Each branch of a union has its complaint about the field: the one that looked furthest in says most.
+    of_field = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
+    first: dict[str, Any] = max(of_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
         return ErrorBody(f"the body is not valid JSON: {detail}", "invalid_request_error")
@@ -122,7 +125,7 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
         elif isinstance(body, list) and isinstance(part, int):
             path.append(str(part))
             body = body[part] if part < len(body) else None
-    return ".".join(path).encode("utf-8", "replace").decode() or None
+    return ".".join(path) or None
 
 
 def install(app: FastAPI) -> None:
