@@ -1,0 +1,206 @@
+"""What can be known of a pair of laws without sampling: optima, acceptances, rejections. float64, numpy.
+
+Notation (as in `docs/speculation.md`): p target law, q draft law, n drafts at one position,
+TV(p, q) = 1 - sum min(p, q). The optimum alpha* of a draft law is the largest probability with which any
+lossless rule can emit a draft: alpha* = min over sets H of p(H) + 1 - Q(H), Q(H) = P(all drafts in H).
+(Hu et al., ICLR 2025, for sampling with and without replacement and greedy drafts.)
+
+Not for: running anything (`verification`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Law = npt.NDArray[np.float64]
+
+
+def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
+    """Tokens by q/p descending; tokens that are never drafted last."""
+    ratio = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0)
+    return np.argsort(ratio, kind="stable")
+
+
+def alpha_star_iid(p: Law, q: Law, n: int) -> float:
+    """Optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by q/p, Q(H) = q(H)^n."""
+    order = _ratio_order(p, q)
+    mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
+    mass_q = np.concatenate([[0.0], np.cumsum(q[order])]).clip(max=1.0)
+    return float(np.min(1 + mass_p - mass_q**n))
+
+
+def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
+    """Optimum for n drafts drawn one after another without replacement; the same prefixes, Q by quadrature."""
+    order = _ratio_order(p, q)
+    mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
+    return float(np.min(1 + mass_p - all_drafts_within(q[order], n)))
+
+
+def all_drafts_within(q: Law, n: int) -> Law:
+    """[V + 1] probability that all n sequential draws without replacement lie in the first i tokens, i = 0..V.
+
+    Exponential race: token x arrives at E_x / q_x. With lam = 1 - q(H),
+    Q(H) = int lam exp(-lam t) P(at least n tokens of H have arrived by t) dt, by the trapezoid rule in log t
+    (exponentially convergent); the count's law below n is carried from prefix to prefix. O(V n nodes).
+    """
+    step = 0.2
+    time = np.exp(np.arange(-40.0, 42.0, step))
+    below = np.zeros((n, len(time)))
+    below[0] = 1.0
+    result = np.zeros(len(q) + 1)
+    total, mass, support = float(q.sum()), 0.0, 0
+    for i, weight in enumerate(q, start=1):
+        if weight > 0:
+            absent = np.exp(-weight * time)
+            shifted = np.vstack([np.zeros((1, len(time))), below[:-1]])
+            below = below * absent + shifted * (1 - absent)
+            mass, support = mass + weight, support + 1
+        rate = max(total - mass, 0.0)
+        if rate <= 1e-14:
+            result[i] = 1.0
+        elif support >= n:
+            arrived = (1 - below.sum(0)).clip(min=0)
+            result[i] = step * float((rate * time * np.exp(-rate * time) * arrived).sum())
+    return result
+
+
+def top_tokens(q: Law, count: int) -> npt.NDArray[np.int64]:
+    """The `count` most likely tokens; ties go to the smaller id."""
+    return np.lexsort((np.arange(len(q)), -q))[:count]
+
+
+def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
+    """Optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest), O(V log V)."""
+    top = top_tokens(q, n - 1)
+    rest = q.copy()
+    rest[top] = 0.0
+    if rest.sum() > 0:
+        rest /= rest.sum()
+    outside = np.ones(len(p), dtype=bool)
+    outside[top] = False
+    return float(p[top].sum() + np.minimum(p, rest)[outside].sum())
+
+
+def accept_token(p: Law, q: Law, n: int) -> float:
+    """Single-draft verification: 1 - TV(p, q), whatever n."""
+    del n
+    return float(np.minimum(p, q).sum())
+
+
+def accept_nss(p: Law, q: Law, n: int) -> float:
+    """Naive sampling over n i.i.d. drafts."""
+    return float((p * (1 - (1 - q) ** n)).sum())
+
+
+def accept_rrs(p: Law, q: Law, n: int) -> float:
+    """Recursive rejection sampling with replacement."""
+    scale = 1.0
+    for _ in range(n - 1):
+        scale += 1 - np.minimum(p, scale * q).sum()
+    return float(np.minimum(p, scale * q).sum())
+
+
+def kseq_rho(p: Law, q: Law, n: int) -> float:
+    """K-SEQ's rho*: 1 - (1 - beta(rho))^n = rho beta(rho), by bisection on [1, n]."""
+
+    def excess(rho: float) -> float:
+        beta = np.minimum(q, p / rho).sum()
+        return float(1 - (1 - min(beta, 1.0)) ** n - rho * beta)
+
+    low, high = 1.0, float(n)
+    if excess(low) <= 0:
+        return 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+def accept_kseq(p: Law, q: Law, n: int) -> float:
+    """K-SEQ at rho*."""
+    beta = np.minimum(q, p / kseq_rho(p, q, n)).sum()
+    return float(1 - (1 - min(beta, 1.0)) ** n)
+
+
+def accept_score_race(p: Law, q: Law, n: int) -> float:
+    """The score race at one position."""
+    ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
+    return float((p * (1 - (1 - ratio) ** n)).sum())
+
+
+def accept_spechub(p: Law, q: Law, n: int) -> float:
+    """SpecHub has two drafts, or one."""
+    return alpha_star_greedy(p, q, min(n, 2))
+
+
+def accept_rrs_without_replacement(p: Law, q: Law, n: int) -> float:
+    """Recursive rejection sampling without replacement, by enumeration of the draws (small vocabularies)."""
+    support = np.flatnonzero(q > 0)
+    if len(support) ** min(n, len(support)) > 200_000:
+        raise ValueError("too many drafts to enumerate; there is no closed form without replacement")
+
+    def accepted(residual: Law, left: Law, drafts: int) -> float:
+        if drafts == 0 or left.sum() <= 0:
+            return 0.0
+        q_now = left / left.sum()
+        reduced = (residual - q_now).clip(min=0)
+        reduced = reduced / reduced.sum() if reduced.sum() > 0 else residual
+        total = 0.0
+        for token in np.flatnonzero(q_now > 0):
+            pass_here = min(1.0, residual[token] / q_now[token])
+            below = 0.0
+            if pass_here < 1:
+                rest = left.copy()
+                rest[token] = 0.0
+                below = accepted(reduced, rest, drafts - 1)
+            total += q_now[token] * (pass_here + (1 - pass_here) * below)
+        return total
+
+    # Tokens drafted and rejected may still be emitted by a later residual; these are drafts, too.
+    return accepted(p, q, n)
+
+
+ACCEPTANCE: Mapping[str, Callable[[Law, Law, int], float]] = {
+    "token": accept_token,
+    "nss": accept_nss,
+    "rrs": accept_rrs,
+    "rrs_without_replacement": accept_rrs_without_replacement,
+    "kseq": accept_kseq,
+    "spechub": accept_spechub,
+    "greedy": alpha_star_greedy,
+    "weighted_race": alpha_star_iid,
+    "ot_lp": alpha_star_iid,
+    "block": accept_token,
+    "greedy_block": accept_token,
+    "bv_race": accept_score_race,
+}
+"""Acceptance of every rule at one position with the drafts it is made for, by its name in RULES."""
+
+
+def expected_block_length(log_target_BL: Law, log_draft_BL: Law, num_drafts: int) -> Law:
+    """[B] expected accepted length of the score race along sampled target paths: sum_i 1 - (1 - u_i)^K.
+
+    The arguments are log p and log q of the path's tokens; the mean over paths drawn from the target is E[tau].
+    """
+    log_ratio = np.cumsum(log_draft_BL - log_target_BL, axis=1)
+    ceiling = np.exp(np.minimum.accumulate(np.minimum(log_ratio, 0.0), axis=1))
+    length: Law = (1 - (1 - ceiling) ** num_drafts).sum(axis=1)
+    return length
+
+
+def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
+    """Acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias trade-off)."""
+    return np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
+
+
+def smallest_bias(p: Law, q: Law, accept: Law) -> float:
+    """Least TV from p that any residual leaves when drafts are accepted with probability `accept` (Theorem 4)."""
+    return float((accept * q - p).clip(min=0).sum())
+
+
+def pareto_bias(p: Law, q: Law, rejection: float) -> float:
+    """Least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
+    return max(0.0, 1 - accept_token(p, q, 1) - rejection)

@@ -1,0 +1,67 @@
+"""Greedy multi-draft verification (Hu et al., ICLR 2025, section 5) and SpecHub.
+
+Greedy drafts: the n - 1 most likely tokens of q, then one x drawn from qt = norm (q without them).
+Accept x with probability min(1, p(x)/qt(x)), else draw from norm (p - qt)+ over the whole vocabulary; a
+token among the n - 1 counts as accepted. Attains the optimum of its draft law,
+p(Top) + sum_{x not in Top} min(p, qt), in O(V) for any n.
+
+SpecHub, n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) when x = a and then x ~ q without
+a. As a set the same law as greedy with n = 2, and the same acceptance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.speculation.verification.node import at, normalised, point_mass, ratio
+
+
+def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
+    """The last draft that is present was drawn, those before it are the most likely tokens."""
+    count_N = present_NK.sum(1)
+    rest_NV = draft_NV
+    for k in range(drafted_NK.shape[1]):
+        is_top_N1 = (present_NK[:, k] & (k < count_N - 1)).unsqueeze(1)
+        rest_NV = torch.where(is_top_N1, rest_NV.scatter(1, drafted_NK[:, k : k + 1], 0.0), rest_NV)
+    rest_NV = normalised(rest_NV, torch.zeros_like(rest_NV))
+    token_N = drafted_NK.gather(1, (count_N - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    accept_N = ratio(at(target_NV, token_N), at(rest_NV, token_N))
+    residual_NV = normalised((target_NV - rest_NV).clamp(min=0), target_NV)
+    law_NV = point_mass(token_N, accept_N, target_NV.shape[1]) + (1 - accept_N).unsqueeze(1) * residual_NV
+    # Without a drawn token (no drafts, or no mass outside Top) the target law is emitted as it is.
+    drawn_N1 = ((count_N > 0) & (rest_NV.sum(1) > 0)).unsqueeze(1)
+    return torch.where(drawn_N1, law_NV, target_NV)
+
+
+def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
+    """A pair with the most likely token a in it; one draft alone is verified by itself."""
+    if drafted_NK.shape[1] == 1:
+        return greedy(target_NV, draft_NV, drafted_NK, present_NK)
+    hub_N = draft_NV.argmax(1)
+    hub_N1 = hub_N.unsqueeze(1)
+    hub_mass_N = at(draft_NV, hub_N)
+    others_NV = draft_NV.scatter(1, hub_N1, 0.0)
+    # Mass of the pairs (x, a) and (a, x), and what each accepts at x.
+    second_NV = normalised(others_NV, torch.zeros_like(others_NV)) * hub_mass_N.unsqueeze(1)
+    plain_NV = target_NV.scatter(1, hub_N1, 0.0)
+    first_taken_NV = torch.minimum(plain_NV, others_NV)
+    second_taken_NV = torch.minimum(plain_NV - first_taken_NV, second_NV)
+    unused_N = (others_NV - first_taken_NV + second_NV - second_taken_NV).sum(1)
+    hub_accept_N = ratio(at(target_NV, hub_N), unused_N)
+    hub_taken_N = hub_accept_N * unused_N
+    taken_NV = first_taken_NV + second_taken_NV
+    taken_NV = taken_NV.scatter(1, hub_N1, hub_taken_N.unsqueeze(1))
+    residual_NV = normalised((target_NV - taken_NV).clamp(min=0), target_NV)
+
+    hub_first_N = drafted_NK[:, 0] == hub_N
+    token_N = torch.where(hub_first_N, drafted_NK[:, 1], drafted_NK[:, 0])
+    from_first_N = ratio(at(first_taken_NV, token_N), at(others_NV, token_N))
+    from_second_N = ratio(at(second_taken_NV, token_N), at(second_NV, token_N))
+    accept_N = torch.where(hub_first_N, from_second_N, from_first_N)
+    law_NV = point_mass(token_N, accept_N, target_NV.shape[1])
+    law_NV = law_NV + point_mass(hub_N, (1 - accept_N) * hub_accept_N, target_NV.shape[1])
+    law_NV = law_NV + ((1 - accept_N) * (1 - hub_accept_N)).unsqueeze(1) * residual_NV
+    # One draft alone, or a law with nothing beside a.
+    paired_N1 = (present_NK[:, :2].all(1) & (others_NV.sum(1) > 0)).unsqueeze(1)
+    return torch.where(paired_N1, law_NV, greedy(target_NV, draft_NV, drafted_NK, present_NK))

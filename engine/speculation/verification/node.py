@@ -1,0 +1,100 @@
+"""Rules at one position, and their composition down the drafted chains.
+
+A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns the law
+of the emitted token given those drafts; it draws nothing. "Accepted" means that the emitted token is
+one of the drafts. Composed top-down: draw the token at the root; if it is a draft, every chain through
+it stays alive and the walk goes on below it with as many drafts as chains are alive, else it stops.
+Whatever the draws, each emitted token has the target's law given the tokens before it, so the
+composition is lossless for every node rule that is, also when the token came from a residual.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.sampling.draw import categorical
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification.rule import ChainVerdict
+
+
+class NodeRule(Protocol):
+    """The law of the emitted token given the drafts at N nodes."""
+
+    def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
+        """[N, V] law of the emitted token, float64.
+
+        drafted_NK: drafted tokens in the order they were drawn, duplicates included.
+        present_NK: which of them exist; a node without drafts emits from the target law.
+        """
+
+
+def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:
+    """Rows scaled to sum 1; a row without mass (a branch of probability zero) becomes the fallback's."""
+    total_N1 = mass_NV.sum(-1, keepdim=True)
+    return torch.where(total_N1 > 0, mass_NV / torch.where(total_N1 > 0, total_N1, 1.0), fallback_NV)
+
+
+def at(rows_NV: Tensor, token_N: Tensor) -> Tensor:
+    """[N] the entry of each row at its token."""
+    return rows_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)
+
+
+def ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
+    """[N] min(1, numerator / denominator), 0 where the denominator is 0."""
+    safe_N = torch.where(denominator_N > 0, denominator_N, 1.0)
+    return torch.where(denominator_N > 0, (numerator_N / safe_N).clamp(max=1.0), 0.0)
+
+
+def point_mass(token_N: Tensor, weight_N: Tensor, vocab_size: int) -> Tensor:
+    """[N, V] `weight_N` at each row's token."""
+    rows_NV = weight_N.new_zeros((token_N.shape[0], vocab_size))
+    return rows_NV.scatter_(1, token_N.unsqueeze(1), weight_N.unsqueeze(1))
+
+
+class TopDown:
+    """A chain rule made of a node rule."""
+
+    def __init__(self, node_rule: NodeRule) -> None:
+        self.node_rule = node_rule
+
+    def __call__(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+        """Walk down all requests at once, level by level."""
+        chain_BK, exists_BK = chain_table(chains)
+        lead_B = chain_BK[:, 0]
+        uniform_BL1 = torch.cat([noise.accept_CL[lead_B], noise.residual_C[lead_B].unsqueeze(1)], 1)
+        alive_BK, running_B = exists_BK, torch.ones_like(lead_B, dtype=torch.bool)
+        accepted_B, token_B, winner_B = torch.zeros_like(lead_B), torch.zeros_like(lead_B), lead_B
+        for depth in range(chains.max_length + 1):
+            depth_B = torch.full_like(lead_B, depth)
+            target_BV = target.select(winner_B).rows(depth_B).double()
+            if depth < chains.max_length:
+                draft_BV = chains.draft.select(winner_B).rows(depth_B).double()
+                drafted_BK = chains.tokens_CL[chain_BK, depth]
+                present_BK = alive_BK & (depth < chains.length_C[chain_BK])
+                law_BV = self.node_rule(target_BV, draft_BV, drafted_BK, present_BK)
+            else:
+                drafted_BK, present_BK = torch.zeros_like(chain_BK), torch.zeros_like(alive_BK)
+                law_BV = target_BV
+            drawn_B = categorical(law_BV, uniform_BL1[:, depth])
+            token_B = torch.where(running_B, drawn_B, token_B)
+            alive_BK = present_BK & (drafted_BK == drawn_B.unsqueeze(1)) & running_B.unsqueeze(1)
+            running_B = alive_BK.any(1)
+            accepted_B = accepted_B + running_B
+            first_B = alive_BK.int().argmax(1, keepdim=True)
+            winner_B = torch.where(running_B, chain_BK.gather(1, first_B).squeeze(1), winner_B)
+        return ChainVerdict(winner_B, accepted_B, token_B)
+
+
+def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
+    """([B, K] the chains of each request in order of rank, [B, K] whether there is one)."""
+    request_C, rank_C = chains.request_C, chains.rank_C
+    dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
+    shape = (int(dense_C[-1]) + 1, int(rank_C.max()) + 1)
+    chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
+    exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
+    chain_BK[dense_C, rank_C] = torch.arange(chains.num_chains, device=request_C.device)
+    exists_BK[dense_C, rank_C] = True
+    return chain_BK, exists_BK
