@@ -40,10 +40,18 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
     ):
         if not 1 <= value <= most:
             raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
-    most_drafts = rules[speculation.rule]
+    known = rules[speculation.rule]
+    method = speculation.draft_method or known.draft_methods[0]
+    if method not in known.draft_methods:
+        raise RequestError(
+            f"rule {speculation.rule!r} would be biased with drafts drawn by {method!r}; it is exact for "
+            f"{', '.join(known.draft_methods)}",
+            "speculation.draft_method",
+        )
+    most_drafts = known.max_drafts
     if most_drafts is not None and speculation.num_drafts > most_drafts:
         raise RequestError(
-            f"rule {speculation.rule!r} verifies {most_drafts} chain, not {speculation.num_drafts}; "
+            f"rule {speculation.rule!r} verifies at most {most_drafts} chains, not {speculation.num_drafts}; "
             "lower num_drafts or choose bv_race",
             "speculation.num_drafts",
         )

@@ -20,6 +20,7 @@ from engine.config import (
     EngineConfig,
     EngineFacts,
     ModelConfig,
+    RuleFacts,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -155,6 +156,7 @@ __all__ = [
     "Refused",
     "Request",
     "RequestError",
+    "RuleFacts",
     "Sampling",
     "SchedulerConfig",
     "Speculation",

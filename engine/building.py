@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine.cache.blocks import BlockPool
-from engine.config import CacheConfig, EngineConfig, EngineFacts
+from engine.config import CacheConfig, EngineConfig, EngineFacts, RuleFacts
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -59,7 +59,10 @@ def assemble(
         dtype=str(target.model.dtype).removeprefix("torch."),
         architecture=target.model_type,
         has_draft=draft is not None,
-        rules={name: rule.max_drafts for name, rule in RULES.items()},
+        rules={
+            name: RuleFacts(max_drafts=rule.max_drafts, draft_methods=rule.draft_methods)
+            for name, rule in RULES.items()
+        },
         memory_plan={
             "weights": target.weight_bytes,
             "draft_weights": draft.weight_bytes if draft is not None else 0,

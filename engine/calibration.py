@@ -52,6 +52,7 @@ def _plain_plan(engine: Engine, num_rows: int, context: int) -> Plan:
                 rule="block",
                 num_drafts=0,
                 draft_length=0,
+                draft_method="",
             )
         )
     return Plan(tuple(rows))

@@ -79,6 +79,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure plain decoding at start, so that answers can report their speedup."""
 
 
+class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request must respect to use a rule."""
+
+    max_drafts: int | None
+    """Most chains the rule can use; None is no limit."""
+    draft_methods: tuple[str, ...]
+    """Draft methods for which it is exact; the first is its own."""
+
+
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine found out while loading."""
 
@@ -91,7 +100,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     architecture: str
     has_draft: bool
-    rules: dict[str, int | None]
-    """Verification rules by name, and the most chains each can use (None: no limit)."""
+    rules: dict[str, RuleFacts]
+    """What is known of every verification rule, by name."""
     memory_plan: dict[str, int]
     """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace."""

@@ -33,6 +33,8 @@ class Row:
     num_drafts: int
     """Chains drafted below the root; 0 when the row does not speculate."""
     draft_length: int
+    draft_method: str
+    """How the chains' first tokens are drawn (`engine.speculation.drafting`); empty is the rule's own."""
 
     @property
     def end(self) -> int:

@@ -35,6 +35,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     """Chains per step; 0 is plain decoding."""
     draft_length: int = 0
+    draft_method: str = ""
+    """How the chains' first tokens are drawn; empty is the rule's own method."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ class SpeculationFields(Wire):
     num_drafts: Annotated[int, Field(ge=1)] | None = None
     draft_length: Annotated[int, Field(ge=1)] | None = None
     rule: str | None = None
+    draft_method: str | None = None
     drafters: list[str] | None = None
 
 

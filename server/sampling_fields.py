@@ -92,9 +92,10 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
     if rule not in facts.rules:
         raise RequestError(f"unknown rule {rule!r}; choose off or one of {', '.join(facts.rules)}", "speculation.rule")
     if num_drafts is None:
-        num_drafts = min(defaults.num_drafts, facts.rules[rule] or defaults.num_drafts)
+        num_drafts = min(defaults.num_drafts, facts.rules[rule].max_drafts or defaults.num_drafts)
+    method = asked.draft_method if asked is not None and asked.draft_method else ""
     length = asked.draft_length if asked is not None and asked.draft_length else defaults.draft_length
-    return Speculation(rule=rule, num_drafts=num_drafts, draft_length=length)
+    return Speculation(rule=rule, num_drafts=num_drafts, draft_length=length, draft_method=method)
 
 
 def without_equal_chains(request: Request) -> Request:

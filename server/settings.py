@@ -88,7 +88,7 @@ class Serve(BaseSettings):
     num_gpu_blocks_override: NotNegative = Field(0, description="K/V blocks; 0 sizes the pool from memory")
     kv_cache_memory_bytes: NotNegative = Field(0, description="memory for K/V; 0: 1 GiB on a CPU, 80 % of free on CUDA")
 
-    spec_rule: str = Field("bv_race", description="verification rule: bv_race, block, token, or off")
+    spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
     max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")

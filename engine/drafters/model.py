@@ -1,4 +1,4 @@
-"""Drafts i.i.d. chains with a small model: one pass to catch up, one more per further level.
+"""Drafts chains with a small model: one pass to catch up, one more per further level.
 
 The draft model's K/V has the same blocks as the target's. Below the root, level by level, the K
 nodes of depth d lie behind each other: chain k's node of depth d sits at index
@@ -21,7 +21,8 @@ from engine.plan import Plan, Row
 from engine.sampling.draw import categorical
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import Chains, LawTable
+from engine.speculation.drafting import Chains, LawTable, first_tokens
+from engine.speculation.verification import RULES
 
 
 class ModelDrafter:
@@ -100,14 +101,28 @@ class ModelDrafter:
         ).to(self.device)
         parameters = LawParameters.of([row.sampling for row in speculating], self.device)
         law_NV[: len(speculating)] = law(root_NV, parameters)
-        for depth in range(shape[1]):
+        self._draw_first(speculating, layout, law_NV, tokens_CL, uniform_CL)
+        for depth in range(1, shape[1]):
             active = torch.from_numpy(np.flatnonzero(layout.length_C > depth)).to(self.device)
-            if depth > 0:
-                start, stop = levels.bounds[depth]
-                logits_NV = self._next_level(speculating, tokens_CL[active, depth - 1], depth)
-                law_NV[start:stop] = law(logits_NV, parameters.select(levels.speculating_at(depth, self.device)))
+            start, stop = levels.bounds[depth]
+            logits_NV = self._next_level(speculating, tokens_CL[active, depth - 1], depth)
+            law_NV[start:stop] = law(logits_NV, parameters.select(levels.speculating_at(depth, self.device)))
             tokens_CL[active, depth] = categorical(law_NV[row_CL[active, depth]], uniform_CL[active, depth])
         return tokens_CL, table
+
+    def _draw_first(
+        self, speculating: Sequence[Row], layout: Layout, law_NV: Tensor, tokens_CL: Tensor, uniform_CL: Tensor
+    ) -> None:
+        """Draw the first tokens of all chains, requests of one method and chain count together."""
+        chains = np.split(np.flatnonzero(layout.length_C > 0), np.cumsum([row.num_drafts for row in speculating])[:-1])
+        alike: dict[tuple[str, int], list[int]] = {}
+        for number, row in enumerate(speculating):
+            method = row.draft_method or RULES[row.rule].draft_methods[0]
+            alike.setdefault((method, row.num_drafts), []).append(number)
+        for (method, _), numbers in alike.items():
+            chain_NK = torch.from_numpy(np.stack([chains[number] for number in numbers])).to(self.device)
+            roots_N = torch.tensor(numbers, device=self.device)
+            tokens_CL[chain_NK, 0] = first_tokens(method, law_NV[roots_N], uniform_CL[chain_NK, 0])
 
     def _next_level(self, speculating: Sequence[Row], tokens_N: Tensor, depth: int) -> Tensor:
         """Logits below the nodes of `depth` of every row whose chains reach deeper."""

@@ -195,6 +195,7 @@ class Scheduler:
             rule=speculation.rule,
             num_drafts=drafts if samples else 0,
             draft_length=length if samples and drafts else 0,
+            draft_method=speculation.draft_method,
         )
 
     def _reserve(self, sequence: Sequence, row: Row) -> bool:

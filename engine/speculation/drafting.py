@@ -1,7 +1,8 @@
 """Drafted chains, the laws they were drawn from, and the noise that decides about them.
 
-Every chain of a request is drawn token by token from the draft law below its own prefix,
-independently of the other chains given the context (i.i.d. chains, `docs/speculation.md`).
+The first tokens of a request's chains are drawn together, by one of DRAFT_METHODS; below its first token
+every chain goes on alone, token by token from the draft law below its own prefix. With `iid` the
+chains are independent given the context, which is what the block rules need.
 A row that does not speculate has one chain of length 0: plain decoding is verification of
 nothing, and needs no code of its own.
 
@@ -12,7 +13,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from engine.sampling.draw import categorical
+
+DRAFT_METHODS = {
+    "iid": "independent draws, duplicates and all",
+    "without_replacement": "one after another, each token at most once",
+    "greedy": "the most likely tokens, and one drawn from the rest",
+    "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
+}
+"""How the first tokens of a request's chains are drawn."""
+
+
+def first_tokens(method: str, law_NV: Tensor, uniform_NK: Tensor) -> Tensor:
+    """[N, K] the first tokens of K chains below each law; deterministic in the law and the noise.
+
+    Where the law's support is smaller than K, surplus chains get an arbitrary token that the rules for the
+    method recognise (its probability among what is left is 0).
+    """
+    num_chains = uniform_NK.shape[1]
+    if method == "iid" or num_chains == 1:
+        rows_NV = law_NV.repeat_interleave(num_chains, 0)
+        return categorical(rows_NV, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
+    if method == "greedy":
+        top_NK = law_NV.topk(num_chains - 1, dim=1).indices
+        rest_N1 = categorical(law_NV.scatter(1, top_NK, 0.0), uniform_NK[:, -1]).unsqueeze(1)
+        return torch.cat([top_NK, rest_N1], 1)
+    if method == "spechub":
+        hub_N = law_NV.argmax(1)
+        first_N = categorical(law_NV, uniform_NK[:, 0])
+        other_N = categorical(law_NV.scatter(1, hub_N.unsqueeze(1), 0.0), uniform_NK[:, 1])
+        return torch.stack([first_N, torch.where(first_N == hub_N, other_N, hub_N)], 1)
+    assert method == "without_replacement", method
+    tokens = []
+    for k in range(num_chains):
+        tokens.append(categorical(law_NV, uniform_NK[:, k]))
+        law_NV = law_NV.scatter(1, tokens[-1].unsqueeze(1), 0.0)
+    return torch.stack(tokens, 1)
 
 
 @dataclass(frozen=True)

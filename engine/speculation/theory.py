@@ -69,7 +69,8 @@ def all_drafts_within(q: Law, n: int) -> Law:
 
 def top_tokens(q: Law, count: int) -> npt.NDArray[np.int64]:
     """The `count` most likely tokens; ties go to the smaller id."""
-    return np.lexsort((np.arange(len(q)), -q))[:count]
+    order: npt.NDArray[np.int64] = np.lexsort((np.arange(len(q)), -q))
+    return order[:count]
 
 
 def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
@@ -193,7 +194,8 @@ def expected_block_length(log_target_BL: Law, log_draft_BL: Law, num_drafts: int
 
 def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
     """Acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias trade-off)."""
-    return np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
+    accept: Law = np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
+    return accept
 
 
 def smallest_bias(p: Law, q: Law, accept: Law) -> float:

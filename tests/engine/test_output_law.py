@@ -26,7 +26,7 @@ from tests.engine import tiny
 VOCABULARY = 4
 PROMPT = (1, 3, 0, 2, 2)
 NUM_TOKENS = 3
-NUM_ANSWERS = 3000
+NUM_ANSWERS = 2000
 ALPHA = 1e-6
 
 RULES_AND_DRAFTS = [
@@ -36,6 +36,15 @@ RULES_AND_DRAFTS = [
     ("bv_race", 1),
     ("bv_race", 2),
     ("bv_race", 4),
+    ("nss", 4),
+    ("rrs", 2),
+    ("rrs", 4),
+    ("rrs_without_replacement", 4),
+    ("kseq", 4),
+    ("spechub", 2),
+    ("greedy", 3),
+    ("weighted_race", 2),
+    ("weighted_race", 4),
 ]
 SAMPLINGS = {
     "plain": {"temperature": 1.0},
@@ -120,7 +129,11 @@ def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
 @pytest.mark.parametrize(("wrong", "num_drafts"), [(always_longest, 4), (reused_uniform, 1)])
 def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: object, num_drafts: int) -> None:
     rules = {**RULES, "wrong": Rule("wrong", wrong, None)}  # type: ignore[arg-type]
-    with patch("engine.engine.RULES", rules), patch("engine.building.RULES", rules):
+    with (
+        patch("engine.engine.RULES", rules),
+        patch("engine.building.RULES", rules),
+        patch("engine.drafters.model.RULES", rules),
+    ):
         counts = sample(pair, "wrong", num_drafts, SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

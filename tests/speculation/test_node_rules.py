@@ -197,6 +197,23 @@ def test_every_rule_emits_the_target_law(seed: int, n: int, vocabulary: int, nam
         assert acceptance == pytest.approx(optimum, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_absent_chains_change_nothing(name: str) -> None:
+    """Chains that have died leave holes between those alive; the law is that of the drafts that are left."""
+    rule, draw, _ = RULES[name]
+    p, q = random_laws(6, 4)
+    for n in (1, 2):
+        drafts = draw(q, n)
+        plain = conditional_laws(rule, p, q, drafts, n)
+        drafted = torch.tensor([[3, *(x for token in drawn for x in (token, 1))][:5] for drawn in drafts])
+        present = torch.tensor([[False, True, False, True, False][: 2 * n + 1]] * len(drafts))
+        target, draft = (torch.tensor(law, dtype=torch.float64).expand(len(drafts), -1) for law in (p, q))
+        if name == "spechub" and n == 2:
+            continue  # the two chains of SpecHub part at once
+        holes = rule(target, draft, drafted, present[:, : drafted.shape[1]])
+        np.testing.assert_allclose(holes.numpy(), plain, atol=1e-12)
+
+
 def test_skipping_duplicates_in_rrs_is_caught() -> None:
     def skipping(target, draft, drafted, present):  # type: ignore[no-untyped-def]
         seen_before = torch.stack(

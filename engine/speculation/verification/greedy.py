@@ -19,18 +19,19 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """The last draft that is present was drawn, those before it are the most likely tokens."""
-    count_N = present_NK.sum(1)
+    place_K = torch.arange(drafted_NK.shape[1], device=drafted_NK.device)
+    last_N = torch.where(present_NK, place_K, 0).amax(1)
     rest_NV = draft_NV
     for k in range(drafted_NK.shape[1]):
-        is_top_N1 = (present_NK[:, k] & (k < count_N - 1)).unsqueeze(1)
+        is_top_N1 = (present_NK[:, k] & (k < last_N)).unsqueeze(1)
         rest_NV = torch.where(is_top_N1, rest_NV.scatter(1, drafted_NK[:, k : k + 1], 0.0), rest_NV)
     rest_NV = normalised(rest_NV, torch.zeros_like(rest_NV))
-    token_N = drafted_NK.gather(1, (count_N - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    token_N = drafted_NK.gather(1, last_N.unsqueeze(1)).squeeze(1)
     accept_N = ratio(at(target_NV, token_N), at(rest_NV, token_N))
     residual_NV = normalised((target_NV - rest_NV).clamp(min=0), target_NV)
     law_NV = point_mass(token_N, accept_N, target_NV.shape[1]) + (1 - accept_N).unsqueeze(1) * residual_NV
     # Without a drawn token (no drafts, or no mass outside Top) the target law is emitted as it is.
-    drawn_N1 = ((count_N > 0) & (rest_NV.sum(1) > 0)).unsqueeze(1)
+    drawn_N1 = (present_NK.any(1) & (rest_NV.sum(1) > 0)).unsqueeze(1)
     return torch.where(drawn_N1, law_NV, target_NV)
 
 

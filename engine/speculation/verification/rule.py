@@ -28,8 +28,10 @@ class Rule:
 
     name: str
     verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
-    max_drafts: int | None
+    max_drafts: int | None = None
     """Most chains per request the rule can use; None is no limit."""
+    draft_methods: tuple[str, ...] = ("iid",)
+    """Draft methods for which the rule is exact; the first is its own."""
 
 
 def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
