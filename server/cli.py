@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
+  analyze         what draft laws are worth: optimum and acceptance of every rule
   bench           measure a running or a new daemon, speculation on against off
   version         print the version
 
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
         return _serve(rest)
+    if command == "analyze":
+        # A process of its own: this one never loads torch.
+        return subprocess.run([sys.executable, "-m", "engine.analysis", *rest], check=False).returncode
     if command == "bench":
         from loadtest.cli import main as bench
 

@@ -1,0 +1,59 @@
+"""`analyze laws` prints what the golden vectors hold, and refuses bad input with the place of the fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.analysis import main
+from engine.speculation.verification import RULES
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())["token"]
+KEYS = {
+    "nss": "nss_iid",
+    "rrs": "rrs_iid",
+    "rrs_without_replacement": "rrswor_swor",
+    "kseq": "kseq_iid",
+    "greedy": "greedy",
+    "weighted_race": "weighted_race_iid",
+    "bv_race": "score_race_iid",
+    "token": "single",
+    "block": "single",
+}
+
+
+def test_every_golden_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "laws.json"
+    file.write_text(json.dumps([{"p": case["p"], "q": case["q"], "n": case["n"]} for case in GOLDEN]))
+    assert main(["laws", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for case, entry in zip(GOLDEN, found, strict=True):
+        assert set(entry["acceptance"]) == set(RULES)
+        optimum = entry["alpha_star"]
+        assert optimum["iid"] == pytest.approx(case["alpha_star"]["iid"], abs=1e-9)
+        assert optimum["without_replacement"] == pytest.approx(case["alpha_star"]["swor"], abs=1e-9)
+        assert optimum["greedy"] == pytest.approx(case["alpha_star"]["greedy"], abs=1e-9)
+        for rule, key in KEYS.items():
+            if key in case["accept"]:
+                assert entry["acceptance"][rule] == pytest.approx(case["accept"][key], abs=1e-9), (rule, case["kind"])
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "must hold a list"),
+        ('[{"p": [1]}]', "entry 0: 'q'"),
+        ('[{"p": [0.5, 0.4], "q": [0.5, 0.5]}]', "sums to 0.9"),
+        ('[{"p": [1.0], "q": [0.5, 0.5]}]', "1 entries"),
+        ('[{"p": [1.0], "q": [1.0], "n": 0}]', "positive integer"),
+        ('[{"p": [NaN], "q": [1.0]}]', "finite"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, fault: str) -> None:
+    file = tmp_path / "laws.json"
+    file.write_text(content)
+    assert main(["laws", str(file)]) == 2
+    assert fault in capsys.readouterr().err
