@@ -10,6 +10,10 @@ from engine.errors import RequestError
 from engine.request import Request
 
 
+# Draft methods that are made for so many chains only.
+_MAX_CHAINS_OF_METHOD = {"spechub": 2}
+
+
 def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfig) -> None:
     """Raise RequestError where the engine cannot serve the request as asked."""
     prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
@@ -48,10 +52,10 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
             f"{', '.join(known.draft_methods)}",
             "speculation.draft_method",
         )
-    most_drafts = known.max_drafts
+    most_drafts = _MAX_CHAINS_OF_METHOD.get(method, known.max_drafts)
     if most_drafts is not None and speculation.num_drafts > most_drafts:
         raise RequestError(
-            f"rule {speculation.rule!r} verifies at most {most_drafts} chains, not {speculation.num_drafts}; "
+            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most_drafts} chains, not {speculation.num_drafts}; "
             "lower num_drafts or choose bv_race",
             "speculation.num_drafts",
         )

@@ -78,18 +78,23 @@ class Engine:
         outcomes = self.step()
         wall_s, phases_s = self.stopwatch.stop()
         self.num_steps += 1
+        return StepResult(outcomes, self.stats(wall_s, self._plain_s(), phases_s))
+
+    def stats(
+        self, wall_s: float = 0.0, plain_s: float | None = None, phases_s: dict[str, float] | None = None
+    ) -> StepStats:
+        """The state now, with the times of the step that led to it; without times where no step was made."""
         scheduler = self.scheduler
-        stats = StepStats(
+        return StepStats(
             wall_s=wall_s,
-            plain_s=self._plain_s(),
-            phases_s=phases_s,
+            plain_s=plain_s,
+            phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks_used=scheduler.pool.num_used,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self.num_steps,
         )
-        return StepResult(outcomes, stats)
 
     def _plain_s(self) -> float | None:
         """Duration of a plain step over the last plan's batch and contexts, where that is known."""

@@ -80,7 +80,9 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
             if isinstance(message, Stop):
                 return
             if isinstance(message, Abort):
-                engine.abort(message.request_id)
+                if engine.abort(message.request_id) and not engine.scheduler.has_work:
+                    # No step will report that the memory is free.
+                    mailbox.send(Step([], engine.stats()))
             else:
                 _submit(engine, message, mailbox)
         if engine.scheduler.has_work:

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tasks", default=",".join(TASKS), help="comma-separated: dialogues, gutenberg")
     result.add_argument("--concurrency", type=_integers, default=[1, 4, 16], help="requests at once, e.g. 1,4,16")
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
-    result.add_argument("--max-tokens", type=int, default=64, help="tokens of every answer (default 64)")
+    result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default 1)")
     result.add_argument("--num-drafts", type=int, default=4, help="chains of the bv_race arm (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")

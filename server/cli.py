@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
+    # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         settings = CliApp.run(Serve, cli_args=arguments, cli_exit_on_error=False)
     except ValidationError as error:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import socket
 import sys
@@ -43,9 +45,7 @@ class _Uvicorn(uvicorn.Server):
 def bind(settings: Serve) -> socket.socket:
     """The socket, listening: clients queue from here on. Raises OSError when the address is taken or not ours."""
     if settings.uds:
-        path = Path(settings.uds)
-        if path.is_socket():
-            path.unlink()
+        _remove_stale(Path(settings.uds))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address: str | tuple[str, int] = settings.uds
     else:
@@ -63,6 +63,15 @@ def bind(settings: Serve) -> socket.socket:
     return listener
 
 
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file whose daemon has ended; raises OSError where one still listens."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        path.unlink()
+
+
 def run(settings: Serve) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
     template = Path(settings.chat_template).read_text() if settings.chat_template else None
@@ -73,7 +82,8 @@ def run(settings: Serve) -> int:
         listener = bind(settings)
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
-        print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another --port", file=sys.stderr)
+        way_out = "--uds" if settings.uds else "--port"
+        print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
     client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")

@@ -6,13 +6,13 @@ Built on the tokenizers library and transformers' chat templates; neither loads 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from tokenizers.decoders import DecodeStream
 
 from engine.api import ConfigError, RequestError
@@ -109,10 +109,7 @@ def generation_defaults(name: str) -> GenerationDefaults:
     if not path.is_file():
         return GenerationDefaults()
     try:
-        stored = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from error
-    known = {
-        field: stored[field] for field in ("temperature", "top_p", "top_k", "min_p") if stored.get(field) is not None
-    }
-    return GenerationDefaults(**known)
+        stored = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.convert({name: value for name, value in stored.items() if value is not None}, GenerationDefaults)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: cannot be used ({error}); see --generation-config") from error

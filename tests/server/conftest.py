@@ -1,0 +1,73 @@
+"""Daemons shared by the tests of the server: one with many seats, one with a single seat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.tiny_models import TinyModels, write_pair
+
+KEYS = ("first-secret-key", "second-secret-key")
+PREFIX = "/behind-a-proxy"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """The tiny pair."""
+    return write_pair(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
+    """Starts daemons, and ends them after the last test; none of them may have printed a traceback."""
+    pool = Daemons(tmp_path_factory.mktemp("daemons"))
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def pair_arguments(models: TinyModels) -> list[str]:
+    """The tiny pair as command line arguments."""
+    draft = str(models.draft)
+    return [str(models.target), "--draft-model", draft, "--served-model-name", MODEL, "--num-threads", "1"]
+
+
+@pytest.fixture
+def daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon with 64 seats."""
+    return daemons.get(*pair_arguments, "--no-calibrate")
+
+
+@pytest.fixture
+def http(daemon: Daemon) -> Iterator[httpx.Client]:
+    """A plain client of `daemon`, which must still serve when the test is over."""
+    with daemon.client() as client:
+        yield client
+        assert client.get("/ready").status_code == 200, daemon.log
+
+
+@pytest.fixture
+def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
+    """The official client of `daemon`, without retries."""
+    with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def one_seat(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A calibrated daemon with one seat, one place in the queue, frequent keep-alives, two keys and a path prefix."""
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    limits = ["--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--sse-keep-alive-interval", "0.1"]
+    more = ["--root-path", PREFIX, "--enable-log-requests"]
+    return daemons.get(*pair_arguments, *keys, *limits, *more, key=KEYS[0])
+
+
+@pytest.fixture
+def one_seat_http(one_seat: Daemon) -> Iterator[httpx.Client]:
+    """A client of `one_seat` that has its key."""
+    with one_seat.client(KEYS[0]) as client:
+        yield client

@@ -1,0 +1,277 @@
+"""Requests that are wrong in any way: a 4xx in OpenAI's error shape that names the field, and the daemon serves on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon
+from tests.server.tiny_models import MAX_POSITIONS, VOCAB_SIZE
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hello"}
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": [USER], "max_tokens": 2},
+    COMPLETIONS: {"model": MODEL, "prompt": "hello", "max_tokens": 2},
+}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+TOO_LONG = [5] * MAX_POSITIONS
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer, whose whole shape is checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["message"], str)
+    assert isinstance(error["type"], str)
+    assert isinstance(error["param"], str | None)
+    assert isinstance(error["code"], str | None)
+    return error
+
+
+def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Response:
+    """A good call with some fields replaced; NaN, infinity and halves of surrogate pairs as Python spells them."""
+    content = json.dumps({**GOOD[path], **fields})
+    return http.post(path, content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": float("-inf")}, "top_p"),
+        ({"min_p": -1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": "lucky"}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": 1}, "stop"),
+        ({"stop": ["a", 1]}, "stop.1"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": [2**63]}, "stop_token_ids.0"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+        ({"user": 5}, "user"),
+        ({"metrics": "all"}, "metrics"),
+        # Known fields that are not served: refused, never dropped in silence.
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"logit_bias": {"\ud800": "x"}}, "logit_bias"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": JSON_SCHEMA}, "response_format"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"best_of": 2}, "best_of"),
+        ({"priority": 1}, "priority"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    """A value of the wrong type, out of range or not served: 400 that names the field, before a stream begins."""
+    for path in GOOD:
+        for stream in (False, True):
+            error = error_of(send(http, path, {"stream": stream, **fields}), 400)
+            assert error["param"] == param
+            assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [5]}, "messages.0"),
+        ({"messages": [USER, {"role": "user"}]}, "messages.1.content"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * MAX_POSITIONS}]}, "prompt"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": MAX_POSITIONS}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"store": True}, "store"),
+        ({"web_search_options": {}}, "web_search_options"),
+    ],
+)
+def test_a_bad_chat_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    """What only chats have: roles, parts, tools."""
+    assert error_of(send(http, CHAT, fields), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[5], []]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt.1"),
+        ({"prompt": [True]}, "prompt.0"),
+        ({"prompt": "half \ud83d"}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**80]}, "prompt"),
+        ({"prompt": [[5], [VOCAB_SIZE]]}, "prompt"),
+        ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": TOO_LONG}, "prompt"),
+        ({"prompt": "word " * MAX_POSITIONS}, "prompt"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"prompt": ["x"] * 128, "n": 128}, "n"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "the end"}, "suffix"),
+    ],
+)
+def test_a_bad_completion_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    """What only completions have: prompts of all kinds, echo, suffix."""
+    assert error_of(send(http, COMPLETIONS, fields), 400)["param"] == param
+
+
+def test_values_that_ask_for_nothing_are_accepted(http: httpx.Client) -> None:
+    """Neutral values of fields that are not served, and keys nobody knows, change nothing."""
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "user": "someone"}
+    chat = {"tools": [], "tool_choice": "auto", "logprobs": False, "response_format": {"type": "text"}, "store": False}
+    for path, fields in ((CHAT, neutral | chat), (COMPLETIONS, neutral | {"echo": False, "suffix": ""})):
+        assert send(http, path, {**fields, "a_key_of_next_month": [1]}).status_code == 200
+
+
+def test_extreme_but_legal_values_are_served(http: httpx.Client) -> None:
+    """Temperatures next to zero, empty filters and the ends of the seed range give an answer."""
+    for fields in (
+        {"temperature": 1e-300},
+        {"temperature": 5e-324, "top_p": 0},
+        {"temperature": 2, "top_p": 1e-300, "min_p": 1},
+        {"top_k": 2**31 - 1},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1},
+        {"stop_token_ids": [-1, 2**62]},
+    ):
+        response = send(http, COMPLETIONS, fields)
+        assert response.status_code == 200, (fields, response.text)
+        assert response.json()["usage"]["completion_tokens"] >= 1
+
+
+def test_a_long_prompt_names_its_reason(http: httpx.Client) -> None:
+    """A prompt that leaves no room has the code that clients look for."""
+    for path, fields in (
+        (COMPLETIONS, {"prompt": TOO_LONG}),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * MAX_POSITIONS}]}),
+    ):
+        error = error_of(send(http, path, fields), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"{]}", b'{"model": }', b"[" * 100_000, b'{"a":' * 50_000],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_body_that_is_no_object_is_refused(http: httpx.Client, path: str, body: bytes) -> None:
+    """Bad JSON, JSON that is no object, and JSON too deep to read."""
+    response = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert error_of(response, 400)["type"] == "invalid_request_error"
+
+
+def test_another_content_type_is_explained(http: httpx.Client) -> None:
+    """A body that is not declared as JSON is refused with the header to send."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        response = http.post(COMPLETIONS, content=json.dumps(GOOD[COMPLETIONS]), headers={"content-type": kind})
+        assert "application/json" in error_of(response, 400)["message"]
+
+
+def test_a_large_body_is_refused_unread(daemon: Daemon) -> None:
+    """10 MB with a length, and a body without one that grows over the limit, both get 413."""
+
+    def growing() -> Iterator[bytes]:
+        yield b'{"model": "'
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    for content in (b"x" * 10_000_000, growing()):
+        with daemon.client() as http:
+            response = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+            assert error_of(response, 413)["code"] == "request_too_large"
+            assert send(http, COMPLETIONS, {}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/v1/embeddings", "/v1/chat", "//v1/models"])
+def test_an_unknown_route_is_not_found(http: httpx.Client, method: str, path: str) -> None:
+    """404 with a code."""
+    assert error_of(http.request(method, f"{http.base_url}{path}"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", CHAT), ("PUT", COMPLETIONS), ("POST", "/health"), ("DELETE", "/v1/models")]
+)
+def test_a_wrong_method_is_refused(http: httpx.Client, method: str, path: str) -> None:
+    """405 with a code, and the methods that are allowed."""
+    response = http.request(method, path)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"]
+
+
+def test_errors_are_counted_by_status(http: httpx.Client) -> None:
+    """Every error answer to a POST is counted under its status."""
+
+    def count() -> float:
+        line = next(line for line in http.get("/metrics").text.splitlines() if line.startswith(name))
+        return float(line.rpartition(" ")[2])
+
+    name = 'polydraft_request_errors_total{code="400"'
+    send(http, CHAT, {"n": 0})
+    before = count()
+    send(http, CHAT, {"n": 0})
+    assert count() == before + 1
+
+
+def test_request_ids_are_echoed_or_made(http: httpx.Client) -> None:
+    """The caller's x-request-id comes back, cut to a bounded length; without one there is a new one each time."""
+    assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert http.get("/nowhere", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
+    assert len(http.get("/health", headers={"x-request-id": "x" * 5000}).headers["x-request-id"]) <= 128
+    assert len({http.get("/health").headers["x-request-id"] for _ in range(3)}) == 3

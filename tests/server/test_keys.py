@@ -1,0 +1,68 @@
+"""API keys: what they protect, and that they are never written down."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.server.conftest import KEYS, PREFIX
+from tests.server.daemon_process import MODEL, Daemon
+from tests.server.test_bad_requests import error_of
+
+PROTECTED = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("GET", "/v1/nowhere"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
+OPEN = ["/health", "/ping", "/ready", "/metrics", "/version", "/load"]
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+@pytest.mark.parametrize(("method", "path"), PROTECTED)
+def test_a_key_is_needed(one_seat: Daemon, method: str, path: str, prefix: str) -> None:
+    """Without a valid key: 401 with a code, also through the path prefix of a proxy that does not strip it."""
+    wrong = ["", "Bearer", "Bearer wrong", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", KEYS[0]]
+    with one_seat.client() as client:
+        for value in wrong:
+            response = client.request(method, prefix + path, headers={"authorization": value} if value else {})
+            error = error_of(response, 401)
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_every_key_opens(one_seat: Daemon, prefix: str) -> None:
+    """Each of several keys is accepted, the scheme in any case, with and without the prefix."""
+    with one_seat.client() as client:
+        for value in (f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[1]}"):
+            response = client.get(f"{prefix}/v1/models", headers={"authorization": value})
+            assert response.json()["data"][0]["id"] == MODEL
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_operation_needs_no_key(one_seat: Daemon, path: str) -> None:
+    """Probes and scrapes work without a key."""
+    with one_seat.client() as client:
+        assert client.get(path).status_code == 200
+
+
+def test_keys_and_texts_are_never_logged(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
+    """The request log has one line per request, and neither keys, right or wrong, nor prompts."""
+    assert one_seat_http.post("/tokenize", json={"prompt": "a secret prompt"}).status_code == 200
+    with one_seat.client("a-wrong-key") as client:
+        assert client.get("/v1/models").status_code == 401
+    assert "POST /tokenize 200" in one_seat.log
+    assert "GET /v1/models 401" in one_seat.log
+    for secret in (*KEYS, "a-wrong-key", "a secret prompt"):
+        assert secret not in one_seat.log
+
+
+def test_a_path_cannot_forge_a_log_line(one_seat: Daemon) -> None:
+    """A line break in a path is logged as it was sent."""
+    with one_seat.client() as client:
+        client.get("/nowhere%0Aforged%20line")
+    assert "/nowhere%0Aforged%20line 404" in one_seat.log
+    assert "\nforged" not in one_seat.log

@@ -1,0 +1,178 @@
+"""The Prometheus exposition: it parses, its names are ours or vLLM's, and both say the same."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from engine.api import EngineFacts, Step
+from server.metrics import ServerMetrics
+from tests.server.daemon_process import MODEL
+from tests.server.test_statistics import outcome, stats
+
+FACTS = EngineFacts(
+    vocab_size=10,
+    max_model_len=100,
+    num_blocks=8,
+    block_size=4,
+    eos_token_ids=[2],
+    device="cpu",
+    dtype="float32",
+    architecture="llama",
+    has_draft=True,
+    rules={},
+    memory_plan={},
+)
+VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
+LABELS = {"model_name", "engine"}
+OWN_LABELS = {"finished_reason", "reason", "code", "phase", "position", "drafter", "num_drafts", "depth", "rule", "le"}
+
+
+def samples_of(text: str) -> list[Sample]:
+    """Every sample of an exposition, without those of build and cache facts."""
+    families = list(text_string_to_metric_families(text))
+    assert families
+    assert len({family.name for family in families}) == len(families), "a family appears twice"
+    return [sample for family in families for sample in family.samples if not sample.name.endswith("_info")]
+
+
+def value_of(samples: list[Sample], name: str, **labels: str) -> float:
+    """The value of one sample."""
+    (value,) = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+    return value
+
+
+def fill(metrics: ServerMetrics) -> None:
+    """Two steps and the end of an answer."""
+    metrics.ready(FACTS)
+    metrics.start(12)
+    for num_tokens, accepted in ((3, 2), (1, 0)):
+        metrics.step(Step([outcome(num_tokens, accepted)], stats(wall_s=0.02, draft_s=0.01)))
+    metrics.tokens(3, None, 0.3)
+    metrics.tokens(1, 0.02, None)
+    metrics.finish("stop", {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
+    metrics.error(429)
+    metrics.error(503)
+    metrics.error(400)
+
+
+@pytest.fixture
+def filled() -> list[Sample]:
+    """The samples of a registry with something in it."""
+    metrics = ServerMetrics("tiny", compat=True)
+    fill(metrics)
+    return samples_of(metrics.render().decode())
+
+
+def check_names(samples: list[Sample]) -> None:
+    """Assert that names and labels are those that were agreed on."""
+    for sample in samples:
+        assert re.fullmatch(r"(polydraft_|vllm:)[a-z0-9_]+", sample.name), sample.name
+        assert set(sample.labels) >= LABELS, sample
+        assert set(sample.labels) <= LABELS | OWN_LABELS, sample
+        assert not sample.name.endswith("_created")
+        assert math.isfinite(sample.value)
+
+
+def check_both_names(samples: list[Sample]) -> None:
+    """Assert that every sample under vLLM's name has the value of ours, and that the important ones are there."""
+    ours = {
+        (VLLM_NAMES.get(s.name, s.name.replace("polydraft_", "vllm:", 1)), tuple(sorted(s.labels.items()))): s.value
+        for s in samples
+        if s.name.startswith("polydraft_")
+    }
+    theirs = {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples if s.name.startswith("vllm:")}
+    assert len(theirs) > 20
+    for key, value in theirs.items():
+        assert ours[key] == value, key
+    names = {name for name, _ in theirs}
+    for name in ("spec_decode_num_drafts_total", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
+        assert f"vllm:{name}" in names
+
+
+def test_names_and_labels_are_ours_or_vllms(filled: list[Sample]) -> None:
+    """Every name begins with `polydraft_` or `vllm:`; labels are bounded, never a request id."""
+    check_names(filled)
+
+
+def test_both_names_have_the_same_values(filled: list[Sample]) -> None:
+    """What appears under vLLM's name is what we count."""
+    check_both_names(filled)
+
+
+def test_the_counts_are_those_of_the_steps(filled: list[Sample]) -> None:
+    """Two speculative steps, one with two accepted tokens."""
+    expected: dict[str, float] = {
+        "polydraft_spec_decode_num_drafts_total": 2,
+        "polydraft_spec_decode_num_draft_tokens_total": 24,
+        "polydraft_spec_decode_num_accepted_tokens_total": 2,
+        "polydraft_prompt_tokens_total": 12,
+        "polydraft_generation_tokens_total": 4,
+        "polydraft_num_requests_running": 1,
+        "polydraft_kv_cache_usage_ratio": 1 / 8,
+        "polydraft_request_spec_speedup_ratio_sum": 1.4,
+        "polydraft_inter_token_latency_seconds_count": 1,
+    }
+    for name, value in expected.items():
+        assert value_of(filled, name) == pytest.approx(value), name
+    for position, accepted in (("0", 1), ("1", 1)):
+        name = "polydraft_spec_decode_num_accepted_tokens_per_pos_total"
+        assert value_of(filled, name, position=position) == accepted
+    assert value_of(filled, "polydraft_spec_shape_steps_total", num_drafts="3", depth="4", rule="bv_race") == 2
+    assert value_of(filled, "polydraft_step_seconds_sum", phase="draft") == pytest.approx(0.02)
+    assert value_of(filled, "polydraft_admission_rejections_total", reason="queue_full") == 1
+    assert value_of(filled, "polydraft_admission_rejections_total", reason="not_ready") == 1
+    assert value_of(filled, "polydraft_request_errors_total", code="400") == 1
+
+
+def test_other_names_can_be_left_out() -> None:
+    """Without compatibility there are only our own names."""
+    metrics = ServerMetrics("tiny", compat=False)
+    fill(metrics)
+    samples = samples_of(metrics.render().decode())
+    check_names(samples)
+    assert not any(sample.name.startswith("vllm:") for sample in samples)
+
+
+def test_a_fresh_daemon_has_an_exposition() -> None:
+    """Before the engine is ready there is already something to scrape."""
+    check_names(samples_of(ServerMetrics("tiny", compat=True).render().decode()))
+
+
+def test_a_served_exposition_agrees_with_the_answers(http: httpx.Client) -> None:
+    """A real daemon's counters grow by what its answer says about itself."""
+
+    def scrape() -> list[Sample]:
+        response = http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return samples_of(response.text)
+
+    call: dict[str, Any] = {"model": MODEL, "prompt": [1, 5, 6], "max_tokens": 30, "ignore_eos": True}
+    http.post("/v1/completions", json=call)
+    before = scrape()
+    body = http.post("/v1/completions", json=call).json()
+    after = scrape()
+    check_names(after)
+    check_both_names(after)
+    counted = body["metrics"]["speculative_decoding"]
+    grown: dict[str, float] = {
+        "polydraft_prompt_tokens_total": 3,
+        "polydraft_generation_tokens_total": 30,
+        "polydraft_spec_decode_num_drafts_total": counted["num_spec_steps"],
+        "polydraft_spec_decode_num_draft_tokens_total": counted["num_draft_tokens"],
+        "polydraft_spec_decode_num_accepted_tokens_total": counted["num_accepted_draft_tokens"],
+        "polydraft_time_to_first_token_seconds_count": 1,
+        "polydraft_e2e_request_latency_seconds_count": 1,
+        "polydraft_request_spec_acceptance_length_count": 1,
+        "polydraft_request_spec_acceptance_length_sum": counted["mean_acceptance_length"],
+    }
+    for name, value in grown.items():
+        assert value_of(after, name) - value_of(before, name) == pytest.approx(value), name
+    assert value_of(after, "polydraft_num_requests_running") == 0
+    assert value_of(after, "polydraft_kv_cache_usage_ratio") == 0

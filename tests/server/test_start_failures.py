@@ -1,0 +1,177 @@
+"""Daemons that cannot start: each with its exit code and one clear line, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from tests.server.daemon_process import Daemon, Daemons
+from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
+
+MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": VOCAB_SIZE, "hidden_size": 64}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of `polydraft serve` with arguments that keep it from starting."""
+    code = main(["serve", *arguments])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return code, printed.err
+
+
+def one_line(text: str) -> str:
+    """The only line of `text`."""
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def error_line(daemon: Daemon) -> str:
+    """The only error in the log of a daemon that has exited."""
+    log = daemon.log
+    assert "Traceback" not in log, log
+    return one_line("\n".join(line for line in log.splitlines() if " ERROR " in line))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["model", "another"], "another"),
+        (["--port"], "--port"),
+        (["--port", "abc"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--num-drafts", "-1"], "--num-drafts"),
+        (["--dtype", "float8"], "--dtype"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--chat-template", "no/such/file"], "--chat-template: Value error, no such file"),
+        (["--ssl-certfile", "no/such/file"], "--ssl-certfile: Value error, no such file"),
+        (["--api-key", ""], "--api-key: Value error, a key must not be empty"),
+        (["--config", "no/such/file.toml"], "no/such/file.toml: cannot be read"),
+        (["./no/such/model"], "./no/such/model: no such model folder"),
+        (["/no/such/model"], "/no/such/model: no such model folder"),
+    ],
+)
+def test_a_bad_command_line_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    """A bad flag or value, or a model that is not there, is named in one line."""
+    code, errors = run(capsys, *arguments)
+    assert code == 2
+    line = one_line(errors)
+    assert line.startswith("polydraft serve: ")
+    assert words in line
+
+
+def test_the_process_exits_with_that_code(daemons: Daemons) -> None:
+    """What `main` returns is the exit code of the process, and its line is all that is printed."""
+    failed = daemons.start("--nonsense")
+    assert failed.exit_code() == 2
+    assert "--nonsense" in one_line(failed.log)
+
+
+@pytest.mark.parametrize("words", [[], ["nonsense"]])
+def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """No command, or an unknown one: usage on standard error, exit code 2."""
+    assert main(words) == 2
+    assert "usage: polydraft" in capsys.readouterr().err
+
+
+def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help is printed and is no error."""
+    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    assert "--draft-model" in capsys.readouterr().out
+
+
+def test_a_wrong_secret_is_not_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where keys are set wrongly, the message does not repeat them."""
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"api-key": {"a": "topsecret"}}))
+    code, errors = run(capsys, "--config", str(path))
+    assert code == 2
+    assert "--api-key" in errors
+    assert "topsecret" not in errors
+
+
+def test_a_taken_port_exits_3(capsys: pytest.CaptureFixture[str], models: TinyModels) -> None:
+    """A port on which somebody listens, or an address of another machine: exit code 3 and a way out."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, errors = run(capsys, str(models.target), "--port", str(port))
+    assert code == 3
+    assert f"127.0.0.1:{port}" in one_line(errors)
+    assert "choose another --port" in errors
+
+
+def test_a_taken_unix_socket_exits_3(capsys: pytest.CaptureFixture[str], models: TinyModels, tmp_path: Path) -> None:
+    """A socket file on which somebody listens is not taken away from them."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        code, errors = run(capsys, str(models.target), "--uds", str(path))
+        assert path.is_socket()
+    assert code == 3
+    assert f"cannot listen on {path}: Address already in use; choose another --uds" in one_line(errors)
+
+
+def test_a_bad_certificate_exits_2(capsys: pytest.CaptureFixture[str], models: TinyModels, tmp_path: Path) -> None:
+    """A certificate that is none, or a key without one, is a bad configuration."""
+    junk = tmp_path / "junk.pem"
+    junk.write_text("not a certificate")
+    for flag in ("--ssl-certfile", "--ssl-keyfile"):
+        code, errors = run(capsys, str(models.target), "--port", "0", flag, str(junk))
+        assert code == 2
+        assert flag in one_line(errors)
+
+
+@pytest.fixture(scope="module")
+def failing(daemons: Daemons, models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Daemon]:
+    """Daemons whose engine cannot load, started together because each takes a while to find out."""
+    folder = tmp_path_factory.mktemp("broken")
+    write_folder(folder / "mamba", MAMBA)
+    write_folder(folder / "other-words", llama_config(1), llama_weights(1))
+    swap_two_tokens(folder / "other-words" / "tokenizer.json")
+    write_folder(folder / "incomplete", llama_config(2), llama_weights(1))
+    target = str(models.target)
+    return {
+        "mamba": daemons.start(str(folder / "mamba")),
+        "other-words": daemons.start(target, "--draft-model", str(folder / "other-words")),
+        "incomplete": daemons.start(str(folder / "incomplete")),
+    }
+
+
+def swap_two_tokens(path: Path) -> None:
+    """Make a tokenizer in which two words have each other's ids."""
+    tokenizer: dict[str, Any] = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[-2:]
+    words[first], words[second] = words[second], words[first]
+    path.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("mamba", 2, "architecture 'mamba'"),
+        ("other-words", 2, "different vocabularies"),
+        ("incomplete", 1, "the checkpoint lacks"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_explained(
+    failing: dict[str, Daemon], name: str, code: int, words: str
+) -> None:
+    """An unsupported architecture or a draft with other tokens: 2. A checkpoint without some weights: 1."""
+    daemon = failing[name]
+    assert daemon.exit_code() == code
+    line = error_line(daemon)
+    assert words in line
+    assert name in line

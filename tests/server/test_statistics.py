@@ -1,0 +1,141 @@
+"""Counting what speculation did for an answer, and timing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.api import PHASES, Outcome, StepStats
+from server.statistics import Clock, SpeculationCount
+
+LENGTH, CHAINS = 4, 3
+
+
+def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0.0) -> StepStats:
+    """A step's measurements."""
+    phases_s = dict.fromkeys(PHASES, 0.0) | {"draft": draft_s}
+    return StepStats(
+        wall_s=wall_s,
+        plain_s=plain_s,
+        phases_s=phases_s,
+        num_running=1,
+        num_waiting=0,
+        num_blocks_used=1,
+        num_preemptions=0,
+        num_steps=1,
+    )
+
+
+def outcome(num_tokens: int, num_accepted: int, draft_length: int = LENGTH) -> Outcome:
+    """A step that emitted tokens, the first `num_accepted` of them drafted."""
+    return Outcome(
+        request_id="one",
+        token_ids=list(range(num_tokens)),
+        finish_reason=None,
+        draft_length=draft_length,
+        num_chains=CHAINS if draft_length else 0,
+        rule="bv_race",
+        num_nodes=CHAINS * draft_length,
+        num_accepted=num_accepted,
+        queue_s=0.5,
+    )
+
+
+# Accepted tokens of a step, whether it drafted at all, and how many of its tokens stay in the answer.
+STEPS = st.lists(
+    st.tuples(st.integers(0, LENGTH), st.booleans()).flatmap(
+        lambda step: st.tuples(st.just(step[0]), st.just(step[1]), st.integers(1, step[0] + 1 if step[1] else 1))
+    ),
+    max_size=20,
+)
+
+
+def count_of(steps: list[tuple[int, bool, int]]) -> SpeculationCount:
+    """Count some steps."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    for num_accepted, drafts, num_kept in steps:
+        emitted = outcome(num_accepted + 1, num_accepted) if drafts else outcome(1, 0, draft_length=0)
+        counted.add_step(emitted, stats(), num_kept)
+    return counted
+
+
+@settings(deadline=None)
+@given(steps=STEPS)
+def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) -> None:
+    """Histogram, steps, accepted tokens and mean say the same about the tokens that stayed in the answer."""
+    report = count_of(steps).report()
+    drafted = [(accepted, kept) for accepted, drafts, kept in steps if drafts]
+    if not drafted:
+        assert report is None
+        return
+    assert report is not None
+    assert len(report.acceptance_histogram) == LENGTH + 1
+    assert sum(report.acceptance_histogram) == report.num_spec_steps == len(drafted)
+    weighted = sum(length * count for length, count in enumerate(report.acceptance_histogram))
+    assert weighted == report.num_accepted_draft_tokens == sum(min(accepted, kept) for accepted, kept in drafted)
+    assert report.num_draft_tokens == len(drafted) * LENGTH * CHAINS
+    assert report.mean_acceptance_length == pytest.approx(sum(kept for _, kept in drafted) / len(drafted))
+    assert report.drafters["model"].num_drafts == len(drafted) * CHAINS
+    assert report.speedup is None
+
+
+@settings(deadline=None)
+@given(first=STEPS, second=STEPS)
+def test_merging_is_counting_both(first: list[tuple[int, bool, int]], second: list[tuple[int, bool, int]]) -> None:
+    """The sum of two choices is the count of all their steps."""
+    merged = count_of(first)
+    merged.merge(count_of(second))
+    together = count_of(first + second)
+    ours, theirs = merged.report(), together.report()
+    if ours is None or theirs is None:
+        assert ours is theirs
+        return
+    assert ours.acceptance_histogram == theirs.acceptance_histogram
+    assert ours.num_draft_tokens == theirs.num_draft_tokens
+    assert ours.mean_acceptance_length == theirs.mean_acceptance_length
+
+
+def test_speedup_is_plain_time_over_time_taken() -> None:
+    """Five tokens in steps of 10 ms where plain decoding takes 8 ms a token; steps not calibrated do not count."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008), 3)
+    counted.add_step(outcome(2, 1), stats(wall_s=0.010, plain_s=0.008), 2)
+    counted.add_step(outcome(1, 0), stats(wall_s=0.500), 1)
+    assert counted.speedup == pytest.approx(5 * 0.008 / 0.020)
+
+
+def test_the_share_of_drafting_is_over_all_steps() -> None:
+    """Drafting time over step time."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, draft_s=0.004), 3)
+    counted.add_step(outcome(1, 0), stats(wall_s=0.010, draft_s=0.002), 1)
+    report = counted.report()
+    assert report is not None
+    assert report.draft_time_share == pytest.approx(0.3)
+
+
+def times(clock: Clock) -> dict[str, Any]:
+    """The durations of a clock."""
+    return clock.times_s()
+
+
+def test_a_clock_times_the_parts_of_an_answer() -> None:
+    """Queue, prefill and decode add up to the whole; gaps are per token."""
+    clock = Clock()
+    assert times(clock) == {}
+    clock.started -= 2.0
+    assert clock.add(outcome(1, 0), 1) is None
+    gap = clock.add(outcome(4, 3), 4)
+    assert gap is not None
+    assert gap >= 0
+    parts = times(clock)
+    assert parts["queue"] == 0.5
+    assert parts["queue"] + parts["prefill"] + parts["decode"] == pytest.approx(parts["e2e"])
+    assert parts["tpot"] == pytest.approx(parts["decode"] / 4)
+    report = clock.report(None)
+    assert report.time_to_first_token_ms is not None
+    assert 2000 <= report.time_to_first_token_ms <= report.generation_time_ms
+    assert report.queue_time_ms == 500

@@ -1,0 +1,114 @@
+"""Text to tokens and back: whole characters only, and defaults from the model's own files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.api import ConfigError, RequestError
+from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
+from tests.server.tiny_models import BOS, EOS, TOKENIZER
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+EMOJI = "A family 👨‍👩‍👧 waves 👋🏽 in 東京 — naïve."
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    """The embedded pair's tokenizer, which spells rare characters byte by byte."""
+    tokenizer = Tokenizer(str(TOKENIZER))
+    yield tokenizer
+    tokenizer.close()
+
+
+@settings(deadline=None)
+@given(text=TEXT)
+def test_tokens_come_back_as_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """Token by token, the detokenizer gives the text back, and no part of it is a replacement character."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer()
+    parts = [detokenizer.step(token) for token in tokens]
+    assert "".join(parts) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_a_partial_character_is_held_back(tokenizer: Tokenizer) -> None:
+    """An emoji of several tokens appears with its last one; what was sent before ends on whole characters."""
+    tokens = tokenizer.encode(EMOJI, add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer()
+    parts = [detokenizer.step(token) for token in tokens]
+    assert "" in parts, "this text has no character of several tokens; the test proves nothing"
+    for end in range(len(parts) + 1):
+        assert EMOJI.startswith("".join(parts[:end]))
+    assert "".join(parts) == EMOJI
+
+
+def test_a_character_cut_off_by_the_end_is_never_sent(tokenizer: Tokenizer) -> None:
+    """When an answer ends within a character, its text ends before it."""
+    tokens = tokenizer.encode("ok 👋", add_special_tokens=False)
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(detokenizer.step(token) for token in tokens[:-1]).rstrip() == "ok"
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
+    """An end token has no text for the client by default."""
+    tokens = [*tokenizer.encode("ok", add_special_tokens=False), EOS]
+    for skip, expected in ((True, "ok"), (False, "ok" + tokenizer.token_text(EOS))):
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+        assert "".join(detokenizer.step(token) for token in tokens) == expected
+
+
+def test_a_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
+    """Roles become special tokens, the prompt starts with one BOS and ends where the assistant begins."""
+    tokens = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert tokens.count(BOS) == 1
+    assert tokens[0] == BOS
+    assert tokenizer.token_text(tokens[-1]) == "<|assistant|>"
+    with pytest.raises(RequestError, match="chat template refuses"):
+        tokenizer.encode_chat([{"role": "wizard", "content": "hello"}])
+
+
+def test_another_template_can_be_given() -> None:
+    """`--chat-template` replaces the model's own."""
+    tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[0].content }}!")
+    tokens = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    tokenizer.close()
+    assert tokenizer.decode(tokens) == "hello!"
+
+
+def test_work_runs_outside_the_event_loop(tokenizer: Tokenizer) -> None:
+    """`run` uses the tokenizer's own threads."""
+    name = asyncio.run(tokenizer.run(lambda: threading.current_thread().name))
+    assert name.startswith("tokenizer")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """ConfigError names the folder and the way out."""
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        Tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="no such model folder"):
+        Tokenizer(str(tmp_path / "nothing"))
+
+
+def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
+    """generation_config.json gives the defaults; without it, or for what it leaves out, they are neutral."""
+    assert generation_defaults(str(tmp_path)) == GenerationDefaults()
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0.5, "top_k": 7, "top_p": None, "max_length": 20}))
+    assert generation_defaults(str(tmp_path)) == GenerationDefaults(temperature=0.5, top_k=7)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"temperature": "hot"}', '{"top_k": 2.5}'])
+def test_bad_sampling_defaults_are_refused(tmp_path: Path, content: str) -> None:
+    """A broken generation_config.json stops the start; it does not reach the engine with the first request."""
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be used"):
+        generation_defaults(str(tmp_path))
