@@ -9,7 +9,6 @@ from engine.config import EngineFacts, SpeculationConfig
 from engine.errors import RequestError
 from engine.request import Request
 
-
 # Draft methods that are made for so many chains only.
 _MAX_CHAINS_OF_METHOD = {"spechub": 2}
 
@@ -55,7 +54,8 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
     most_drafts = _MAX_CHAINS_OF_METHOD.get(method, known.max_drafts)
     if most_drafts is not None and speculation.num_drafts > most_drafts:
         raise RequestError(
-            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most_drafts} chains, not {speculation.num_drafts}; "
+            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most_drafts} chains, "
+            f"not {speculation.num_drafts}; "
             "lower num_drafts or choose bv_race",
             "speculation.num_drafts",
         )

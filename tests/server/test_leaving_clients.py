@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.daemon_process import MODEL, Daemon, wait_until
