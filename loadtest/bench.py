@@ -22,7 +22,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.client import RunResult, closed_loop, whole_text
-from loadtest.statistics import paired_ratio
+from loadtest.statistics import paired_ratio, ratio_of_sums_interval
 from loadtest.workload import Prompt, load
 
 OFF = "off"
@@ -41,12 +41,19 @@ class BenchOptions:
     """The `speculation` object of each arm; `off` is the base of all ratios."""
 
 
-def default_arms(num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
-    """Plain decoding, the best single chain, and the daemon's default rule."""
-    return {
-        OFF: {"enabled": False},
-        "block": {"rule": "block", "num_drafts": 1, "draft_length": draft_length},
-        "bv_race": {"rule": "bv_race", "num_drafts": num_drafts, "draft_length": draft_length},
+# Rules that verify one chain, or two.
+_MAX_DRAFTS = {"token": 1, "block": 1, "spechub": 2}
+
+
+def arms_of(rules: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
+    """Plain decoding, and each rule with as many drafts as it can use."""
+    return {OFF: {"enabled": False}} | {
+        rule: {
+            "rule": rule,
+            "num_drafts": min(num_drafts, _MAX_DRAFTS.get(rule, num_drafts)),
+            "draft_length": draft_length,
+        }
+        for rule in rules
     }
 
 
@@ -132,9 +139,11 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
     summary: dict[str, Any] = {"first_token_s": statistics.median(s.first_token_s for s in samples)}
     if counted:
         steps = sum(part["num_spec_steps"] for part in counted)
-        summary["mean_acceptance_length"] = (
-            sum(part["mean_acceptance_length"] * part["num_spec_steps"] for part in counted) / steps
-        )
+        emitted = [part["mean_acceptance_length"] * part["num_spec_steps"] for part in counted]
+        summary["mean_acceptance_length"] = sum(emitted) / steps
+        interval = ratio_of_sums_interval(emitted, [part["num_spec_steps"] for part in counted])
+        summary["mean_acceptance_length_interval"] = list(interval)
+        summary["nodes_per_pass"] = sum(part["num_draft_tokens"] for part in counted) / steps
         reported = [part["speedup"] for part in counted if part["speedup"] is not None]
         summary["reported_speedup"] = statistics.median(reported) if reported else None
     return summary

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import report
-from loadtest.bench import BenchOptions, default_arms, run
+from loadtest.bench import BenchOptions, arms_of, run
 from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS
 
@@ -32,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default 1)")
-    result.add_argument("--num-drafts", type=int, default=4, help="chains of the bv_race arm (default 4)")
+    result.add_argument("--rules", default="block,bv_race", help="verification rules to compare with plain decoding")
+    result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
     result.add_argument("--plot", type=Path, help="also draw throughput by concurrency into this PNG")
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeats=options.repeats,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
-        arms=default_arms(options.num_drafts, options.draft_length),
+        arms=arms_of(options.rules.split(","), options.num_drafts, options.draft_length),
     )
     try:
         if options.url:
@@ -71,7 +72,7 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
         output.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         report.plot(result, plot)
-    print(report.markdown(result))
+    print(report.markdown(result) if len(result["options"]["arms"]) <= 3 else report.rules_markdown(result))
     exactness = result["exactness"]
     print(f"\n{exactness['equal_in_all_arms']} of {exactness['greedy_answers']} greedy answers equal in all arms\n")
     print(json.dumps(result))

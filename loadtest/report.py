@@ -29,6 +29,26 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def rules_markdown(result: dict[str, Any]) -> str:
+    """One row per cell and rule: tokens per pass with its interval, nodes per pass, ratio to plain decoding."""
+    lines = [
+        "| task | c | rule | drafts | tokens/pass (95 % interval) | nodes/pass | vs off (95 % interval) |",
+        "|" + " --- |" * 7,
+    ]
+    for cell in result["cells"]:
+        for arm, measured in cell["arms"].items():
+            if arm == "off":
+                continue
+            low, high = measured["mean_acceptance_length_interval"]
+            ratio = measured["ratio_to_off"]
+            lines.append(
+                f"| {cell['task']} | {cell['concurrency']} | {arm} | {result['options']['arms'][arm]['num_drafts']} "
+                f"| {measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) | {measured['nodes_per_pass']:.1f} "
+                f"| {ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
+            )
+    return "\n".join(lines)
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Throughput by concurrency, one panel per task, as a PNG."""
     import matplotlib

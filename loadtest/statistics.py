@@ -19,6 +19,20 @@ class Ratio:
     high: float
 
 
+def ratio_of_sums_interval(
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
+) -> tuple[float, float]:
+    """95 % bootstrap interval of sum(numerators) / sum(denominators); the pairs are resampled."""
+    generator = random.Random(seed)
+    pairs = list(zip(numerators, denominators, strict=True))
+    ratios = []
+    for _ in range(_RESAMPLES):
+        drawn = generator.choices(pairs, k=len(pairs))
+        ratios.append(sum(above for above, _ in drawn) / sum(below for _, below in drawn))
+    ratios.sort()
+    return ratios[int(0.025 * _RESAMPLES)], ratios[int(0.975 * _RESAMPLES) - 1]
+
+
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
     """Ratio of two series measured in pairs; the pairs are resampled."""
     ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]

@@ -94,7 +94,8 @@ def message_text(message: Message) -> dict[str, str]:
                 )
         content = "".join(part.text or "" for part in message.content)
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content}
+    # Templates that know names use them; the others ignore the key.
+    return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
 
 
 def check_model(server: Server, name: str | None) -> None:

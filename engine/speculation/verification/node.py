@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict
+from engine.speculation.verification.rule import ChainVerdict, chain_table
 
 
 class NodeRule(Protocol):
@@ -86,15 +86,3 @@ class TopDown:
             first_B = alive_BK.int().argmax(1, keepdim=True)
             winner_B = torch.where(running_B, chain_BK.gather(1, first_B).squeeze(1), winner_B)
         return ChainVerdict(winner_B, accepted_B, token_B)
-
-
-def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
-    """([B, K] the chains of each request in order of rank, [B, K] whether there is one)."""
-    request_C, rank_C = chains.request_C, chains.rank_C
-    dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
-    shape = (int(dense_C[-1]) + 1, int(rank_C.max()) + 1)
-    chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
-    exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
-    chain_BK[dense_C, rank_C] = torch.arange(chains.num_chains, device=request_C.device)
-    exists_BK[dense_C, rank_C] = True
-    return chain_BK, exists_BK

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification.block import Blocks, blocks, stop_chains
-from engine.speculation.verification.rule import ChainVerdict
+from engine.speculation.verification.rule import ChainVerdict, chain_table
 
 
 def score_bounds(
@@ -42,13 +42,8 @@ def score_bounds(
 
 def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
     """[B] the chain with the smallest score among each request's (ties: the first)."""
-    request_C, rank_C = chains.request_C, chains.rank_C
-    dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
-    num_requests, num_ranks = int(dense_C[-1]) + 1, int(rank_C.max()) + 1
-    score_BK = score_C.new_full((num_requests, num_ranks), torch.inf)
-    chain_BK = torch.zeros((num_requests, num_ranks), dtype=torch.int64, device=score_C.device)
-    score_BK[dense_C, rank_C] = score_C
-    chain_BK[dense_C, rank_C] = torch.arange(chains.num_chains, device=score_C.device)
+    chain_BK, exists_BK = chain_table(chains)
+    score_BK = torch.where(exists_BK, score_C[chain_BK], torch.inf)
     return chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)
 
 
