@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.daemon import running_daemon
-from loadtest.report import markdown
+from loadtest.report import markdown, rules_markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -59,6 +59,14 @@ def test_the_table_is_the_committed_result() -> None:
     assert shown is not None
     assert shown.group(1).strip() == markdown(result)
     assert result["exactness"]["equal_in_all_arms"] == result["exactness"]["greedy_answers"]
+
+
+def test_the_rules_table_is_the_committed_result() -> None:
+    result = json.loads((ROOT / "docs/results/rules-cpu.json").read_text())
+    text = (ROOT / "docs/speculation.md").read_text()
+    shown = re.search(r"<!-- rules:begin -->\n(.*?)\n<!-- rules:end -->", text, re.DOTALL)
+    assert shown is not None
+    assert shown.group(1).strip() == rules_markdown(result)
 
 
 def test_make_targets_and_links_exist() -> None:
