@@ -93,17 +93,20 @@ class Generation:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
         async with client.submit([choice.request for choice in self.choices]) as ticket:
             metrics.start(self.num_prompt_tokens)
-            # Admission succeeded: a stream may send its headers now.
-            yield Delta(-1, "", None)
-            async with aclosing(ticket.parts()) as parts:
-                async for index, outcome, stats in parts:
-                    choice = self.choices[index]
-                    if choice.finish_reason is not None:
-                        continue
-                    text = self._add(choice, outcome, stats, metrics)
-                    if choice.finish_reason is not None:
-                        client.abort(choice.request.request_id)
-                    yield Delta(index, text, choice.finish_reason)
+            try:
+                # Admission succeeded: a stream may send its headers now.
+                yield Delta(-1, "", None)
+                async with aclosing(ticket.parts()) as parts:
+                    async for index, outcome, stats in parts:
+                        choice = self.choices[index]
+                        if choice.finish_reason is not None:
+                            continue
+                        text = self._add(choice, outcome, stats, metrics)
+                        if choice.finish_reason is not None:
+                            client.abort(choice.request.request_id)
+                        yield Delta(index, text, choice.finish_reason)
+            finally:
+                metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
 
     def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> str:
         is_first, before = choice.num_tokens == 0, choice.num_tokens

@@ -187,6 +187,11 @@ class ServerMetrics:
         if speedup is not None:
             self._speedup.labels(**self._labels).observe(speedup)
 
+    def abort(self, num_answers: int) -> None:
+        """Answers ended early: their client left, or the engine or the daemon stopped."""
+        if num_answers:
+            self._success.labels(**self._labels, finished_reason="abort").inc(num_answers)
+
     def error(self, status: int) -> None:
         """An error answer to a POST was sent."""
         self._errors.labels(**self._labels, code=str(status)).inc()
