@@ -217,11 +217,11 @@ def _noise(draft: Draft, device: torch.device) -> ChainNoise:
 def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Winner]:
     """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
     winners = []
-    tokens = draft.chains.tokens_CL.tolist()
     rows = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
     for local_chain, accepted, next_token in rows:
         chain = int(chosen[local_chain])
         tree = draft.trees[int(draft.layout.request_C[chain])]
-        emission = Emission(tuple(tokens[chain][:accepted]), next_token, tree.num_nodes)
-        winners.append(Winner(int(draft.layout.rank_C[chain]), emission))
+        rank = int(draft.layout.rank_C[chain])
+        tokens = tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1])
+        winners.append(Winner(rank, Emission(tokens, next_token, tree.num_nodes)))
     return winners

@@ -90,6 +90,18 @@ class GenerationFields(Wire):
     response_format: Any = None
     structured_outputs: Any = None
     priority: int | None = None
+    prompt_logprobs: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    use_beam_search: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    cache_salt: Any = None
 
 
 class TextPart(Wire):

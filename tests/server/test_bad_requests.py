@@ -93,6 +93,11 @@ def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Respons
         ({"response_format": JSON_SCHEMA}, "response_format"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
         ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"priority": 1}, "priority"),
     ],
 )
