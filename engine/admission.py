@@ -5,12 +5,15 @@ No torch: the server imports it through `engine.api`.
 
 from __future__ import annotations
 
-from engine.config import EngineFacts, SpeculationConfig
-from engine.errors import RequestError
-from engine.request import Request
+from collections.abc import Mapping
+from math import prod
 
-# Draft methods that are made for so many chains only.
-_MAX_CHAINS_OF_METHOD = {"spechub": 2}
+from engine.config import EngineFacts, RuleFacts, SpeculationConfig
+from engine.errors import ConfigError, RequestError
+from engine.request import Request, Speculation
+
+# Draft methods that are made for so many children of a node only.
+_MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
 def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfig) -> None:
@@ -29,7 +32,39 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
         )
     if bad := [token for token in request.prompt_token_ids if not 0 <= token < facts.vocab_size]:
         raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
-    speculation = request.speculation
+    check_speculation(request.speculation, facts, limits)
+
+
+def default_speculation(limits: SpeculationConfig, rules: Mapping[str, RuleFacts]) -> Speculation:
+    """What a request gets that names nothing; plain decoding where the default rule is `off`."""
+    if limits.rule == "off":
+        return Speculation()
+    most = rules[limits.rule].max_drafts
+    num_drafts = prod(limits.tree) if limits.tree else min(limits.num_drafts, most or limits.num_drafts)
+    return Speculation(
+        rule=limits.rule,
+        num_drafts=num_drafts,
+        draft_length=len(limits.tree) or limits.draft_length,
+        draft_method=limits.draft_method,
+        tree=limits.tree,
+    )
+
+
+def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise ConfigError where the default speculation would be refused, or would be biased."""
+    if not facts.has_draft:
+        return
+    try:
+        check_speculation(default_speculation(limits, facts.rules), facts, limits)
+    except RequestError as error:
+        flags = f"--spec-rule {limits.rule}"
+        flags += f" --draft-method {limits.draft_method}" if limits.draft_method else ""
+        flags += f" --draft-tree {','.join(map(str, limits.tree))}" if limits.tree else ""
+        raise ConfigError(f"{flags}: {error}") from error
+
+
+def check_speculation(speculation: Speculation, facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise RequestError for speculation that cannot be served, or would change what the model says."""
     if not speculation.num_drafts:
         return
     if not facts.has_draft:
@@ -44,6 +79,36 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
         if not 1 <= value <= most:
             raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
     known = rules[speculation.rule]
+    if known.max_vocabulary is not None and facts.vocab_size > known.max_vocabulary:
+        raise RequestError(
+            f"rule {speculation.rule!r} can be computed for vocabularies up to {known.max_vocabulary}, this model has "
+            f"{facts.vocab_size}; weighted_race reaches the same acceptance",
+            "speculation.rule",
+        )
+    _check_tree(speculation, known)
+    _check_method(speculation, known, facts)
+    _check_over_acceptance(speculation, limits)
+
+
+def _check_tree(speculation: Speculation, known: RuleFacts) -> None:
+    tree = speculation.tree
+    if not tree:
+        return
+    if min(tree) < 1 or len(tree) != speculation.draft_length or prod(tree) != speculation.num_drafts:
+        raise RequestError(
+            f"tree {list(tree)} must have draft_length = {speculation.draft_length} entries of at least 1, with "
+            f"product num_drafts = {speculation.num_drafts}; leave the two out, they follow from the tree",
+            "speculation.tree",
+        )
+    if max(tree[1:], default=1) > 1 and not known.trees:
+        raise RequestError(
+            f"rule {speculation.rule!r} would be biased with chains that share drafted tokens by construction; let "
+            "the tree branch at the root only, or choose traversal or a rule that decides position by position",
+            "speculation.tree",
+        )
+
+
+def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts) -> None:
     method = speculation.draft_method or known.draft_methods[0]
     if method not in known.draft_methods:
         raise RequestError(
@@ -51,11 +116,36 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
             f"{', '.join(known.draft_methods)}",
             "speculation.draft_method",
         )
-    most_drafts = _MAX_CHAINS_OF_METHOD.get(method, known.max_drafts)
-    if most_drafts is not None and speculation.num_drafts > most_drafts:
+    widest = max(speculation.branching)
+    most = _MOST_CHILDREN_OF_METHOD.get(method, known.max_drafts)
+    if most is not None and widest > most:
         raise RequestError(
-            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most_drafts} chains, "
-            f"not {speculation.num_drafts}; "
+            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most} chains, not {widest}; "
             "lower num_drafts or choose bv_race",
             "speculation.num_drafts",
+        )
+    if widest > facts.vocab_size:
+        raise RequestError(
+            f"{widest} drafts at one position are more than the vocabulary of {facts.vocab_size}",
+            "speculation.num_drafts",
+        )
+
+
+def _check_over_acceptance(speculation: Speculation, limits: SpeculationConfig) -> None:
+    epsilon = speculation.over_acceptance
+    if epsilon == 0:
+        return
+    if limits.max_over_acceptance == 0:
+        raise RequestError(
+            "over_acceptance changes what the model says; the operator has not allowed it (--max-over-acceptance)",
+            "speculation.over_acceptance",
+        )
+    if not 0 < epsilon <= limits.max_over_acceptance:
+        raise RequestError(
+            f"over_acceptance must be between 0 and {limits.max_over_acceptance}, not {epsilon}",
+            "speculation.over_acceptance",
+        )
+    if speculation.rule != "token":
+        raise RequestError(
+            f"over_acceptance is a variant of rule 'token', not of {speculation.rule!r}", "speculation.over_acceptance"
         )

@@ -2,15 +2,18 @@
 
 `analyze laws FILE` reads JSON `[{"p": [...], "q": [...], "n": k}, ...]` and prints, per entry, the optimum of
 every draft method and the acceptance of every rule at one position, in float64.
+`analyze blocks FILE` reads JSON `[{"V": v, "L": l, "K": k, "rows": {"": {"p", "q"}, "0": ..., "0,1": ...}}, ...]` and
+prints, per entry, the expected accepted length and the law of the first step of every rule.
 `analyze times` measures how long every rule takes on this machine, by chains and vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from tqdm import tqdm
 
 from engine.errors import ConfigError
 from engine.speculation import theory
+from engine.speculation.enumeration import Model, Rows, expected_accepted, first_block_law, rule_outcomes
 from engine.speculation.timing import rule_seconds
 from engine.speculation.verification import RULES
 
 _SUM_TOLERANCE = 1e-6
+_MOST_TUPLES = 50_000
 
 
 def read_law(entry: Any, name: str, where: str) -> theory.Law:
@@ -64,8 +69,8 @@ def analyze_law(entry: Any, where: str) -> dict[str, Any]:
     }
 
 
-def analyze_laws(file: Path) -> list[dict[str, Any]]:
-    """All entries of a file; raises ConfigError for a file that is not as described."""
+def read_entries(file: Path, what: str) -> list[dict[str, Any]]:
+    """The list of objects in a JSON file; raises ConfigError for a file that is not as described."""
     try:
         entries = json.loads(file.read_text(encoding="utf8"))
     except OSError as error:
@@ -73,8 +78,82 @@ def analyze_laws(file: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f'{file}: must hold a list of {{"p": [...], "q": [...], "n": k}}')
+        raise ConfigError(f"{file}: must hold a list of {what}")
+    return entries
+
+
+def analyze_laws(file: Path) -> list[dict[str, Any]]:
+    """All entries of a file of laws."""
+    entries = read_entries(file, '{"p": [...], "q": [...], "n": k}')
     return [analyze_law(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]
+
+
+def read_model(entry: Any, where: str) -> tuple[Model, int]:
+    """(the laws of every prefix, the number of chains) of an entry of blocks."""
+    numbers = {}
+    for name in ("V", "L", "K"):
+        value = entry.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{where}: {name!r} must be a positive integer, not {value!r}")
+        numbers[name] = value
+    vocabulary, length, num_chains = numbers["V"], numbers["L"], numbers["K"]
+    if (vocabulary**length) ** num_chains > _MOST_TUPLES:
+        raise ConfigError(
+            f"{where}: (V^L)^K = {(vocabulary**length) ** num_chains} tuples of chains are too many to enumerate "
+            f"(at most {_MOST_TUPLES})"
+        )
+    rows = entry.get("rows")
+    if not isinstance(rows, dict):
+        raise ConfigError(f'{where}: \'rows\' must map prefixes such as "0,1" to {{"p": [...], "q": [...]}}')
+    target: dict[tuple[int, ...], theory.Law] = {}
+    draft: dict[tuple[int, ...], theory.Law] = {}
+    for depth in range(length + 1):
+        for prefix in itertools.product(range(vocabulary), repeat=depth):
+            key = ",".join(map(str, prefix))
+            row, place = rows.get(key), f"{where}, row {key!r}"
+            if row is None:
+                # A prefix that neither law can reach may be left out.
+                row = {"p": [1 / vocabulary] * vocabulary, "q": [1 / vocabulary] * vocabulary}
+                if not _unreachable(prefix, target, draft):
+                    raise ConfigError(f"{place}: is missing")
+            if not isinstance(row, dict):
+                raise ConfigError(f"{place}: must hold p and q")
+            target[prefix], draft[prefix] = read_law(row, "p", place), read_law(row, "q", place)
+            if len(target[prefix]) != vocabulary or len(draft[prefix]) != vocabulary:
+                raise ConfigError(f"{place}: p and q must have {vocabulary} entries")
+    return Model(target, draft, vocabulary, length), num_chains
+
+
+def _unreachable(prefix: tuple[int, ...], target: Rows, draft: Rows) -> bool:
+    return all(
+        any(np.asarray(rows[prefix[:i]])[token] == 0 for i, token in enumerate(prefix)) for rows in (target, draft)
+    )
+
+
+def analyze_block(entry: Any, where: str) -> dict[str, Any]:
+    """E[tau] and the law of "accepted|next" of every rule on K chains of L tokens, by enumeration.
+
+    Chains are i.i.d. for the rules that take them; `greedy` and `spechub` draw the first tokens their own way. Rules
+    for fewer chains take as many as they can.
+    """
+    model, num_chains = read_model(entry, where)
+    expected: dict[str, float | None] = {}
+    laws: dict[str, dict[str, float] | None] = {}
+    for name, rule in RULES.items():
+        if rule.max_vocabulary is not None and model.vocabulary > rule.max_vocabulary:
+            expected[name], laws[name] = None, None
+            continue
+        method = "iid" if "iid" in rule.draft_methods else rule.draft_methods[0]
+        count = min(num_chains, rule.max_drafts or num_chains)
+        outcomes = rule_outcomes(name, model, (count, *(1,) * (model.length - 1)), method)
+        expected[name], laws[name] = expected_accepted(outcomes), first_block_law(outcomes)
+    return {"E_tau": expected, "first_block_law": laws}
+
+
+def analyze_blocks(file: Path) -> list[dict[str, Any]]:
+    """All entries of a file of blocks."""
+    entries = read_entries(file, '{"V": ..., "L": ..., "K": ..., "rows": {prefix: {"p": [...], "q": [...]}}}')
+    return [analyze_block(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]
 
 
 def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,6 +165,7 @@ def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
         for chains in options.num_drafts
         if chains <= (RULES[rule].max_drafts or chains)
         for vocabulary in options.vocabulary
+        if vocabulary <= (RULES[rule].max_vocabulary or vocabulary)
     ]
     results = []
     for rule, chains, vocabulary in tqdm(cells, desc="rules", unit="cell"):
@@ -114,6 +194,8 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(dest="command", required=True)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
+    blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
+    blocks.add_argument("file", type=Path, help='JSON: [{"V": v, "L": l, "K": k, "rows": {"0,1": {"p", "q"}}}, ...]')
     times = commands.add_parser("times", help="time per verification step of every rule on this machine")
     times.add_argument("--num-drafts", type=_integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
     times.add_argument("--vocabulary", type=_integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
@@ -124,11 +206,18 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+_COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "laws": lambda options: analyze_laws(options.file),
+    "blocks": lambda options: analyze_blocks(options.file),
+    "times": analyze_times,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one analysis; 0, or 2 for bad input."""
     options = parser().parse_args(arguments)
     try:
-        print(json.dumps(analyze_laws(options.file) if options.command == "laws" else analyze_times(options)))
+        print(json.dumps(_COMMANDS[options.command](options)))
     except ConfigError as error:
         print(f"polydraft analyze: {error}", file=sys.stderr)
         return 2

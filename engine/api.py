@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from engine.admission import check_request
+from engine.admission import check_request, default_speculation
 from engine.config import (
     CacheConfig,
     Device,
@@ -171,6 +171,7 @@ __all__ = [
     "decode_config",
     "decode_from_engine",
     "decode_to_engine",
+    "default_speculation",
     "encode",
     "start_process",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.admission import check_defaults
 from engine.cache.blocks import BlockPool
 from engine.config import CacheConfig, EngineConfig, EngineFacts, RuleFacts
 from engine.drafters.model import ModelDrafter
@@ -16,6 +17,7 @@ from engine.execution.loading import LoadedModel, Progress, load_pair
 from engine.execution.probe import find_kv_shape, probe
 from engine.execution.runner import ModelRunner
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
 
 _DEFAULT_CPU_BYTES = 1 << 30
@@ -60,7 +62,12 @@ def assemble(
         architecture=target.model_type,
         has_draft=draft is not None,
         rules={
-            name: RuleFacts(max_drafts=rule.max_drafts, draft_methods=rule.draft_methods)
+            name: RuleFacts(
+                max_drafts=rule.max_drafts,
+                draft_methods=rule.draft_methods,
+                trees=rule.trees,
+                max_vocabulary=rule.max_vocabulary,
+            )
             for name, rule in RULES.items()
         },
         memory_plan={
@@ -71,6 +78,7 @@ def assemble(
             "workspace": _workspace_bytes(config, target.vocab_size),
         },
     )
+    check_defaults(facts, config.speculation)
     scheduler = Scheduler(config.scheduler, BlockPool(num_blocks), block_size, target.eos_token_ids)
     drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
     return Engine(runners[0], drafter, scheduler, facts, config.speculation)
@@ -81,6 +89,8 @@ def check_speculation(config: EngineConfig) -> None:
     wanted = config.speculation
     if wanted.rule != "off" and wanted.rule not in RULES:
         raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULES)}")
+    if wanted.draft_method and wanted.draft_method not in DRAFT_METHODS:
+        raise ConfigError(f"--draft-method {wanted.draft_method}: unknown; choose one of {', '.join(DRAFT_METHODS)}")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
         raise ConfigError(f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}")
     if not 1 <= wanted.draft_length <= wanted.max_draft_length:

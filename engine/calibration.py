@@ -14,7 +14,7 @@ import torch
 from engine.engine import Engine
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row
-from engine.request import Sampling
+from engine.request import Sampling, Speculation
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -49,10 +49,8 @@ def _plain_plan(engine: Engine, num_rows: int, context: int) -> Plan:
                 block_ids=tuple(range(first, first + blocks_per_row)),
                 samples=True,
                 sampling=Sampling(seed=number),
-                rule="block",
-                num_drafts=0,
-                draft_length=0,
-                draft_method="",
+                speculation=Speculation(),
+                branching=(),
             )
         )
     return Plan(tuple(rows))

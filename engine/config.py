@@ -62,6 +62,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Chains drafted per request (K)."""
     draft_length: int = 5
     """Tokens in a chain (L)."""
+    draft_method: str = ""
+    """How the children of a node are drawn; empty is the rule's own method."""
+    tree: tuple[int, ...] = ()
+    """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
+    max_over_acceptance: float = 0.0
+    """Most lossy over-acceptance a request may ask for; 0 allows exact verification only."""
+    observed_share: float = 0.01
+    """Share of steps on which acceptance is compared with the optimum."""
     max_num_drafts: int = 16
     """Highest num_drafts a request may ask for."""
     max_draft_length: int = 16
@@ -83,9 +91,13 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must respect to use a rule."""
 
     max_drafts: int | None
-    """Most chains the rule can use; None is no limit."""
+    """Most children of a node the rule can use; None is no limit."""
     draft_methods: tuple[str, ...]
     """Draft methods for which it is exact; the first is its own."""
+    trees: bool = False
+    """Whether nodes below the root may have several children."""
+    max_vocabulary: int | None = None
+    """Largest vocabulary it can be computed for; None is no limit."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):

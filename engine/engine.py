@@ -7,7 +7,7 @@ translates between the parts' addressings. One thread calls it; nothing here wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,17 +17,19 @@ from engine.admission import check_request
 from engine.cache.tensors import slots_of
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.draft import Draft
-from engine.drafters.model import ModelDrafter
+from engine.drafters.model import ModelDrafter, method_of
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
 from engine.metrics import PlainTimes, StepStats, Stopwatch
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
 from engine.request import Request
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
 from engine.scheduling.scheduler import Outcome, Scheduler
 from engine.speculation.drafting import ChainNoise, LawTable
-from engine.speculation.verification import RULES, ChainVerdict
+from engine.speculation.gap import acceptance_gap
+from engine.speculation.layers import apply_layers
+from engine.speculation.verification import RULES, ChainVerdict, Verify, lossy
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Engine:
         logits_NV = self._forward(plan, draft)  # one pass over every drafted node
         winners = self._verify(plan, draft, logits_NV)  # the exact rule of each request
         self._keep(plan, draft, winners)  # forget the rejected branches
-        return Verdict(tuple(winner.emission for winner in winners))
+        return self._observe(plan, draft, logits_NV, Verdict(tuple(winner.emission for winner in winners)))
 
     def _forward_nodes(self, plan: Plan, draft: Draft | None) -> Tensor:
         """Target logits at the root and the nodes of every sampling row, in order."""
@@ -139,11 +141,10 @@ class Engine:
         target = _target_laws(rows, draft, logits_NV)
         noise = _noise(draft, logits_NV.device)
         winners: list[Winner | None] = [None] * len(rows)
-        by_rule: dict[str, list[int]] = {}
+        by_rule: dict[Verify, list[int]] = {}
         for number, row in enumerate(rows):
-            by_rule.setdefault(row.rule if row.num_drafts else "block", []).append(number)
-        for name, numbers in by_rule.items():
-            verify = RULES[name].verify
+            by_rule.setdefault(_rule_of(row), []).append(number)
+        for verify, numbers in by_rule.items():
             if len(by_rule) == 1:
                 verdict = verify(draft.chains, target, noise)
                 chosen = np.arange(draft.layout.num_chains)
@@ -175,6 +176,36 @@ class Engine:
         self.target.keep([move for move in target_moves if move[0] != move[1]])
         self.drafter.keep([move for move in draft_moves if move[0] != move[1]])
 
+    def _observe(self, plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict) -> Verdict:
+        """On a share of the steps, note how far one row's rule stays below the optimum; which, the step number says."""
+        chance, choice = uniform(0, self.num_steps, Purpose.OBSERVE, 0, np.arange(2)).tolist()
+        rows = plan.sampling_rows
+        if draft is None or chance >= self.limits.observed_share:
+            return verdict
+        number = int(choice * len(rows))
+        row, speculation = rows[number], rows[number].speculation
+        if not row.branching or row.sampling.is_greedy or speculation.over_acceptance:
+            return verdict
+        root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
+        p_1V = law(logits_NV[root : root + 1], LawParameters.of([row.sampling], logits_NV.device)).double()
+        mine = torch.from_numpy(np.flatnonzero(draft.layout.request_C == number)).to(p_1V.device)
+        chains = draft.chains.select(mine)
+        q_1V = chains.draft.rows_at(0)[:1].double()
+        if chains.layers is not None:
+            nowhere = torch.zeros_like(mine[:1])
+            p_1V, _ = apply_layers(p_1V, q_1V, chains.layers.select(nowhere), nowhere, nowhere)
+        apart = row.num_drafts // row.branching[0]
+        gap = acceptance_gap(
+            speculation.rule,
+            method_of(row),
+            (p_1V[0] / p_1V.sum()).cpu().numpy(),
+            (q_1V[0] / q_1V.sum()).cpu().numpy(),
+            chains.tokens_CL[::apart, 0].tolist(),
+        )
+        emissions = list(verdict.emissions)
+        emissions[number] = replace(emissions[number], gap=gap)
+        return Verdict(tuple(emissions))
+
 
 @dataclass(frozen=True)
 class Winner:
@@ -200,28 +231,62 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
     return LawTable(law(logits_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
 
 
+def _rule_of(row: Row) -> Verify:
+    """How the row's chains are verified."""
+    speculation = row.speculation
+    if not row.branching:
+        return RULES["block"].verify
+    if speculation.over_acceptance > 0:
+        return lossy(speculation.over_acceptance, speculation.over_acceptance_residual)
+    # At temperature 0 every rule accepts the longest exact match; this one takes any set of drafts.
+    return RULES["nss" if row.sampling.is_greedy and row.num_drafts > 1 else speculation.rule].verify
+
+
 def _noise(draft: Draft, device: torch.device) -> ChainNoise:
     layout = draft.layout
     seed, position, rank = layout.seed_C, layout.position_C, layout.rank_C
     depth_L = np.arange(layout.max_length)
-    accept_CL = uniform(seed[:, None], position[:, None], Purpose.ACCEPT, rank[:, None], depth_L)
-    residual_C = uniform(seed, position, Purpose.RESIDUAL, rank)
-    score_C = uniform(seed, position, Purpose.SCORE, rank)
+
+    def each(purpose: Purpose) -> Tensor:
+        return torch.from_numpy(uniform(seed, position, purpose, rank)).to(device)
+
+    def each_depth(purpose: Purpose) -> Tensor:
+        numbers = uniform(seed[:, None], position[:, None], purpose, rank[:, None], depth_L)
+        return torch.from_numpy(numbers.reshape(layout.num_chains, layout.max_length)).to(device)
+
     return ChainNoise(
-        torch.from_numpy(accept_CL.reshape(layout.num_chains, layout.max_length)).to(device),
-        torch.from_numpy(residual_C).to(device),
-        torch.from_numpy(score_C).to(device),
+        each_depth(Purpose.ACCEPT),
+        each(Purpose.RESIDUAL),
+        each(Purpose.SCORE),
+        each_depth(Purpose.CHOSEN_ACCEPT),
+        each(Purpose.CHOSEN_RESIDUAL),
     )
 
 
 def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Winner]:
     """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
     winners = []
-    rows = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
-    for local_chain, accepted, next_token in rows:
+    tokens_B = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
+    layers = _layers(verdict)
+    bias = [0.0] * len(layers) if verdict.bias_B is None else verdict.bias_B.tolist()
+    for i, (local_chain, accepted, next_token) in enumerate(tokens_B):
         chain = int(chosen[local_chain])
         tree = draft.trees[int(draft.layout.request_C[chain])]
         rank = int(draft.layout.rank_C[chain])
         tokens = tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1])
-        winners.append(Winner(rank, Emission(tokens, next_token, tree.num_nodes)))
+        winners.append(Winner(rank, Emission(tokens, next_token, tree.num_nodes, layers=layers[i], bias=bias[i])))
     return winners
+
+
+def _layers(verdict: ChainVerdict) -> list[tuple[TargetLayer, ...]]:
+    """The layers that still hold, by request."""
+    if verdict.layers is None:
+        return [()] * len(verdict.chain_B)
+    remaining, states, counts = (
+        tensor.tolist()
+        for tensor in (verdict.layers.remaining_CM, verdict.layers.state_CM4, verdict.layers.num_chains_CM)
+    )
+    return [
+        tuple(TargetLayer(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)
+        for of_row in zip(remaining, states, counts, strict=True)
+    ]

@@ -11,8 +11,28 @@ A *slot* is the place of one token in the K/V pool, an *index* its place in the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from operator import mul
 
-from engine.request import Sampling
+from engine.request import Sampling, Speculation
+
+
+@lru_cache(maxsize=1024)
+def level_widths(branching: tuple[int, ...]) -> tuple[int, ...]:
+    """Drafted nodes by depth, from 1 on, when every node of depth d has `branching[d]` children."""
+    return tuple(accumulate(branching, mul))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayer:
+    """A change of the target law that an earlier step of the sequence left behind (`speculation.layers`)."""
+
+    remaining: int
+    """For how many positions, from the next token on, it holds."""
+    state: tuple[float, float, float, float]
+    num_chains: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +49,12 @@ class Row:
     block_ids: tuple[int, ...]
     samples: bool
     sampling: Sampling
-    rule: str
-    num_drafts: int
-    """Chains drafted below the root; 0 when the row does not speculate."""
-    draft_length: int
-    draft_method: str
-    """How the chains' first tokens are drawn (`engine.speculation.drafting`); empty is the rule's own."""
+    speculation: Speculation
+    """What the request asked for; `branching` is what this step drafts of it."""
+    branching: tuple[int, ...]
+    """Children of every drafted node by depth; empty when the row does not speculate."""
+    layers: tuple[TargetLayer, ...] = ()
+    """Changes of the target law that hold for this step, oldest first."""
 
     @property
     def end(self) -> int:
@@ -42,9 +62,29 @@ class Row:
         return self.first_index + len(self.known)
 
     @property
+    def num_drafts(self) -> int:
+        """Chains drafted below the root; 0 when the row does not speculate."""
+        return prod(self.branching) if self.branching else 0
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens in a chain."""
+        return len(self.branching)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Drafted nodes by depth, from 1 on."""
+        return level_widths(self.branching)
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes, equal ones not merged."""
+        return sum(self.widths)
+
+    @property
     def num_tokens(self) -> int:
         """Most tokens the row puts into the target pass (before equal prefixes are merged)."""
-        return len(self.known) + self.num_drafts * self.draft_length
+        return len(self.known) + self.num_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +112,12 @@ class Emission:
     next_token: int
     num_nodes: int
     """Drafted nodes the target verified for this row."""
+    layers: tuple[TargetLayer, ...] = ()
+    """Changes of the target law that hold after these tokens, oldest first."""
+    gap: float | None = None
+    """Optimum acceptance minus the rule's own at the first position; None where it was not observed."""
+    bias: float = 0.0
+    """Distance from the target law that lossy acceptance allowed at these tokens, summed over positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+_MIN_TEMPERATURE = 1e-5
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +23,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Every random number of the request is a function of this (64 bits)."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the law is the most likely token: below this a temperature is 0, float32 could not scale by it."""
+        return self.temperature < _MIN_TEMPERATURE
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer ends."""
@@ -33,10 +42,25 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str = "bv_race"
     num_drafts: int = 0
-    """Chains per step; 0 is plain decoding."""
+    """Chains per step (the leaves of a tree); 0 is plain decoding."""
     draft_length: int = 0
+    """Tokens in a chain (the depth of a tree)."""
     draft_method: str = ""
-    """How the chains' first tokens are drawn; empty is the rule's own method."""
+    """How the children of one node are drawn; empty is the rule's own method."""
+    tree: tuple[int, ...] = ()
+    """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is chains that part at
+    the root."""
+    over_acceptance: float = 0.0
+    """Lossy: drafts are accepted as if the target law were larger by this much; 0 is exact."""
+    over_acceptance_residual: Literal["optimal", "target"] = "optimal"
+    """Lossy: where rejected drafts are drawn again from: `optimal` (Theorem 4 of Yin et al.) or `target`."""
+
+    @property
+    def branching(self) -> tuple[int, ...]:
+        """Children of every node by depth."""
+        if not self.num_drafts:
+            return ()
+        return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

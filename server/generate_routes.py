@@ -129,7 +129,7 @@ def engine_requests(
                 speculation=speculation,
             )
             check_request(request, facts, server.client.config.speculation)
-            requests.append(without_equal_chains(request))
+            requests.append(without_equal_chains(request, facts))
     return requests
 
 

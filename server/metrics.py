@@ -24,6 +24,7 @@ _ITL_S = (
 _ACCEPTANCE = (1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 _SPEEDUP = (0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_GAP = (-0.05, 0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
 
 # Counters the engine and we name otherwise; everything else is only prefixed.
@@ -103,6 +104,9 @@ class ServerMetrics:
         self._speedup = self._histogram(
             "request_spec_speedup_ratio", "An answer's speed over plain decoding.", _SPEEDUP
         )
+        self._gap = self._histogram(
+            "spec_optimal_acceptance_gap", "Optimum acceptance minus the rule's, on observed steps.", _GAP, "rule"
+        )
         self._shapes = self._counter(
             "spec_shape_steps", "Speculative steps by shape and rule.", "num_drafts", "depth", "rule"
         )
@@ -142,6 +146,8 @@ class ServerMetrics:
                 self._accepted_at.labels(**labels, position=str(position)).inc()
             shape = {"num_drafts": str(outcome.num_chains), "depth": str(outcome.draft_length), "rule": outcome.rule}
             self._shapes.labels(**labels, **shape).inc()
+            if outcome.gap is not None:
+                self._gap.labels(**labels, rule=outcome.rule).observe(outcome.gap)
             counts = {
                 "drafts": outcome.num_chains,
                 "draft_tokens": outcome.num_nodes,

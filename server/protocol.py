@@ -52,6 +52,9 @@ class SpeculationFields(Wire):
     draft_length: Annotated[int, Field(ge=1)] | None = None
     rule: str | None = None
     draft_method: str | None = None
+    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
+    over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
+    over_acceptance_residual: Literal["optimal", "target"] | None = None
     drafters: list[str] | None = None
 
 
@@ -209,6 +212,9 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     draft_time_share: float | None
     rule: str
     optimal_acceptance_gap: float | None
+    """Mean of alpha* minus the rule's acceptance over the observed steps; None where none was observed."""
+    bias_bound: float
+    """0: exact. Else the distance from the target law that over-acceptance allowed, summed over positions."""
     drafters: dict[str, DrafterMetrics]
 
 

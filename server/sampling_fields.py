@@ -6,11 +6,20 @@ Not for: prompts (`generate_routes.py`) or lengths that depend on the prompt (`a
 from __future__ import annotations
 
 import secrets
+from math import prod
 from typing import Any
 
 import msgspec
 
-from engine.api import EngineFacts, Request, RequestError, Sampling, Speculation, SpeculationConfig
+from engine.api import (
+    EngineFacts,
+    Request,
+    RequestError,
+    Sampling,
+    Speculation,
+    SpeculationConfig,
+    default_speculation,
+)
 from server.protocol import GenerationFields
 from server.tokenizer import GenerationDefaults
 
@@ -89,30 +98,38 @@ def sampling_of(body: GenerationFields, defaults: GenerationDefaults) -> Samplin
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
     """The request's speculation: its own wishes over the server's defaults. Not checked against the caps."""
     asked = body.speculation
-    plain = Speculation(rule="block", num_drafts=0, draft_length=0)
     if asked is None:
-        if defaults.rule == "off" or not facts.has_draft:
-            return plain
-        rule, num_drafts = defaults.rule, None
-    else:
-        if asked.drafters is not None and asked.drafters != ["model"]:
-            raise RequestError("drafters: only ['model'] is served", "speculation.drafters", "unsupported_value")
-        if not asked.enabled or asked.rule == "off":
-            return plain
-        rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
-        num_drafts = asked.num_drafts
+        return default_speculation(defaults, facts.rules) if facts.has_draft else Speculation()
+    if asked.drafters is not None and asked.drafters != ["model"]:
+        raise RequestError("drafters: only ['model'] is served", "speculation.drafters", "unsupported_value")
+    if not asked.enabled or asked.rule == "off":
+        return Speculation()
+    rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
     if rule not in facts.rules:
         raise RequestError(f"unknown rule {rule!r}; choose off or one of {', '.join(facts.rules)}", "speculation.rule")
-    if num_drafts is None:
-        num_drafts = min(defaults.num_drafts, facts.rules[rule].max_drafts or defaults.num_drafts)
-    method = asked.draft_method if asked is not None and asked.draft_method else ""
-    length = asked.draft_length if asked is not None and asked.draft_length else defaults.draft_length
-    return Speculation(rule=rule, num_drafts=num_drafts, draft_length=length, draft_method=method)
+    own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts.rules)
+    # The server's tree and draft method belong to the server's rule, and to the server's shape.
+    shaped = asked.num_drafts is not None or asked.draft_length is not None
+    if rule != defaults.rule or (own.tree and shaped and not asked.tree):
+        plain = msgspec.structs.replace(defaults, rule=rule, tree=(), draft_method="")
+        own = default_speculation(plain, facts.rules)
+    tree = tuple(asked.tree) if asked.tree else own.tree
+    return Speculation(
+        rule=rule,
+        num_drafts=asked.num_drafts or (prod(tree) if tree else own.num_drafts),
+        draft_length=asked.draft_length or (len(tree) if tree else own.draft_length),
+        draft_method=asked.draft_method or own.draft_method,
+        tree=tree,
+        over_acceptance=asked.over_acceptance or 0.0,
+        over_acceptance_residual=asked.over_acceptance_residual or "optimal",
+    )
 
 
-def without_equal_chains(request: Request) -> Request:
+def without_equal_chains(request: Request, facts: EngineFacts) -> Request:
     """At temperature 0 all i.i.d. chains of a draft model are equal: draft one."""
     speculation = request.speculation
-    if request.sampling.temperature > 0 or not speculation.num_drafts:
+    if not request.sampling.is_greedy or not speculation.num_drafts:
         return request
-    return msgspec.structs.replace(request, speculation=msgspec.structs.replace(speculation, num_drafts=1))
+    if (speculation.draft_method or facts.rules[speculation.rule].draft_methods[0]) != "iid":
+        return request
+    return msgspec.structs.replace(request, speculation=msgspec.structs.replace(speculation, num_drafts=1, tree=()))

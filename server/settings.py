@@ -91,6 +91,16 @@ class Serve(BaseSettings):
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
+    draft_method: str | None = Field(None, description="how children of a node are drawn; default: the rule's own")
+    draft_tree: str | None = Field(
+        None, description="children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length"
+    )
+    max_over_acceptance: float = Field(
+        0.0, ge=0, le=1, description="most lossy over-acceptance a request may ask for; 0 allows exact answers only"
+    )
+    spec_observed_share: float = Field(
+        0.01, ge=0, le=1, description="share of steps on which acceptance is compared with the optimum"
+    )
     max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")
     max_draft_length: Positive = Field(16, description="highest draft_length a request may ask for")
     calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
@@ -175,11 +185,28 @@ class Serve(BaseSettings):
                 rule=self.spec_rule,
                 num_drafts=self.num_drafts,
                 draft_length=self.draft_length,
+                draft_method=self.draft_method or "",
+                tree=_tree(self.draft_tree),
+                max_over_acceptance=self.max_over_acceptance,
+                observed_share=self.spec_observed_share,
                 max_num_drafts=self.max_num_drafts,
                 max_draft_length=self.max_draft_length,
             ),
             calibrate=self.calibrate,
         )
+
+
+def _tree(text: str | None) -> tuple[int, ...]:
+    """Children per node by depth, from `4,2,1`; raises ConfigError."""
+    if not text:
+        return ()
+    try:
+        tree = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        tree = ()
+    if not tree or min(tree) < 1:
+        raise ConfigError(f"--draft-tree {text}: must be whole numbers from 1 on with commas between, such as 4,2,1")
+    return tree
 
 
 class _FileSource(PydanticBaseSettingsSource):

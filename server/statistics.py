@@ -23,6 +23,8 @@ class SpeculationCount:
         self.calibrated_wall_s = 0.0
         self.wall_s = 0.0
         self.draft_s = 0.0
+        self.bias = 0.0
+        self.gaps: list[float] = []
 
     def add_step(self, outcome: Outcome, stats: StepStats, num_kept: int) -> None:
         """Count a step of which `num_kept` tokens are in the answer."""
@@ -36,11 +38,24 @@ class SpeculationCount:
             self.num_chains += outcome.num_chains
             self.num_nodes += outcome.num_nodes
             self.num_emitted += num_kept
+            self.bias += outcome.bias
+        if outcome.gap is not None:
+            self.gaps.append(outcome.gap)
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another choice's count."""
         self.accepted_per_step.update(other.accepted_per_step)
-        for name in ("num_chains", "num_nodes", "num_emitted", "plain_s", "calibrated_wall_s", "wall_s", "draft_s"):
+        for name in (
+            "num_chains",
+            "num_nodes",
+            "num_emitted",
+            "plain_s",
+            "calibrated_wall_s",
+            "wall_s",
+            "draft_s",
+            "bias",
+            "gaps",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
@@ -81,7 +96,8 @@ class SpeculationCount:
             speedup=self.speedup,
             draft_time_share=self.draft_s / self.wall_s if self.wall_s else None,
             rule=self.rule,
-            optimal_acceptance_gap=None,
+            optimal_acceptance_gap=sum(self.gaps) / len(self.gaps) if self.gaps else None,
+            bias_bound=self.bias,
             drafters={"model": drafter},
         )
 

@@ -6,7 +6,7 @@ anything is drawn; only tokens and laws are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.speculation.drafting import Chains
 from engine.speculation.topology import Tree, merge_chains
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Layout:
     seed_C: Ints
     position_C: Ints
     """Index of the first token the chain drafts: the position of its noise."""
+    levels: tuple[Level, ...]
+    """What is drawn, by depth."""
 
     @property
     def num_chains(self) -> int:
@@ -57,7 +60,57 @@ class Layout:
             length_C=spread([row.draft_length if row.num_drafts else 0 for row in rows]),
             seed_C=spread([row.sampling.seed for row in rows]),
             position_C=spread([row.end for row in rows]),
+            levels=tuple(_levels(rows, np.asarray(counts, dtype=np.int64))),
         )
+
+
+def _levels(rows: Sequence[Row], counts: Ints) -> Iterator[Level]:
+    """Level by level: chains of a row are its leaves in order, so a node's chains lie side by side."""
+    first_C = np.repeat(np.cumsum(counts) - counts, counts)
+    count_C, chain_C = np.repeat(counts, counts), np.arange(counts.sum(), dtype=np.int64)
+    row_C = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
+    width_C, start = np.ones_like(chain_C), 0
+    for depth in range(max(row.draft_length for row in rows)):
+        branching = [row.branching[depth] if depth < row.draft_length else 1 for row in rows]
+        active_C = np.repeat([depth < row.draft_length for row in rows], counts)
+        below_C = width_C * np.repeat(np.asarray(branching, dtype=np.int64), counts)
+        parent_C, leader_C = (
+            first_C + (chain_C - first_C) // (count_C // w) * (count_C // w) for w in (width_C, below_C)
+        )
+        parents = np.flatnonzero((parent_C == chain_C) & active_C)
+        number_C = np.zeros_like(chain_C)
+        number_C[parents] = start + np.arange(len(parents))
+        yield Level(
+            active_C=active_C,
+            leader_C=leader_C,
+            law_row_C=np.where(active_C, number_C[parent_C], 0),
+            parents=parents,
+            row_of_parent=row_C[parents],
+            first_law_row=start,
+        )
+        width_C, start = below_C, start + len(parents)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The drafted nodes of one depth, and the nodes they are drawn below (their parents)."""
+
+    active_C: Bools
+    """Which chains reach this depth."""
+    leader_C: Ints
+    """First chain through the same node."""
+    law_row_C: Ints
+    """Row, in the table of draft laws, of the law below the chain's parent."""
+    parents: Ints
+    """First chain through each parent; their laws are the rows from `first_law_row` on."""
+    row_of_parent: Ints
+    """Index among the sampling rows."""
+    first_law_row: int
+
+    @property
+    def end_law_row(self) -> int:
+        """Row after the last."""
+        return self.first_law_row + len(self.parents)
 
 
 @dataclass(frozen=True)

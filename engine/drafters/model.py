@@ -1,27 +1,25 @@
 """Drafts chains with a small model: one pass to catch up, one more per further level.
 
-The draft model's K/V has the same blocks as the target's. Below the root, level by level, the K
-nodes of depth d lie behind each other: chain k's node of depth d sits at index
-end + (d - 1) * K + k. Chains are not merged here: every chain has nodes of its own.
+The draft model's K/V has the same blocks as the target's. Below the root the nodes lie level by level, and
+within a level in the order of their chains. Equal tokens are not merged here: every drawn node has its own place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import Draft, Layout, merge
+from engine.drafters.draft import Draft, Layout, Level, merge
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.plan import Plan, Row
-from engine.sampling.draw import categorical
+from engine.plan import Plan, Row, level_widths
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import Chains, LawTable, first_tokens
+from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, Layers, children
 from engine.speculation.verification import RULES
 
 
@@ -41,13 +39,15 @@ class ModelDrafter:
         if not rows:
             return None
         layout = Layout.of(rows)
-        tokens_CL, table = self._levels(rows, layout, root_NV)
+        tokens_CL, table = self._draw_levels(rows, layout, root_NV)
         chains = Chains(
             tokens_CL,
             torch.from_numpy(layout.length_C).to(self.device),
             torch.from_numpy(layout.request_C).to(self.device),
             torch.from_numpy(layout.rank_C).to(self.device),
             table,
+            self._leads(rows, layout),
+            _layers(rows, layout, self.device),
         )
         return Draft(layout, chains, merge(plan, layout, tokens_CL))
 
@@ -59,7 +59,8 @@ class ModelDrafter:
     @staticmethod
     def node_index(row: Row, chain: int, depth: int) -> int:
         """Index, in the sequence, of the draft K/V of a chain's node (depth 1 is the first drafted token)."""
-        return row.end + (depth - 1) * row.num_drafts + chain
+        width = row.widths[depth - 1]
+        return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
 
     def _catch_up(self, plan: Plan) -> Tensor:
         """Logits below the root of every speculating row, after computing all missing known tokens."""
@@ -69,7 +70,7 @@ class ModelDrafter:
                 row.draft_first_index,
                 row.block_ids,
                 NO_NODES,
-                slice(len(row.draft_known) - (row.num_drafts > 0), None),
+                slice(len(row.draft_known) - bool(row.branching), None),
             )
             for row in plan.rows
             if row.draft_known
@@ -79,17 +80,18 @@ class ModelDrafter:
         assert self.runner is not None, "a row speculates without a draft model"
         return self.runner.forward(parts)
 
-    def _levels(self, rows: Sequence[Row], layout: Layout, root_NV: Tensor) -> tuple[Tensor, LawTable]:
+    def _draw_levels(self, rows: Sequence[Row], layout: Layout, root_NV: Tensor) -> tuple[Tensor, LawTable]:
         """Draw all chains level by level; the tokens [C, L] and the laws they came from."""
         shape = (layout.num_chains, layout.max_length)
         tokens_CL = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        levels = _law_rows(rows, layout)
-        row_CL = torch.from_numpy(levels.row_CL).to(self.device)
-        law_NV = torch.empty((levels.num_rows, self.vocab_size), device=self.device)
-        table = LawTable(law_NV, row_CL)
+        row_CL = np.zeros(shape, dtype=np.int64)
+        for depth, level in enumerate(layout.levels):
+            row_CL[:, depth] = level.law_row_C
+        num_rows = layout.levels[-1].end_law_row if layout.levels else 0
+        law_NV = torch.empty((num_rows, self.vocab_size), device=self.device)
+        table = LawTable(law_NV, torch.from_numpy(row_CL).to(self.device))
         if not shape[1]:
             return tokens_CL, table
-        speculating = [row for row in rows if row.num_drafts]
         uniform_CL = torch.from_numpy(
             uniform(
                 layout.seed_C[:, None],
@@ -99,87 +101,103 @@ class ModelDrafter:
                 np.arange(shape[1]),
             )
         ).to(self.device)
-        parameters = LawParameters.of([row.sampling for row in speculating], self.device)
-        law_NV[: len(speculating)] = law(root_NV, parameters)
-        self._draw_first(speculating, layout, law_NV, tokens_CL, uniform_CL)
-        for depth in range(1, shape[1]):
-            active = torch.from_numpy(np.flatnonzero(layout.length_C > depth)).to(self.device)
-            start, stop = levels.bounds[depth]
-            logits_NV = self._next_level(speculating, tokens_CL[active, depth - 1], depth)
-            law_NV[start:stop] = law(logits_NV, parameters.select(levels.speculating_at(depth, self.device)))
-            tokens_CL[active, depth] = categorical(law_NV[row_CL[active, depth]], uniform_CL[active, depth])
+        parameters = LawParameters.of([row.sampling for row in rows], self.device)
+        logits_NV = root_NV
+        for depth, level in enumerate(layout.levels):
+            if depth > 0:
+                parents = torch.from_numpy(level.parents).to(self.device)
+                logits_NV = self._next_level(rows, tokens_CL[parents, depth - 1], depth)
+            below_NV = law_NV[level.first_law_row : level.end_law_row]
+            below_NV.copy_(law(logits_NV, parameters.select(torch.from_numpy(level.row_of_parent).to(self.device))))
+            self._draw_level(rows, level, depth, below_NV, logits_NV, tokens_CL[:, depth], uniform_CL[:, depth])
         return tokens_CL, table
 
-    def _draw_first(
-        self, speculating: Sequence[Row], layout: Layout, law_NV: Tensor, tokens_CL: Tensor, uniform_CL: Tensor
+    def _draw_level(
+        self,
+        rows: Sequence[Row],
+        level: Level,
+        depth: int,
+        law_NV: Tensor,
+        logits_NV: Tensor,
+        tokens_C: Tensor,
+        uniform_C: Tensor,
     ) -> None:
-        """Draw the first tokens of all chains, requests of one method and chain count together."""
-        chains = np.split(np.flatnonzero(layout.length_C > 0), np.cumsum([row.num_drafts for row in speculating])[:-1])
+        """Draw the children of one level's parents into `tokens_C`, parents of one method and number together."""
         alike: dict[tuple[str, int], list[int]] = {}
-        for number, row in enumerate(speculating):
-            method = row.draft_method or RULES[row.rule].draft_methods[0]
-            alike.setdefault((method, row.num_drafts), []).append(number)
-        for (method, _), numbers in alike.items():
-            chain_NK = torch.from_numpy(np.stack([chains[number] for number in numbers])).to(self.device)
-            roots_N = torch.tensor(numbers, device=self.device)
-            tokens_CL[chain_NK, 0] = first_tokens(method, law_NV[roots_N], uniform_CL[chain_NK, 0])
+        for number, row in enumerate(level.row_of_parent.tolist()):
+            alike.setdefault(_method(rows[row], depth), []).append(number)
+        for (method, count), numbers in alike.items():
+            first_N = level.parents[numbers]
+            apart_N = np.array(
+                [rows[row].num_drafts // rows[row].widths[depth] for row in level.row_of_parent[numbers]]
+            )
+            chain_NK = torch.from_numpy(first_N[:, None] + apart_N[:, None] * np.arange(count)).to(self.device)
+            index_N = torch.tensor(numbers, device=self.device)
+            weights_NV = (logits_NV if method == MOST_LIKELY else law_NV)[index_N]
+            tokens_C[chain_NK] = children(method, weights_NV, uniform_C[chain_NK])
+        tokens_C.copy_(tokens_C[torch.from_numpy(level.leader_C).to(self.device)])
 
-    def _next_level(self, speculating: Sequence[Row], tokens_N: Tensor, depth: int) -> Tensor:
+    def _leads(self, rows: Sequence[Row], layout: Layout) -> Tensor | None:
+        if not any(row.speculation.tree for row in rows):
+            return None
+        chain_C = np.arange(layout.num_chains)
+        leads = [level.active_C & (level.leader_C == chain_C) for level in layout.levels]
+        return torch.from_numpy(np.stack(leads, 1)).to(self.device) if leads else None
+
+    def _next_level(self, rows: Sequence[Row], tokens_N: Tensor, depth: int) -> Tensor:
         """Logits below the nodes of `depth` of every row whose chains reach deeper."""
         assert self.runner is not None
         tokens = tokens_N.tolist()
         parts = []
         start = 0
-        for row in speculating:
+        for row in rows:
             if row.draft_length <= depth:
                 continue
-            count = row.num_drafts
+            count = row.widths[depth - 1]
             nodes = Nodes(
                 tokens=tokens[start : start + count],
                 depths=[depth] * count,
-                cached_depths=[level for level in range(1, depth) for _ in range(count)],
-                ancestry=np.tile(np.eye(count, dtype=np.bool_), (1, depth)),
+                cached_depths=[level for level in range(1, depth) for _ in range(row.widths[level - 1])],
+                ancestry=_ancestry(row.branching[:depth]),
             )
             parts.append(SequenceInput((), row.end, row.block_ids, nodes, slice(None)))
             start += count
         return self.runner.forward(parts)
 
 
-@dataclass(frozen=True)
-class _LawRows:
-    """Which row of the law table each chain uses at each depth.
-
-    At depth 0 all chains of a request share one row; deeper every chain has its own.
-    """
-
-    row_CL: np.ndarray
-    bounds: list[tuple[int, int]]
-    """Half-open range of table rows by depth."""
-    speculating: list[np.ndarray]
-    """By depth, the index among speculating rows behind each table row."""
-    num_rows: int
-
-    def speculating_at(self, depth: int, device: torch.device) -> Tensor:
-        """Index among the speculating rows, for each law row of `depth`."""
-        return torch.from_numpy(self.speculating[depth]).to(device)
+def method_of(row: Row) -> str:
+    """How the children of a row's nodes are drawn: as it asked, or the rule's own way."""
+    return row.speculation.draft_method or RULES[row.speculation.rule].draft_methods[0]
 
 
-def _law_rows(rows: Sequence[Row], layout: Layout) -> _LawRows:
-    rank = np.cumsum([row.num_drafts > 0 for row in rows]) - 1
-    num_roots = int(rank[-1]) + 1
-    row_CL = np.zeros((layout.num_chains, layout.max_length), dtype=np.int64)
-    bounds, speculating, stop = [], [], 0
-    for depth in range(layout.max_length):
-        active = np.flatnonzero(layout.length_C > depth)
-        behind = rank[layout.request_C[active]]
-        start = stop
-        if depth == 0:
-            row_CL[active, 0] = behind
-            stop = num_roots
-            behind = np.arange(num_roots)
-        else:
-            row_CL[active, depth] = start + np.arange(len(active))
-            stop = start + len(active)
-        bounds.append((start, stop))
-        speculating.append(behind)
-    return _LawRows(row_CL, bounds, speculating, stop)
+def _method(row: Row, depth: int) -> tuple[str, int]:
+    """(how, how many) children of the row's nodes of `depth` are drawn."""
+    count, method = row.branching[depth], method_of(row)
+    if count == 1:
+        return "iid", 1
+    if row.sampling.is_greedy and method != "iid":
+        return MOST_LIKELY, count
+    return method, count
+
+
+@lru_cache(maxsize=1024)
+def _ancestry(branching: tuple[int, ...]) -> np.ndarray:
+    """[nodes of the last level, nodes of all levels]: which nodes are ancestors, or the node itself."""
+    widths = level_widths(branching)
+    node_N = np.arange(widths[-1])
+    return np.concatenate([node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths], axis=1)
+
+
+def _layers(rows: Sequence[Row], layout: Layout, device: torch.device) -> Layers | None:
+    """The rows' pending target layers, by chain."""
+    most = max(len(row.layers) for row in rows)
+    if not most:
+        return None
+    remaining_RM, count_RM = np.zeros((len(rows), most), dtype=np.int64), np.ones((len(rows), most), dtype=np.int64)
+    state_RM4 = np.zeros((len(rows), most, 4))
+    for i, row in enumerate(rows):
+        for j, layer in enumerate(row.layers):
+            remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = layer.remaining, layer.num_chains, layer.state
+    index_C = layout.request_C
+    parts = (torch.from_numpy(array[index_C]).to(device) for array in (remaining_RM, state_RM4, count_RM))
+    return Layers(*parts)

@@ -19,8 +19,6 @@ from engine.request import Sampling
 
 # Top-p looks for its edge among this many largest probabilities first.
 _TOP_P_WINDOW = 1024
-# Below this a temperature is 0: float32 could not scale logits by it.
-_MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class LawParameters:
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> LawParameters:
         """Parameters of one row per entry of `samplings`."""
-        temperatures = [s.temperature if s.temperature >= _MIN_TEMPERATURE else 0.0 for s in samplings]
+        temperatures = [0.0 if s.is_greedy else s.temperature for s in samplings]
         return LawParameters(
             temperature_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
             top_k_N=torch.tensor([s.top_k for s in samplings], device=device),

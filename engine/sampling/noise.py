@@ -35,6 +35,9 @@ class Purpose(IntEnum):
     RESIDUAL = 3
     SCORE = 4
     CHOICE = 5
+    CHOSEN_ACCEPT = 6
+    CHOSEN_RESIDUAL = 7
+    OBSERVE = 8
 
 
 def _mix(word: Words) -> Words:

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.cache.blocks import BlockPool
 from engine.config import SchedulerConfig
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.sequence import Sequence
 
@@ -42,6 +42,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Drafted tokens among `token_ids`."""
     queue_s: float
     """How long the request waited before it was first admitted."""
+    gap: float | None = None
+    """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
+    bias: float = 0.0
+    """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
 
 
 class Scheduler:
@@ -175,14 +179,13 @@ class Scheduler:
         request = sequence.request
         speculation = request.speculation
         # One token must stay to be emitted after the drafts; both counts depend on the request alone.
-        length = min(speculation.draft_length, sequence.num_remaining - 1)
-        drafts = speculation.num_drafts if length > 0 else 0
-        nodes = drafts * length
+        branching = speculation.branching[: max(0, sequence.num_remaining - 1)]
+        nodes = sum(level_widths(branching))
         samples = sequence.num_missing + nodes <= budget
         count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, budget))
         first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
         end = first + count
-        drafting = drafts > 0 if samples else speculation.num_drafts > 0
+        drafting = bool(branching if samples else speculation.num_drafts)
         return Row(
             sequence_id=sequence.sequence_id,
             known=tuple(sequence.tokens[first:end]),
@@ -192,10 +195,9 @@ class Scheduler:
             block_ids=(),
             samples=samples,
             sampling=request.sampling,
-            rule=speculation.rule,
-            num_drafts=drafts if samples else 0,
-            draft_length=length if samples and drafts else 0,
-            draft_method=speculation.draft_method,
+            speculation=speculation,
+            branching=branching if samples else (),
+            layers=sequence.layers,
         )
 
     def _reserve(self, sequence: Sequence, row: Row) -> bool:
@@ -210,7 +212,7 @@ class Scheduler:
         return False
 
     def _num_blocks_missing(self, sequence: Sequence, row: Row) -> int:
-        needed = -(-(row.end + row.num_drafts * row.draft_length) // self.block_size)
+        needed = -(-(row.end + row.num_nodes) // self.block_size)
         return max(0, needed - len(sequence.block_ids))
 
     def _preempt(self, victim: Sequence) -> None:
@@ -225,8 +227,7 @@ class Scheduler:
             return None
         sequence = self._waiting[0]
         row = self._row(sequence, budget)
-        speculation = sequence.request.speculation
-        room = len(sequence.tokens) + speculation.num_drafts * speculation.draft_length
+        room = len(sequence.tokens) + sum(level_widths(sequence.request.speculation.branching))
         num_blocks = -(-room // self.block_size)
         if not row.known or num_blocks > self.pool.num_free:
             return None
@@ -246,6 +247,7 @@ class Scheduler:
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = self._cut(sequence, emitted)
         sequence.tokens += kept
+        sequence.layers = emission.layers
         if finish_reason is not None:
             self._finish(sequence)
         return Outcome(
@@ -254,10 +256,12 @@ class Scheduler:
             finish_reason=finish_reason,
             draft_length=row.draft_length,
             num_chains=row.num_drafts,
-            rule=row.rule,
+            rule=row.speculation.rule,
             num_nodes=emission.num_nodes,
             num_accepted=min(len(emission.accepted), len(kept)),
             queue_s=sequence.queue_s,
+            gap=emission.gap,
+            bias=emission.bias,
         )
 
     def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.plan import TargetLayer
 from engine.request import Request
 
 
@@ -13,6 +14,7 @@ class Sequence:
         "arrival",
         "block_ids",
         "last_step",
+        "layers",
         "num_draft_computed",
         "num_target_computed",
         "queue_s",
@@ -30,6 +32,7 @@ class Sequence:
         self.num_draft_computed = 0
         self.block_ids: list[int] = []
         self.last_step = -1
+        self.layers: tuple[TargetLayer, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = -1.0
 

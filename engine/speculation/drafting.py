@@ -1,8 +1,10 @@
 """Drafted chains, the laws they were drawn from, and the noise that decides about them.
 
-The first tokens of a request's chains are drawn together, by one of DRAFT_METHODS; below its first token
-every chain goes on alone, token by token from the draft law below its own prefix. With `iid` the
-chains are independent given the context, which is what the block rules need.
+A request's chains are the leaves of a tree: below every node some children are drawn together, by one of
+DRAFT_METHODS, from the draft law below the node's prefix. In the usual tree only the root has several children, and
+below its first token every chain goes on alone; with `iid` such chains are independent given the context, which is
+what the block rules need. A chain *leads* a node when it is the first of the chains through it: rules that look at
+nodes see every drawn node once, through its leader (equal tokens of different draws stay different nodes).
 A row that does not speculate has one chain of length 0: plain decoding is verification of
 nothing, and needs no code of its own.
 
@@ -24,33 +26,39 @@ DRAFT_METHODS = {
     "greedy": "the most likely tokens, and one drawn from the rest",
     "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
 }
-"""How the first tokens of a request's chains are drawn."""
+"""How the children of one node are drawn."""
+
+MOST_LIKELY = "most_likely"
+"""At temperature 0 nothing is drawn: the children are the most likely tokens by their logits."""
 
 
-def first_tokens(method: str, law_NV: Tensor, uniform_NK: Tensor) -> Tensor:
-    """[N, K] the first tokens of K chains below each law; deterministic in the law and the noise.
+def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
+    """[N, K] K children below each node; deterministic in the weights and the noise.
 
-    Where the law's support is smaller than K, surplus chains get an arbitrary token that the rules for the
+    weights_NV: the draft law (for `most_likely`: anything that orders the tokens, such as logits).
+    Where a law's support is smaller than K, surplus children get an arbitrary token that the rules for the
     method recognise (its probability among what is left is 0).
     """
-    num_chains = uniform_NK.shape[1]
-    if method == "iid" or num_chains == 1:
-        rows_NV = law_NV.repeat_interleave(num_chains, 0)
+    num_children = uniform_NK.shape[1]
+    if method == MOST_LIKELY:
+        return weights_NV.topk(num_children, dim=1).indices
+    if method == "iid" or num_children == 1:
+        rows_NV = weights_NV.repeat_interleave(num_children, 0)
         return categorical(rows_NV, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
     if method == "greedy":
-        top_NK = law_NV.topk(num_chains - 1, dim=1).indices
-        rest_N1 = categorical(law_NV.scatter(1, top_NK, 0.0), uniform_NK[:, -1]).unsqueeze(1)
+        top_NK = weights_NV.topk(num_children - 1, dim=1).indices
+        rest_N1 = categorical(weights_NV.scatter(1, top_NK, 0.0), uniform_NK[:, -1]).unsqueeze(1)
         return torch.cat([top_NK, rest_N1], 1)
     if method == "spechub":
-        hub_N = law_NV.argmax(1)
-        first_N = categorical(law_NV, uniform_NK[:, 0])
-        other_N = categorical(law_NV.scatter(1, hub_N.unsqueeze(1), 0.0), uniform_NK[:, 1])
+        hub_N = weights_NV.argmax(1)
+        first_N = categorical(weights_NV, uniform_NK[:, 0])
+        other_N = categorical(weights_NV.scatter(1, hub_N.unsqueeze(1), 0.0), uniform_NK[:, 1])
         return torch.stack([first_N, torch.where(first_N == hub_N, other_N, hub_N)], 1)
     assert method == "without_replacement", method
     tokens = []
-    for k in range(num_chains):
-        tokens.append(categorical(law_NV, uniform_NK[:, k]))
-        law_NV = law_NV.scatter(1, tokens[-1].unsqueeze(1), 0.0)
+    for k in range(num_children):
+        tokens.append(categorical(weights_NV, uniform_NK[:, k]))
+        weights_NV = weights_NV.scatter(1, tokens[-1].unsqueeze(1), 0.0)
     return torch.stack(tokens, 1)
 
 
@@ -85,6 +93,21 @@ class LawTable:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Pending changes of the target law (`layers.py`), M of them per chain, oldest first."""
+
+    remaining_CM: Tensor
+    """A layer holds at the nodes of depth below this (the root has depth 0); 0 pads."""
+    state_CM4: Tensor
+    """State at the root: float64."""
+    num_chains_CM: Tensor
+
+    def select(self, index: Tensor) -> Layers:
+        """The layers of the chains at `index`."""
+        return Layers(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
+
+
+@dataclass(frozen=True)
 class Chains:
     """The drafted chains of a step, flat over requests and sorted by request."""
 
@@ -97,6 +120,10 @@ class Chains:
     """Index of the chain within its request."""
     draft: LawTable
     """The laws the tokens were drawn from."""
+    leads_CL: Tensor | None = None
+    """Whether the chain is the first through its node of each depth; None where no two chains share a draw."""
+    layers: Layers | None = None
+    """Changes of the target law that earlier steps left behind, by chain; None where there are none."""
 
     @property
     def num_chains(self) -> int:
@@ -116,6 +143,8 @@ class Chains:
             self.request_C[index],
             self.rank_C[index],
             self.draft.select(index),
+            None if self.leads_CL is None else self.leads_CL[index],
+            None if self.layers is None else self.layers.select(index),
         )
 
 
@@ -126,7 +155,16 @@ class ChainNoise:
     accept_CL: Tensor
     residual_C: Tensor
     score_C: Tensor
+    chosen_accept_CL: Tensor
+    """For decisions about a chain that was chosen by the numbers above."""
+    chosen_residual_C: Tensor
 
     def select(self, index: Tensor) -> ChainNoise:
         """The numbers of the chains at `index`."""
-        return ChainNoise(self.accept_CL[index], self.residual_C[index], self.score_C[index])
+        return ChainNoise(
+            self.accept_CL[index],
+            self.residual_C[index],
+            self.score_C[index],
+            self.chosen_accept_CL[index],
+            self.chosen_residual_C[index],
+        )

@@ -10,7 +10,7 @@ Not for: running anything (`verification`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,15 @@ def accept_score_race(p: Law, q: Law, n: int) -> float:
     return float((p * (1 - (1 - ratio) ** n)).sum())
 
 
+def accept_selected_block(p: Law, q: Law, n: int) -> float:
+    """Greedy block verification of the chain that the score race selects, blocks of one token."""
+    ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
+    kept = p * (1 - (1 - ratio) ** n)
+    excess = (q - p).clip(min=0)
+    share = excess / excess.sum() if excess.sum() > 1e-15 else excess
+    return float(np.minimum(p, kept + share * max(0.0, 1 - kept.sum())).sum())
+
+
 def accept_spechub(p: Law, q: Law, n: int) -> float:
     """SpecHub has two drafts, or one."""
     return alpha_star_greedy(p, q, min(n, 2))
@@ -177,6 +186,8 @@ ACCEPTANCE: Mapping[str, Callable[[Law, Law, int], float]] = {
     "block": accept_token,
     "greedy_block": accept_token,
     "bv_race": accept_score_race,
+    "spectr_gbv": accept_selected_block,
+    "traversal": accept_rrs_without_replacement,
 }
 """Acceptance of every rule at one position with the drafts it is made for, by its name in RULES."""
 
@@ -206,3 +217,68 @@ def smallest_bias(p: Law, q: Law, accept: Law) -> float:
 def pareto_bias(p: Law, q: Law, rejection: float) -> float:
     """Least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
     return max(0.0, 1 - accept_token(p, q, 1) - rejection)
+
+
+Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
+"""(p, q) below a prefix."""
+
+
+def expected_rejections(laws: Laws, horizon: int, batch: int = 1) -> float:
+    """Rejections over `horizon` tokens, drafts to the horizon, no bonus token (Yin et al., Theorems 1 and 3).
+
+    batch: M chains, of which the first position after a rejection tries all by recursive rejection, and the rest
+    goes on with the accepted one. With M = 1: sum_n E_{x~p} TV(p_n, q_n). For M > 1, with f(x_{1:n}) the probability
+    of x_{1:n} with its last token drawn again after a rejection (f of nothing is 1) and p^1 = p,
+    p^{m+1} = norm (p^m - q)+: sum_n E_{x~p} TV - sum_n E_{x~f} [TV - prod_m TV(p^m, q)].
+    Enumerates all prefixes: small vocabularies.
+    """
+    redrawn: dict[tuple[int, ...], float] = {(): 1.0}
+    reached: dict[tuple[int, ...], float] = {(): 1.0}
+    total = 0.0
+    for _ in range(horizon):
+        next_redrawn: dict[tuple[int, ...], float] = {}
+        next_reached: dict[tuple[int, ...], float] = {}
+        for prefix, probability in reached.items():
+            p, q = laws(prefix)
+            first, fresh = 1 - accept_token(p, q, 1), redrawn.get(prefix, 0.0)
+            residual, all_rejected = p, 1.0
+            for _ in range(batch):
+                rejected = max(0.0, 1 - accept_token(residual, q, 1))
+                all_rejected *= rejected
+                if rejected > 1e-15:
+                    residual = (residual - q).clip(min=0)
+                    residual = residual / residual.sum()
+            total += probability * first - fresh * (first - all_rejected)
+            for token in np.flatnonzero(p > 0).tolist():
+                next_reached[*prefix, token] = probability * p[token]
+                next_redrawn[*prefix, token] = fresh * all_rejected * residual[token] + (probability - fresh) * max(
+                    0.0, p[token] - q[token]
+                )
+        redrawn, reached = next_redrawn, next_reached
+    return total
+
+
+def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
+    """Law of the emitted token when drafts are accepted with probability `accept` (Decoding-OPT and -UNO).
+
+    residual: `optimal`, norm (p - accept q)+ (Theorem 4), or `target`, p itself.
+    """
+    mass = accept * q
+    left = 1 - mass.sum()
+    if left <= 1e-15:
+        return mass
+    again = p
+    if residual == "optimal":
+        again = (p - mass).clip(min=0)
+        again = again / again.sum() if again.sum() > 0 else p
+    law: Law = mass + left * again
+    return law
+
+
+def pareto_front(p: Law, q: Law, epsilons: Sequence[float]) -> list[tuple[float, float]]:
+    """(rejection probability, least bias) of over-acceptance by each epsilon; all on Theorem 5's line."""
+    points = []
+    for epsilon in epsilons:
+        accept = over_acceptance(p, q, epsilon)
+        points.append((1 - float((accept * q).sum()), smallest_bias(p, q, accept)))
+    return points

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, first_tokens
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.verification import RULES
 
 
@@ -30,7 +30,7 @@ def made_up_chains(
     draws = torch.rand((length, num_requests, num_chains), generator=generator, dtype=torch.float64)
     rows_NL = torch.arange(num_requests).unsqueeze(1) * (length + 1) + torch.arange(length)
     tokens = [
-        first_tokens(method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
+        children(method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
         for depth in range(length)
     ]
     chains = Chains(
@@ -40,8 +40,14 @@ def made_up_chains(
         torch.arange(num_chains).repeat(num_requests),
         LawTable(draft_NV, row_CX[:, :length]),
     )
-    numbers = torch.rand((total, length + 2), generator=generator, dtype=torch.float64)
-    noise = ChainNoise(numbers[:, :length], numbers[:, length], numbers[:, length + 1])
+    numbers = torch.rand((total, 2 * length + 3), generator=generator, dtype=torch.float64)
+    noise = ChainNoise(
+        numbers[:, :length],
+        numbers[:, length],
+        numbers[:, length + 1],
+        numbers[:, length + 2 : -1],
+        numbers[:, -1],
+    )
     return chains, LawTable(target_NV, row_CX), noise
 
 

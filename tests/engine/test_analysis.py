@@ -10,7 +10,8 @@ import pytest
 from engine.analysis import main
 from engine.speculation.verification import RULES
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())["token"]
+VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())
+GOLDEN = VECTORS["token"]
 KEYS = {
     "nss": "nss_iid",
     "rrs": "rrs_iid",
@@ -21,6 +22,23 @@ KEYS = {
     "bv_race": "score_race_iid",
     "token": "single",
     "block": "single",
+    "greedy_block": "single",
+    "ot_lp": "weighted_race_iid",
+    "traversal": "rrswor_swor",
+}
+BLOCKS = VECTORS["block"]
+BLOCK_KEYS = {
+    "token": "token_single_chain",
+    "block": "bv",
+    "greedy_block": "gbv",
+    "bv_race": "bv_race",
+    "spectr_gbv": "race_select_gbv",
+    "traversal": "traversal_iid",
+    "rrs": "tree_rrs",
+    "rrs_without_replacement": "tree_rrs_dedupe_wor",
+    "kseq": "tree_kseq",
+    "weighted_race": "tree_weighted_race",
+    "nss": "tree_nss",
 }
 
 
@@ -38,6 +56,38 @@ def test_every_golden_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         for rule, key in KEYS.items():
             if key in case["accept"]:
                 assert entry["acceptance"][rule] == pytest.approx(case["accept"][key], abs=1e-9), (rule, case["kind"])
+
+
+def test_every_golden_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "blocks.json"
+    file.write_text(json.dumps([{name: case[name] for name in "VLK"} | {"rows": case["rows"]} for case in BLOCKS]))
+    assert main(["blocks", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for case, entry in zip(BLOCKS, found, strict=True):
+        assert set(entry["E_tau"]) == set(entry["first_block_law"]) == set(RULES)
+        for rule, key in BLOCK_KEYS.items():
+            assert entry["E_tau"][rule] == pytest.approx(case["E_tau"][key], abs=1e-9), rule
+            for outcome, probability in case["first_block_law"].get(key, {}).items():
+                assert entry["first_block_law"][rule][outcome] == pytest.approx(probability, abs=1e-9), rule
+        # The optimum at one position is at least as good as any rule that decides position by position.
+        assert entry["E_tau"]["ot_lp"] >= entry["E_tau"]["rrs"] - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"K": 0}, "'K' must be a positive integer"),
+        ({"L": 9, "K": 9}, "too many to enumerate"),
+        ({"rows": []}, "'rows' must map"),
+        ({"rows": {}}, "row '': is missing"),
+        ({"rows": {"": {"p": [1.0], "q": [1.0]}}}, "must have 2 entries"),
+    ],
+)
+def test_bad_blocks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict, fault: str) -> None:
+    file = tmp_path / "blocks.json"
+    file.write_text(json.dumps([{**BLOCKS[0], **change}]))
+    assert main(["blocks", str(file)]) == 2
+    assert fault in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -60,7 +110,7 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_times_cover_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--num-drafts", "1,3", "--vocabulary", "50", "--requests", "2", "--repeats", "1"]
+    arguments = ["--num-drafts", "1,3", "--vocabulary", "10,50", "--requests", "2", "--repeats", "1"]
     assert main(["times", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {cell["rule"] for cell in found["cells"]} == set(RULES)

@@ -88,6 +88,7 @@ def build(
     max_model_len: int = 128,
     max_num_drafts: int = 4,
     max_draft_length: int = 5,
+    max_over_acceptance: float = 0.0,
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
@@ -98,7 +99,11 @@ def build(
                 max_num_batched_tokens=budget, max_model_len=max_model_len, max_num_seqs=max_num_seqs
             ),
             speculation=SpeculationConfig(
-                num_drafts=1, draft_length=1, max_num_drafts=max_num_drafts, max_draft_length=max_draft_length
+                num_drafts=1,
+                draft_length=1,
+                max_num_drafts=max_num_drafts,
+                max_draft_length=max_draft_length,
+                max_over_acceptance=max_over_acceptance,
             ),
         ),
         target,

@@ -1,11 +1,8 @@
-"""Chain rules are exact: by enumeration at 1e-12, against golden vectors at 1e-9, in float32 at the edges."""
+"""Every rule is exact: by enumeration at 1e-11, against golden vectors at 1e-9, in float32 at the edges."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,81 +10,209 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.plan import TargetLayer
 from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
+from engine.speculation.enumeration import (
+    EveryChain,
+    Model,
+    Outcome,
+    block_outcomes,
+    expected_accepted,
+    first_block_law,
+    joint,
+    race,
+    rule_outcomes,
+)
+from engine.speculation.layers import effective_laws
 from engine.speculation.verification import RULES
-from tests.speculation import exact
-from tests.speculation.exact import Model
+from engine.speculation.verification.greedy_block import (
+    greedy_blocks,
+    layers_after,
+    next_token_weights,
+    selection_at,
+)
+from tests.speculation.exact import (
+    GOLDEN,
+    distance_from_target,
+    from_prefix,
+    golden_model,
+    golden_rows,
+    random_model,
+    redrawn,
+    stream_distance,
+)
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())
 BLOCK_CASES = GOLDEN["block"]
+NAMES = {
+    "token": "token_single_chain",
+    "block": "bv",
+    "greedy_block": "gbv",
+    "bv_race": "bv_race",
+    "spectr_gbv": "race_select_gbv",
+    "traversal": "traversal_iid",
+    "rrs": "tree_rrs",
+    "rrs_without_replacement": "tree_rrs_dedupe_wor",
+    "kseq": "tree_kseq",
+    "weighted_race": "tree_weighted_race",
+    "nss": "tree_nss",
+}
+"""Rules by their names in golden.json, which has K i.i.d. chains."""
 
 
-def golden_model(case: dict) -> Model:
-    def rows(which: str) -> dict:
-        return {
-            tuple(int(token) for token in prefix.split(",") if token): row[which]
-            for prefix, row in case["rows"].items()
-        }
-
-    return Model(rows("p"), rows("q"), case["V"], case["L"])
-
-
-def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "any") -> Model:
-    """Laws with the corners that matter: zeros, ties, equal laws, disjoint supports, one-hot rows."""
-    rng = np.random.default_rng(seed)
-
-    def row() -> np.ndarray:
-        weights = rng.dirichlet(np.full(vocabulary, rng.choice([0.3, 1.0, 5.0])))
-        if rng.random() < 0.25:
-            weights = weights * (rng.random(vocabulary) < 0.6)
-        if rng.random() < 0.1 or weights.sum() == 0:
-            weights = np.eye(vocabulary)[rng.integers(vocabulary)]
-        return weights / weights.sum()
-
-    target, draft = {}, {}
-    for depth in range(length + 1):
-        for prefix in itertools.product(range(vocabulary), repeat=depth):
-            target[prefix], draft[prefix] = row(), row()
-            if kind == "equal" or rng.random() < 0.15:
-                draft[prefix] = target[prefix]
-    return Model(target, draft, vocabulary, length)
-
-
-def dense_model(seed: int) -> Model:
-    """Laws without zeros or ties, target and draft unlike each other."""
-    rng = np.random.default_rng(seed)
-    prefixes = [p for depth in range(3) for p in itertools.product(range(3), repeat=depth)]
-    target, draft = ({prefix: rng.dirichlet(np.ones(3)) for prefix in prefixes} for _ in range(2))
-    return Model(target, draft, 3, 2)
+def outcomes_of(rule: str, model: Model, num_drafts: int, method: str = "iid") -> list[Outcome]:
+    """One step of a rule on independent chains, or on one chain where it takes no more."""
+    count = min(num_drafts, RULES[rule].max_drafts or num_drafts)
+    return rule_outcomes(rule, model, (count, *(1,) * (model.length - 1)), method)
 
 
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
 def test_golden_block_law_and_expected_length(case: dict) -> None:
     model = golden_model(case)
-    one_chain = exact.block_outcomes(model)
-    found = {
-        "bv": one_chain,
-        "bv_race": exact.race([one_chain] * case["K"]),
-    }
-    for name, outcomes in found.items():
-        assert exact.expected_accepted(outcomes) == pytest.approx(case["E_tau"][name], abs=1e-9)
-        law = exact.first_block_law(outcomes)
-        for key, probability in case["first_block_law"][name].items():
-            assert law.get(key, 0.0) == pytest.approx(probability, abs=1e-9), (name, key)
+    for rule, name in NAMES.items():
+        outcomes = outcomes_of(rule, model, case["K"])
+        assert expected_accepted(outcomes) == pytest.approx(case["E_tau"][name], abs=1e-9), rule
+        law = first_block_law(outcomes)
         assert sum(law.values()) == pytest.approx(1, abs=1e-9)
-    token = exact.expected_accepted(exact.token_outcomes(model))
-    assert token == pytest.approx(case["E_tau"]["token_single_chain"], abs=1e-9)
+        for key, probability in case["first_block_law"].get(name, {}).items():
+            assert law.get(key, 0.0) == pytest.approx(probability, abs=1e-9), (rule, key)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
+def test_golden_changed_targets(case: dict) -> None:
+    """The law that holds right after a greedy block, at the node the next step begins with."""
+    model = golden_model(case)
+    for rule, name in (("greedy_block", "gbv"), ("spectr_gbv", "race_select_gbv")):
+        ends = {(*o.accepted, o.next_token): o.layers for o in outcomes_of(rule, model, case["K"]) if o.layers}
+        for key, row in case["modified_target_next_row"][name].items():
+            prefix = tuple(int(token) for token in key.split(","))
+            after = from_prefix(model, prefix, model.length - len(prefix), ends[prefix])
+            laws = EveryChain.of(after).target.rows_at(0)
+            np.testing.assert_allclose(laws[0].numpy(), row, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", GOLDEN["layers"], ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}")
+def test_golden_nested_layers(case: dict) -> None:
+    """Forced trajectories through several windows: active layers, effective rows and residuals."""
+    target, draft = golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q")
+    layers: tuple[TargetLayer, ...] = ()
+    for step in case["steps"]:
+        prefix, accepted, token = tuple(step["prefix"]), tuple(step["accepted"]), step["residual_token"]
+        assert [len(prefix) + layer.remaining for layer in layers] == [a["end"] for a in step["active_layers"]]
+        for layer, stored in zip(layers, step["active_layers"], strict=True):
+            np.testing.assert_allclose(layer.state, [stored[k] for k in ("r", "ubar", "carry", "gamma")], atol=1e-9)
+        # Only the rows on the forced path are stored; the chain's other rows do not matter.
+        path = (*accepted, token)
+        rows = [prefix + path[:i] for i in range(len(accepted) + 1)]
+        chains = Chains(
+            torch.tensor([[*path, *[0] * case["L"]][: case["L"]]]),
+            torch.tensor([case["L"]]),
+            torch.tensor([0]),
+            torch.tensor([0]),
+            LawTable(
+                torch.tensor(np.array([draft[row] for row in rows])),
+                torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
+            ),
+            layers=layer_tensors(layers),
+        )
+        plain = LawTable(
+            torch.tensor(np.array([target[row] for row in rows])),
+            torch.tensor([[min(i, len(accepted)) for i in range(case["L"] + 1)]]),
+        )
+        laws, by_depth = effective_laws(chains, plain)
+        np.testing.assert_allclose(laws.rows_at(0)[0].numpy(), step["effective_target_row"], atol=1e-9)
+        count, tau = torch.tensor([case["K"]]), torch.tensor([len(accepted)])
+        known = greedy_blocks(chains, laws, count)
+        selection = selection_at(chains, laws, known, count, tau)
+        weights = next_token_weights(chains, selection, tau)[0]
+        np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=1e-9)
+        after = layers_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
+        rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
+        layers = tuple(TargetLayer(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
+
+
+def layer_tensors(layers: tuple[TargetLayer, ...]) -> Layers | None:
+    if not layers:
+        return None
+    return Layers(
+        torch.tensor([[layer.remaining for layer in layers]]),
+        torch.tensor([[layer.state for layer in layers]], dtype=torch.float64),
+        torch.tensor([[layer.num_chains for layer in layers]]),
+    )
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([1, 2, 4]), st.sampled_from(["any", "equal"]))
-def test_every_rule_emits_the_target_law(seed: int, num_chains: int, kind: str) -> None:
+def test_chain_rules_emit_the_target_law(seed: int, num_chains: int, kind: str) -> None:
     model = random_model(seed, kind=kind)
-    block = exact.block_outcomes(model)
-    assert exact.distance_from_target(model, block) < 1e-12
-    assert exact.distance_from_target(model, exact.token_outcomes(model)) < 1e-12
-    assert exact.distance_from_target(model, exact.race([block] * num_chains)) < 1e-11
+    for rule in ("token", "block", "bv_race"):
+        assert distance_from_target(model, outcomes_of(rule, model, num_chains)) < 1e-11
+
+
+STREAMS = [
+    (rule, method, drafts)
+    for rule in RULES
+    for method in RULES[rule].draft_methods
+    for drafts in (1, 2, 3, 4)
+    if drafts <= (2 if method == "spechub" else RULES[rule].max_drafts or drafts)
+]
+
+
+@pytest.mark.parametrize("kind", ["any", "dense", "equal"])
+@pytest.mark.parametrize(("rule", "method", "drafts"), STREAMS)
+def test_the_stream_of_several_steps_has_the_target_law(rule: str, method: str, drafts: int, kind: str) -> None:
+    """Three tokens over all the steps that can emit them, every rule with every draft method it is exact for."""
+    world = random_model(3 + drafts, vocabulary=2, length=4, kind=kind)
+    step = lambda model: outcomes_of(rule, model, drafts, method)  # noqa: E731
+    assert stream_distance(world, step, num_tokens=3, length=2) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("rule", "method", "tree"),
+    [
+        ("rrs_without_replacement", "without_replacement", (2, 2)),
+        ("rrs_without_replacement", "iid", (2, 2)),
+        ("traversal", "without_replacement", (2, 2)),
+        ("traversal", "without_replacement", (1, 3)),
+        ("traversal", "iid", (2, 2)),
+        ("weighted_race", "iid", (2, 2)),
+        ("kseq", "iid", (1, 3)),
+        ("greedy", "greedy", (2, 2)),
+        ("greedy", "greedy", (1, 3)),
+        ("nss", "spechub", (2, 2)),
+    ],
+)
+def test_trees_that_branch_later_keep_the_target_law(rule: str, method: str, tree: tuple[int, ...]) -> None:
+    for seed in range(4):
+        world = random_model(seed, vocabulary=3, length=3, kind="any" if seed % 2 else "dense")
+        step = lambda model: rule_outcomes(rule, model, tree, method)  # noqa: E731
+        assert stream_distance(world, step, num_tokens=2, length=2) < 1e-11
+
+
+@pytest.mark.parametrize(("rule", "drafts"), [("greedy_block", 1), ("spectr_gbv", 2), ("spectr_gbv", 4)])
+def test_nested_target_changes_keep_the_target_law(rule: str, drafts: int) -> None:
+    """Blocks of three tokens over five: a block begins inside the window of another."""
+    world = random_model(8, vocabulary=2, length=7, kind="dense")
+    step = lambda model: outcomes_of(rule, model, drafts)  # noqa: E731
+    assert stream_distance(world, step, num_tokens=5, length=3) < 1e-11
+    without = lambda model: [replace(o, layers=()) for o in outcomes_of(rule, model, drafts)]  # noqa: E731
+    assert stream_distance(world, without, num_tokens=5, length=3) > 1e-3
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 3))
+def test_inequalities_between_rules(seed: int, drafts: int) -> None:
+    """Sum min(P, Q) is what greedy block verification keeps; the selected chain keeps at least the SpecTr-GBV bound."""
+    model = random_model(seed, vocabulary=2, length=3)
+    nodes = [path for depth in (1, 2, 3) for path in model.paths(depth)]
+    pairs = [(joint(model.target, node), joint(model.draft, node)) for node in nodes]
+    kept = expected_accepted(outcomes_of("greedy_block", model, 1))
+    assert kept == pytest.approx(sum(min(pair) for pair in pairs), abs=1e-10)
+    bound = sum(p * (1 - (1 - min(1.0, q / p)) ** drafts) for p, q in pairs if p > 0)
+    assert expected_accepted(outcomes_of("spectr_gbv", model, drafts)) >= bound - 1e-10
+    block, token = (expected_accepted(outcomes_of(rule, model, 1)) for rule in ("block", "token"))
+    assert kept + 1e-10 >= block >= token - 1e-10
+    assert expected_accepted(outcomes_of("traversal", model, 1)) == pytest.approx(block, abs=1e-10)
 
 
 @settings(max_examples=20, deadline=None)
@@ -97,30 +222,48 @@ def test_race_of_unlike_chains_emits_the_target_law(seed: int) -> None:
     model = random_model(seed)
     other = Model(model.target, random_model(seed + 1).draft, model.vocabulary, model.length)
     short = Model(model.target, other.draft, model.vocabulary, 1)
-    outcomes = exact.race([exact.block_outcomes(m) for m in (model, other, short)])
-    assert exact.distance_from_target(model, outcomes) < 1e-11
+    outcomes = race([block_outcomes(EveryChain.of(m)) for m in (model, other, short)])
+    assert distance_from_target(model, outcomes) < 1e-11
 
 
 def test_wrong_variants_are_caught() -> None:
     """The enumeration finds rules that are nearly right: it is a test that can fail."""
-    model = dense_model(11)
-    block = exact.block_outcomes(model)
-    assert exact.distance_from_target(model, exact.race([block] * 2)) < 1e-12
+    model = random_model(11, kind="dense")
+    every = EveryChain.of(model)
+    block = block_outcomes(every)
+    assert distance_from_target(model, race([block] * 2)) < 1e-12
 
-    def wrong_by(outcomes: list[exact.Outcome]) -> float:
-        return exact.distance_from_target(model, outcomes)
+    def wrong_by(outcomes: list[Outcome]) -> float:
+        return distance_from_target(model, outcomes)
 
     # The residual of token verification after block acceptance.
-    assert wrong_by(exact.block_outcomes(model, weights=torch.ones_like)) > 1e-3
+    one = torch.ones((len(every.paths), model.length + 1), dtype=torch.float64)
+    assert wrong_by(block_outcomes(every, one)) > 1e-3
     # A score that does not stop at the next token's ceiling.
-    assert wrong_by(exact.race([[replace(o, lower=0.0) for o in block]] * 2)) > 1e-3
+    assert wrong_by(race([[replace(o, lower=0.0) for o in block]] * 2)) > 1e-3
     # The longest accepted chain wins.
     by_length = [replace(o, lower=2.0 - len(o.accepted), upper=3.0 - len(o.accepted)) for o in block]
-    assert wrong_by(exact.race([by_length] * 2)) > 1e-3
+    assert wrong_by(race([by_length] * 2)) > 1e-3
     # The draft law of another temperature: verified with rows the tokens were not drawn from.
     hotter = {prefix: np.sqrt(row) / np.sqrt(row).sum() for prefix, row in model.draft.items()}
-    verified = exact.block_outcomes(replace(model, draft=hotter))
-    assert wrong_by(exact.redrawn(verified, hotter, model)) > 1e-3
+    verified = block_outcomes(EveryChain.of(replace(model, draft=hotter)))
+    assert wrong_by(redrawn(verified, hotter, model)) > 1e-3
+    # Greedy block verification without the change of the target that follows.
+    assert wrong_by(outcomes_of("greedy_block", model, 1)) > 1e-3
+    assert wrong_by(outcomes_of("spectr_gbv", model, 2)) > 1e-3
+    # Chains that share their first token are not independent: the race over them is biased.
+    assert wrong_by(race_of_shared_trunks(model)) > 1e-3
+
+
+def race_of_shared_trunks(model: Model) -> list[Outcome]:
+    """A wrong rule: the score race over two chains with a common first token."""
+    block = block_outcomes(EveryChain.of(model))
+    outcomes = []
+    for (first,) in model.paths(1):
+        share = np.asarray(model.draft[()])[first]
+        given_first = [replace(o, probability=o.probability / share) for o in block if o.path[0] == first]
+        outcomes += [replace(o, probability=o.probability * share) for o in race([given_first] * 2)]
+    return outcomes
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
@@ -128,7 +271,7 @@ def test_wrong_variants_are_caught() -> None:
 def test_float32_edges(name: str, uniform: float) -> None:
     """u = 0, u just below 1, zero rows, sums that miss 1, ratios of e^50: a valid token, never one of mass zero."""
     torch.manual_seed(0)
-    vocabulary, length = 50, 4
+    vocabulary, length = RULES[name].max_vocabulary or 50, 4
     target_NV = torch.rand(length + 1, vocabulary).softmax(-1) * (1 + 3e-7)
     draft_NV = torch.rand(length, vocabulary).softmax(-1) * (1 - 3e-7)
     target_NV[:, 7] = 0
@@ -151,7 +294,8 @@ def test_float32_edges(name: str, uniform: float) -> None:
     )
     target = LawTable(target_NV, steps)
     full = torch.full((count,), uniform, dtype=torch.float64)
-    noise = ChainNoise(full.unsqueeze(1).expand(count, length), full, full)
+    each = full.unsqueeze(1).expand(count, length)
+    noise = ChainNoise(each, full, full, each, full)
     verdict = RULES[name].verify(chains, target, noise)
     accepted, token = int(verdict.accepted_B[0]), int(verdict.next_token_B[0])
     chain = tokens_CL[int(verdict.chain_B[0])]
@@ -164,7 +308,8 @@ def test_ragged_chains_ignore_what_lies_beyond_their_end() -> None:
     """A chain of length 0 is plain decoding; garbage beyond a chain's end changes nothing."""
     torch.manual_seed(1)
     target_NV, draft_NV = torch.rand(8, 6).softmax(-1), torch.rand(8, 6).softmax(-1)
-    noise = ChainNoise(torch.rand(2, 3, dtype=torch.float64), *torch.rand(2, 2, dtype=torch.float64))
+    numbers = torch.rand(2, 9, dtype=torch.float64)
+    noise = ChainNoise(numbers[:, :3], numbers[:, 3], numbers[:, 4], numbers[:, 5:8], numbers[:, 8])
 
     def verdict(beyond: int) -> tuple[list[int], list[int]]:
         chains = Chains(
@@ -209,8 +354,11 @@ def test_golden_monte_carlo() -> None:
         torch.arange(case["K"]).repeat(count),
         LawTable(draft_NV, node_CX[:, : model.length]),
     )
-    noise = ChainNoise(*(torch.from_numpy(rng.random(s)) for s in ((num_chains, model.length), num_chains, num_chains)))
-    verdict = RULES["bv_race"].verify(chains, LawTable(target_NV, node_CX), noise)
-    mean = float(verdict.accepted_B.double().mean())
-    error = float(verdict.accepted_B.double().std()) / count**0.5
-    assert mean == pytest.approx(case["E_tau"]["bv_race"], abs=4 * error)
+    numbers = torch.from_numpy(rng.random((num_chains, 2 * model.length + 3)))
+    parts = numbers.split([model.length, 1, 1, model.length, 1], 1)
+    noise = ChainNoise(parts[0], parts[1][:, 0], parts[2][:, 0], parts[3], parts[4][:, 0])
+    for rule in ("bv_race", "spectr_gbv", "traversal"):
+        verdict = RULES[rule].verify(chains, LawTable(target_NV, node_CX), noise)
+        mean = float(verdict.accepted_B.double().mean())
+        error = float(verdict.accepted_B.double().std()) / count**0.5
+        assert mean == pytest.approx(case["E_tau"][NAMES[rule]], abs=4 * error)

@@ -2,8 +2,8 @@
 
 A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns the law
 of the emitted token given those drafts; it draws nothing. "Accepted" means that the emitted token is
-one of the drafts. Composed top-down: draw the token at the root; if it is a draft, every chain through
-it stays alive and the walk goes on below it with as many drafts as chains are alive, else it stops.
+one of the drafts. Composed top-down: draw the token at the root; if it is a draft, every node with that token
+stays alive and the walk goes on below them with all their children as drafts, else it stops.
 Whatever the draws, each emitted token has the target's law given the tokens before it, so the
 composition is lossless for every node rule that is, also when the token came from a residual.
 """
@@ -74,7 +74,8 @@ class TopDown:
                 draft_BV = chains.draft.select(winner_B).rows(depth_B).double()
                 drafted_BK = chains.tokens_CL[chain_BK, depth]
                 present_BK = alive_BK & (depth < chains.length_C[chain_BK])
-                law_BV = self.node_rule(target_BV, draft_BV, drafted_BK, present_BK)
+                leads_BK = True if chains.leads_CL is None else chains.leads_CL[chain_BK, depth]
+                law_BV = self.node_rule(target_BV, draft_BV, drafted_BK, present_BK & leads_BK)
             else:
                 drafted_BK, present_BK = torch.zeros_like(chain_BK), torch.zeros_like(alive_BK)
                 law_BV = target_BV

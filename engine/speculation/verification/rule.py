@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,13 @@ class ChainVerdict:
     accepted_B: Tensor
     """Accepted drafted tokens (tau)."""
     next_token_B: Tensor
+    layers: Layers | None = None
+    """Changes of the target law that hold after these tokens; None where there are none."""
+    bias_B: Tensor | None = None
+    """Distance from the target law that lossy acceptance allowed, summed over the positions it decided about."""
+
+
+Verify = Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
 
 
 @dataclass(frozen=True)
@@ -27,11 +34,15 @@ class Rule:
     """A named verification rule."""
 
     name: str
-    verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
+    verify: Verify
     max_drafts: int | None = None
-    """Most chains per request the rule can use; None is no limit."""
+    """Most children of a node the rule can use; None is no limit."""
     draft_methods: tuple[str, ...] = ("iid",)
     """Draft methods for which the rule is exact; the first is its own."""
+    trees: bool = False
+    """Whether nodes below the root may have several children; else chains must be independent."""
+    max_vocabulary: int | None = None
+    """Largest vocabulary the rule can be computed for; None is no limit."""
 
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,385 @@
+"""Exact laws of one step by enumeration: every drafted path, every outcome, no sampling. Small vocabularies.
+
+Built on the quantities the rules themselves compute (acceptance, residual, score interval, weights), so that a
+mistake in them shows as a wrong law. Used by the exactness tests and by `polydraft analyze blocks`.
+Not for: a serving engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.plan import TargetLayer
+from engine.speculation.drafting import Chains, LawTable, Layers
+from engine.speculation.layers import effective_laws
+from engine.speculation.theory import Law, top_tokens
+from engine.speculation.verification import RULES
+from engine.speculation.verification.block import blocks
+from engine.speculation.verification.greedy_block import (
+    GreedyBlocks,
+    greedy_blocks,
+    layers_after,
+    next_token_weights,
+    selection_at,
+)
+from engine.speculation.verification.node import NodeRule, TopDown
+from engine.speculation.verification.race import score_bounds
+from engine.speculation.verification.rule import residual
+from engine.speculation.verification.token import token_acceptance
+from engine.speculation.verification.traversal import Stops, traverse
+
+Path = tuple[int, ...]
+Rows = Mapping[Path, npt.ArrayLike]
+Tuples = dict[tuple[int, ...], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One way a step can end: what is accepted, the token after it, and how likely that is."""
+
+    accepted: Path
+    next_token: int
+    probability: float
+    lower: float = 0.0
+    upper: float = 1.0
+    """Interval on which the score of the score race is uniform."""
+    path: Path = ()
+    """The whole drafted chain, where the outcome belongs to one."""
+    layers: tuple[TargetLayer, ...] = ()
+    """Changes of the target law that hold afterwards."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Target and draft laws of every prefix up to the draft length."""
+
+    target: Rows
+    draft: Rows
+    vocabulary: int
+    length: int
+    layers: tuple[TargetLayer, ...] = ()
+    """Changes of the target law that hold from the root on."""
+
+    def paths(self, length: int) -> list[Path]:
+        """Every path of `length` tokens."""
+        return list(itertools.product(range(self.vocabulary), repeat=length))
+
+
+def joint(rows: Rows, path: Path) -> float:
+    """Probability of a path."""
+    return float(np.prod([np.asarray(rows[path[:i]])[token] for i, token in enumerate(path)]))
+
+
+@dataclass(frozen=True)
+class EveryChain:
+    """Drafted paths as chains, with the laws that hold along them."""
+
+    model: Model
+    chains: Chains
+    plain: LawTable
+    target: LawTable
+    """`plain` with the layers applied."""
+    by_depth: list[Layers]
+    paths: list[Path]
+
+    @staticmethod
+    def of(model: Model) -> EveryChain:
+        """Every path, as the chain of a request of its own."""
+        paths = model.paths(model.length)
+        return EveryChain.among(model, paths, torch.arange(len(paths)), torch.zeros(len(paths), dtype=torch.int64))
+
+    @staticmethod
+    def among(model: Model, paths: list[Path], request_C: Tensor, rank_C: Tensor) -> EveryChain:
+        """These paths, as the chains of these requests."""
+        prefixes = [prefix for length in range(model.length + 1) for prefix in model.paths(length)]
+        number = {prefix: i for i, prefix in enumerate(prefixes)}
+        inner = [prefix for prefix in prefixes if len(prefix) < model.length]
+        node_CX = torch.tensor([[number[path[:i]] for i in range(model.length + 1)] for path in paths])
+
+        def rows(laws: Rows, of: list[Path]) -> Tensor:
+            return torch.from_numpy(np.array([np.asarray(laws[prefix], dtype=np.float64) for prefix in of]))
+
+        chains = Chains(
+            torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
+            torch.full((len(paths),), model.length),
+            request_C,
+            rank_C,
+            LawTable(rows(model.draft, inner), node_CX[:, : model.length]),
+            layers=_layers(model, len(paths)),
+        )
+        plain = LawTable(rows(model.target, prefixes), node_CX)
+        target, by_depth = effective_laws(chains, plain)
+        return EveryChain(model, chains, plain, target, by_depth, paths)
+
+    def depth(self, depth: int) -> Tensor:
+        """[C] the same depth for every chain."""
+        return torch.full_like(self.chains.length_C, depth)
+
+
+def _layers(model: Model, count: int) -> Layers | None:
+    if not model.layers:
+        return None
+    remaining = torch.tensor([layer.remaining for layer in model.layers])
+    states = torch.tensor([layer.state for layer in model.layers], dtype=torch.float64)
+    num_chains = torch.tensor([layer.num_chains for layer in model.layers])
+    return Layers(remaining.expand(count, -1), states.expand(count, -1, -1), num_chains.expand(count, -1))
+
+
+def stop_law(accept_CL: Tensor) -> Tensor:
+    """[C, L + 1] probability that i is the last index whose test succeeds (0: none)."""
+    one_C1 = torch.ones_like(accept_CL[:, :1])
+    failed_after = torch.cat([(1 - accept_CL).flip(-1).cumprod(-1).flip(-1), one_C1], 1)
+    return torch.cat([one_C1, accept_CL], 1) * failed_after
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[Outcome]:
+    """Block verification of one chain; `residual_weight_CL1` replaces the residual's weights (for wrong variants)."""
+    chains, target, model = every.chains, every.target, every.model
+    known = blocks(chains, target)
+    stop = stop_law(known.accept_CL)
+    weight_CL1 = known.weight_CL1 if residual_weight_CL1 is None else residual_weight_CL1
+    outcomes = []
+    for tau in range(model.length + 1):
+        tau_C = every.depth(tau)
+        law = _normalised(residual(chains, target, tau_C, weight_CL1[:, tau]))
+        for token in range(model.vocabulary):
+            lower, upper = score_bounds(chains, target, known, tau_C, torch.full_like(tau_C, token))
+            for i, path in enumerate(every.paths):
+                drafted = joint(model.draft, path)
+                if drafted > 0 and (probability := drafted * float(stop[i, tau] * law[i, token])) > 0:
+                    outcomes.append(Outcome(path[:tau], token, probability, float(lower[i]), float(upper[i]), path))
+    return outcomes
+
+
+def token_outcomes(every: EveryChain) -> list[Outcome]:
+    """Token verification of one chain."""
+    chains, target, model = every.chains, every.target, every.model
+    accept = token_acceptance(chains, target)
+    reached = torch.cat([torch.ones_like(accept[:, :1]), accept.cumprod(-1)], 1)
+    stop = reached - torch.cat([reached[:, 1:], torch.zeros_like(accept[:, :1])], 1)
+    outcomes = []
+    for tau in range(model.length + 1):
+        one_C = torch.ones(len(every.paths), dtype=torch.float64)
+        law = _normalised(residual(chains, target, every.depth(tau), one_C))
+        for i, path in enumerate(every.paths):
+            if (drafted := joint(model.draft, path)) == 0:
+                continue
+            for token in range(model.vocabulary):
+                outcomes.append(Outcome(path[:tau], token, drafted * float(stop[i, tau] * law[i, token])))
+    return outcomes
+
+
+def race(outcomes_by_chain: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """The winner's outcomes when independent chains race for the smallest score.
+
+    The other chains' scores have piecewise linear distribution functions, so the integrand is a
+    polynomial between breakpoints and Gauss-Legendre quadrature is exact.
+    """
+    bounds = {0.0, 1.0}
+    for outcomes in outcomes_by_chain:
+        for outcome in outcomes:
+            bounds |= {outcome.lower, outcome.upper}
+    points = np.array(sorted(bounds))
+    nodes, weights = np.polynomial.legendre.leggauss(len(outcomes_by_chain) + 1)
+    widths = np.diff(points)
+    at = points[:-1, None] + (nodes + 1) / 2 * widths[:, None]
+    survival = [1 - _distribution(outcomes, at) for outcomes in outcomes_by_chain]
+    winners = []
+    for k, outcomes in enumerate(outcomes_by_chain):
+        others = np.prod([survival[j] for j in range(len(survival)) if j != k], axis=0) * np.ones_like(at)
+        integral = np.concatenate([[0.0], np.cumsum((others * weights).sum(1) / 2 * widths)])
+        for o in outcomes:
+            span = o.upper - o.lower
+            first, last = np.searchsorted(points, [o.lower, o.upper])
+            share = (integral[last] - integral[first]) / span if span > 0 else 1.0
+            winners.append(Outcome(o.accepted, o.next_token, o.probability * float(share), o.lower, o.upper, o.path))
+    return winners
+
+
+def _distribution(outcomes: Sequence[Outcome], at: Law) -> Law:
+    total = np.zeros_like(at)
+    for o in outcomes:
+        span = o.upper - o.lower
+        inside = (at - o.lower) / span if span > 0 else (at >= o.upper).astype(float)
+        total += o.probability * np.clip(inside, 0, 1)
+    return total
+
+
+def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[Outcome]:
+    """Greedy block verification of one chain, or of the one the score race selects among several."""
+    selected: dict[Path, float] = {path: joint(every.model.draft, path) for path in every.paths}
+    if num_chains > 1:
+        selected = dict.fromkeys(selected, 0.0)
+        for winner in race([block_outcomes(every)] * num_chains):
+            selected[winner.path] += winner.probability
+    count_C = torch.full_like(every.chains.length_C, num_chains)
+    known = greedy_blocks(every.chains, every.target, count_C)
+    stop = stop_law(known.accept_CL)
+    outcomes = []
+    for tau in range(every.model.length + 1):
+        for token, law, layers in _greedy_ends(every, known, count_C, tau):
+            for i, path in enumerate(every.paths):
+                probability = selected[path] * float(stop[i, tau] * law[i, token])
+                if probability > 0:
+                    outcomes.append(Outcome(path[:tau], token, probability, path=path, layers=layers[i]))
+    return outcomes
+
+
+def _greedy_ends(
+    every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
+) -> Iterator[tuple[int, Tensor, list[tuple[TargetLayer, ...]]]]:
+    """(next token, its law by chain, the layers it leaves by chain) after `tau` accepted tokens."""
+    tau_C = every.depth(tau)
+    selection = selection_at(every.chains, every.target, known, count_C, tau_C)
+    law = _normalised(next_token_weights(every.chains, selection, tau_C))
+    for token in range(every.model.vocabulary):
+        token_C = torch.full_like(tau_C, token)
+        after = layers_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
+        rows = zip(after.remaining_CM.tolist(), after.state_CM4.tolist(), after.num_chains_CM.tolist(), strict=True)
+        layers = [tuple(TargetLayer(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
+        yield token, law, layers
+
+
+def draft_tuples(method: str, q: Law, count: int) -> Tuples:
+    """Joint law of `count` children of one node; shorter tuples where the support is smaller."""
+    support = np.flatnonzero(q > 0).tolist()
+    if method == "iid" or count == 1:
+        return {drawn: float(np.prod(q[list(drawn)])) for drawn in itertools.product(support, repeat=count)}
+    if method == "without_replacement":
+        result: Tuples = {}
+        for drawn in itertools.permutations(support, min(count, len(support))):
+            left = [q[[x for x in support if x not in drawn[:i]]].sum() for i in range(len(drawn))]
+            result[drawn] = float(np.prod(q[list(drawn)] / np.array(left)))
+        return result
+    if method == "greedy":
+        top = top_tokens(q, count - 1).tolist()
+        rest = q.copy()
+        rest[top] = 0
+        if rest.sum() <= 0:
+            return {tuple(top): 1.0}
+        return {(*top, x): float(rest[x] / rest.sum()) for x in np.flatnonzero(rest > 0).tolist()}
+    assert method == "spechub", method
+    hub = int(q.argmax())
+    others = [x for x in support if x != hub]
+    if not others:
+        return {(hub,): 1.0}
+    pairs: Tuples = {(x, hub): float(q[x]) for x in others}
+    pairs.update({(hub, x): float(q[hub] * q[x] / (1 - q[hub])) for x in others})
+    return pairs
+
+
+def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], method: str) -> list[Outcome]:
+    """A node rule composed down a tree of drafts."""
+    outcomes = []
+    open_nodes: list[tuple[Path, int, float]] = [((), 1, 1.0)]
+    while open_nodes:
+        prefix, alive, probability = open_nodes.pop()
+        p = np.asarray(model.target[prefix], dtype=np.float64)
+        if len(prefix) == model.length:
+            outcomes += [Outcome(prefix, y, probability * float(p[y])) for y in np.flatnonzero(p).tolist()]
+            continue
+        count = alive * branching[len(prefix)]
+        drafts = draft_tuples(method, np.asarray(model.draft[prefix], dtype=np.float64), count)
+        laws = conditional_laws(rule, p, np.asarray(model.draft[prefix]), drafts, count)
+        for (drawn, weight), law in zip(drafts.items(), laws, strict=True):
+            for y in np.flatnonzero(law > 0).tolist():
+                reached = probability * weight * float(law[y])
+                if y in drawn:
+                    open_nodes.append(((*prefix, y), drawn.count(y), reached))
+                else:
+                    outcomes.append(Outcome(prefix, y, reached))
+    return outcomes
+
+
+def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
+    """[tuples, V] the rule's law of the emitted token for every tuple of drafts, in one batch."""
+    drafted = torch.zeros((len(drafts), width), dtype=torch.int64)
+    present = torch.zeros((len(drafts), width), dtype=torch.bool)
+    for i, tokens in enumerate(drafts):
+        drafted[i, : len(tokens)] = torch.tensor(tokens)
+        present[i, : len(tokens)] = True
+    target, draft = (torch.from_numpy(np.asarray(law, dtype=np.float64)).expand(len(drafts), -1) for law in (p, q))
+    laws: Law = rule(target, draft, drafted, present).numpy()
+    return laws
+
+
+def drafted_trees(model: Model, branching: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
+    """(probability, leaves in order) of every tree that can be drawn."""
+
+    def below(prefix: Path) -> list[tuple[float, list[Path]]]:
+        if len(prefix) == len(branching):
+            return [(1.0, [prefix])]
+        trees = []
+        q = np.asarray(model.draft[prefix], dtype=np.float64)
+        for drawn, weight in draft_tuples(method, q, branching[len(prefix)]).items():
+            for parts in itertools.product(*(below((*prefix, token)) for token in drawn)):
+                probability = weight * float(np.prod([part[0] for part in parts]))
+                trees.append((probability, [leaf for part in parts for leaf in part[1]]))
+        return trees
+
+    return below(())
+
+
+def traversal_outcomes(model: Model, branching: Sequence[int], method: str) -> list[Outcome]:
+    """Traversal verification of every tree; all trees are walked at once to the root, and nothing is drawn."""
+    trees = drafted_trees(model, branching, method)
+    leaves = [leaf for _, tree in trees for leaf in tree]
+    request_C = torch.tensor([number for number, (_, tree) in enumerate(trees) for _ in tree])
+    rank_C = torch.tensor([rank for _, tree in trees for rank in range(len(tree))])
+    every = EveryChain.among(model, leaves, request_C, rank_C)
+    left = np.array([probability for probability, _ in trees])
+    outcomes: list[Outcome] = []
+
+    def record(stops: Stops) -> Tensor:
+        weight = np.where(stops.depth_B.numpy() == 0, 1.0, stops.weight_B.numpy())
+        for i in np.flatnonzero(stops.leaf_B.numpy()).tolist():
+            taken, law = left[i] * weight[i], stops.law_BV[i].numpy()
+            accepted = trees[i][1][int(stops.rank_B[i])][: int(stops.depth_B[i])]
+            outcomes.extend(Outcome(accepted, y, taken * float(law[y] / law.sum())) for y in np.flatnonzero(law))
+            left[i] -= taken
+        return torch.zeros_like(stops.leaf_B)
+
+    traverse(every.chains, every.target, record)
+    return outcomes
+
+
+def rule_outcomes(name: str, model: Model, branching: Sequence[int], method: str) -> list[Outcome]:
+    """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by layers only where it
+    leaves any."""
+    verify = RULES[name].verify
+    if isinstance(verify, TopDown):
+        return top_down_outcomes(model, verify.node_rule, branching, method)
+    if name == "traversal":
+        return traversal_outcomes(model, branching, method)
+    every = EveryChain.of(model)
+    if name == "token":
+        return token_outcomes(every)
+    if name in ("greedy_block", "spectr_gbv"):
+        return greedy_block_outcomes(every, branching[0])
+    assert name in ("block", "bv_race"), name
+    return race([block_outcomes(every)] * branching[0])
+
+
+def first_block_law(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Probability of each "accepted|next"."""
+    law: dict[str, float] = defaultdict(float)
+    for outcome in outcomes:
+        law[",".join(map(str, outcome.accepted)) + f"|{outcome.next_token}"] += outcome.probability
+    return dict(law)
+
+
+def expected_accepted(outcomes: Sequence[Outcome]) -> float:
+    """E[tau]."""
+    return sum(len(outcome.accepted) * outcome.probability for outcome in outcomes)
