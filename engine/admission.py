@@ -35,6 +35,17 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
     check_speculation(request.speculation, facts, limits)
 
 
+def served_rules(facts: EngineFacts) -> list[str]:
+    """Names of the rules that this model can be served with."""
+    return [name for name, rule in facts.rules.items() if facts.vocab_size <= (rule.max_vocabulary or facts.vocab_size)]
+
+
+def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
+    """The refusal of a rule that does not exist."""
+    offered = ", ".join(served_rules(facts))
+    return RequestError(f"unknown rule {rule!r}; choose off or one of {offered}", "speculation.rule")
+
+
 def default_speculation(limits: SpeculationConfig, rules: Mapping[str, RuleFacts]) -> Speculation:
     """What a request gets that names nothing; plain decoding where the default rule is `off`."""
     if limits.rule == "off":
@@ -71,7 +82,7 @@ def check_speculation(speculation: Speculation, facts: EngineFacts, limits: Spec
         raise RequestError("the server runs without a draft model; speculation cannot be enabled", "speculation")
     rules = facts.rules
     if speculation.rule not in rules:
-        raise RequestError(f"unknown rule {speculation.rule!r}; choose one of {', '.join(rules)}", "speculation.rule")
+        raise unknown_rule(speculation.rule, facts)
     for name, value, most in (
         ("num_drafts", speculation.num_drafts, limits.max_num_drafts),
         ("draft_length", speculation.draft_length, limits.max_draft_length),

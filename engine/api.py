@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from engine.admission import check_request, default_speculation
+from engine.admission import check_request, default_speculation, unknown_rule
 from engine.config import (
     CacheConfig,
     Device,
@@ -174,4 +174,5 @@ __all__ = [
     "default_speculation",
     "encode",
     "start_process",
+    "unknown_rule",
 ]

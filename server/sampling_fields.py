@@ -19,6 +19,7 @@ from engine.api import (
     Speculation,
     SpeculationConfig,
     default_speculation,
+    unknown_rule,
 )
 from server.protocol import GenerationFields
 from server.tokenizer import GenerationDefaults
@@ -106,7 +107,7 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         return Speculation()
     rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
     if rule not in facts.rules:
-        raise RequestError(f"unknown rule {rule!r}; choose off or one of {', '.join(facts.rules)}", "speculation.rule")
+        raise unknown_rule(rule, facts)
     own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts.rules)
     # The server's tree and draft method belong to the server's rule, and to the server's shape.
     shaped = asked.num_drafts is not None or asked.draft_length is not None
