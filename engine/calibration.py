@@ -13,13 +13,14 @@ import torch
 
 from engine.engine import Engine
 from engine.metrics import PlainTimes
-from engine.plan import Plan, Row
+from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _POINT_BUDGET_S = 0.15
 _MIN_REPEATS, _MAX_REPEATS = 2, 15
+_PLAIN = Speculation()
 
 
 @torch.inference_mode()
@@ -30,12 +31,15 @@ def measure_plain(engine: Engine) -> PlainTimes:
     num_rows = [n for n in _NUM_ROWS if n < most_rows] + [most_rows]
     longest = min(engine.facts.max_model_len - 2, pool_tokens // 2)
     contexts = [c for c in _CONTEXTS if c < longest and 2 * c * num_rows[-1] <= pool_tokens] or [min(32, longest)]
-    seconds = [[_median_s(engine, _plain_plan(engine, rows, context)) for context in contexts] for rows in num_rows]
+    seconds = [[median_s(engine, made_up_plan(engine, rows, context)) for context in contexts] for rows in num_rows]
     return PlainTimes(num_rows, contexts, seconds)
 
 
-def _plain_plan(engine: Engine, num_rows: int, context: int) -> Plan:
-    blocks_per_row = min(context // engine.facts.block_size + 2, engine.facts.num_blocks)
+def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Speculation = _PLAIN) -> Plan:
+    """A decode step of `num_rows` rows behind `context` tokens each; the blocks of the pool are used as they come."""
+    branching = speculation.branching
+    num_nodes = sum(level_widths(branching))
+    blocks_per_row = min((context + num_nodes) // engine.facts.block_size + 2, engine.facts.num_blocks)
     rows = []
     for number in range(num_rows):
         first = number * blocks_per_row % max(1, engine.facts.num_blocks - blocks_per_row + 1)
@@ -44,19 +48,20 @@ def _plain_plan(engine: Engine, num_rows: int, context: int) -> Plan:
                 sequence_id=number,
                 known=(0,),
                 first_index=context,
-                draft_known=(),
-                draft_first_index=0,
+                draft_known=(0,) if branching else (),
+                draft_first_index=context,
                 block_ids=tuple(range(first, first + blocks_per_row)),
                 samples=True,
                 sampling=Sampling(seed=number),
-                speculation=Speculation(),
-                branching=(),
+                speculation=speculation,
+                branching=branching,
             )
         )
     return Plan(tuple(rows))
 
 
-def _median_s(engine: Engine, plan: Plan) -> float:
+def median_s(engine: Engine, plan: Plan) -> float:
+    """Median duration of a step that carries out the plan."""
     durations: list[float] = []
     engine.run_parts(plan)
     began = time.perf_counter()

@@ -24,6 +24,7 @@ from engine.api import (
     Submit,
     decode_config,
     decode_to_engine,
+    default_speculation,
     encode,
 )
 from engine.config import EngineConfig
@@ -105,12 +106,16 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
     from engine.building import build_engine
     from engine.calibration import measure_plain
+    from engine.selfcheck import short_check
 
     torch.set_num_threads(config.model.num_threads or max(1, (os.cpu_count() or 2) - 1))
     engine = build_engine(config, lambda text: mailbox.send(Loading(text)))
     if config.calibrate:
         mailbox.send(Loading("measuring plain decoding"))
         engine.plain_times = measure_plain(engine)
+    speculation = default_speculation(config.speculation, engine.facts.rules)
+    if config.self_check and engine.facts.has_draft and speculation.num_drafts:
+        short_check(engine, speculation, lambda text: mailbox.send(Loading(text)))
     mailbox.send(Ready(engine.facts))
     return engine
 

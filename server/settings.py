@@ -104,6 +104,7 @@ class Serve(BaseSettings):
     max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")
     max_draft_length: Positive = Field(16, description="highest draft_length a request may ask for")
     calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
+    selfcheck: bool = Field(False, description="check at start that the output keeps the target law (some seconds)")
 
     generation_config: Literal["auto", "neutral"] = Field(
         "auto", description="sampling defaults: the model's generation_config.json, or neutral ones"
@@ -193,6 +194,7 @@ class Serve(BaseSettings):
                 max_draft_length=self.max_draft_length,
             ),
             calibrate=self.calibrate,
+            self_check=self.selfcheck,
         )
 
 

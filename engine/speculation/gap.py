@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.speculation import theory
@@ -30,21 +31,45 @@ _GIVEN_DRAFTS: dict[str, NodeRule] = {
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:
     """alpha* minus the rule's acceptance at a node with these drafts; None where it would take too long."""
-    optimum = _optimum(method if len(drafted) > 1 else "iid", p, q, len(drafted))
-    if optimum is None:
-        return None
-    if rule in _GIVEN_DRAFTS and not (rule == "nss" and method == "iid"):
-        return optimum - _acceptance_given(_GIVEN_DRAFTS[rule], p, q, drafted)
-    return optimum - theory.ACCEPTANCE[rule](p, q, len(drafted))
+    best = optimum(method, p, q, len(drafted), _MOST_QUADRATURES)
+    return None if best is None else best - acceptance(rule, method, p, q, drafted)
 
 
-def _optimum(method: str, p: Law, q: Law, count: int) -> float | None:
-    if method == "iid":
+def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> float | None:
+    """alpha* of `count` drafts (without replacement within 1e-6); None where it needs too many quadratures."""
+    if method == "iid" or count == 1:
         return theory.alpha_star_iid(p, q, count)
     if method == "without_replacement":
-        affordable = len(p) * count <= _MOST_QUADRATURES
+        q = _without_tail(q)
+        affordable = np.count_nonzero(q) * count <= most_quadratures
         return theory.alpha_star_without_replacement(p, q, count) if affordable else None
     return theory.alpha_star_greedy(p, q, count)
+
+
+def _without_tail(q: Law) -> Law:
+    """q without its least likely tokens, of mass 1e-7 together: P(all drafts within H) moves by that much a draft."""
+    order = np.argsort(q)
+    dropped = order[np.cumsum(q[order]) < 1e-7]
+    shortened = q.copy()
+    shortened[dropped] = 0.0
+    tailless: Law = shortened / shortened.sum()
+    return tailless
+
+
+def has_closed_form(rule: str, method: str, count: int) -> bool:
+    """Whether the acceptance of `count` drafts is known without drawing them."""
+    if rule == "nss":
+        return method == "iid" or count == 1
+    return rule not in _GIVEN_DRAFTS or count == 1
+
+
+def acceptance(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float:
+    """The rule's acceptance at one position: in closed form, else given these drafts."""
+    if not has_closed_form(rule, method, len(drafted)):
+        return _acceptance_given(_GIVEN_DRAFTS[rule], p, q, drafted)
+    if len(drafted) == 1 and rule != "nss":
+        return theory.accept_token(p, q, 1)
+    return theory.ACCEPTANCE[rule](p, q, len(drafted))
 
 
 def _acceptance_given(rule: NodeRule, p: Law, q: Law, drafted: Sequence[int]) -> float:

@@ -58,6 +58,9 @@ def all_drafts_within(q: Law, n: int) -> Law:
             shifted = np.vstack([np.zeros((1, len(time))), below[:-1]])
             below = below * absent + shifted * (1 - absent)
             mass, support = mass + weight, support + 1
+        elif i > 1:
+            result[i] = result[i - 1]
+            continue
         rate = max(total - mass, 0.0)
         if rate <= 1e-14:
             result[i] = 1.0

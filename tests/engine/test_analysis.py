@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.analysis import main
+from engine.analysis.__main__ import main
 from engine.speculation.verification import RULES
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())

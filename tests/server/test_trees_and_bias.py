@@ -114,3 +114,11 @@ def test_the_servers_own_tree(lossy_http: httpx.Client) -> None:
     assert (shaped["rule"], shaped["num_spec_tokens"]) == ("traversal", 5)
     other = counted(lossy_http, speculation={"rule": "bv_race"})
     assert (other["rule"], other["num_spec_tokens"]) == ("bv_race", 5)
+
+
+def test_a_daemon_can_check_itself_at_start(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """With --selfcheck the daemon says what it has checked before it serves."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--selfcheck")
+    with daemon.client() as client:
+        assert client.get("/ready").status_code == 200
+    assert "self-check passed" in daemon.log

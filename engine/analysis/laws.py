@@ -1,30 +1,20 @@
-"""`polydraft analyze`: what draft laws are worth, without serving anything.
+"""`analyze laws` and `analyze blocks`: what given laws are worth, exactly.
 
-`analyze laws FILE` reads JSON `[{"p": [...], "q": [...], "n": k}, ...]` and prints, per entry, the optimum of
-every draft method and the acceptance of every rule at one position, in float64.
-`analyze blocks FILE` reads JSON `[{"V": v, "L": l, "K": k, "rows": {"": {"p", "q"}, "0": ..., "0,1": ...}}, ...]` and
-prints, per entry, the expected accepted length and the law of the first step of every rule.
-`analyze times` measures how long every rule takes on this machine, by chains and vocabulary.
+Not for: models (`pair.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from tqdm import tqdm
 
 from engine.errors import ConfigError
 from engine.speculation import theory
 from engine.speculation.enumeration import Model, Rows, expected_accepted, first_block_law, rule_outcomes
-from engine.speculation.timing import rule_seconds
 from engine.speculation.verification import RULES
 
 _SUM_TOLERANCE = 1e-6
@@ -154,75 +144,3 @@ def analyze_blocks(file: Path) -> list[dict[str, Any]]:
     """All entries of a file of blocks."""
     entries = read_entries(file, '{"V": ..., "L": ..., "K": ..., "rows": {prefix: {"p": [...], "q": [...]}}}')
     return [analyze_block(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]
-
-
-def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per verification by rule, chains and vocabulary; a table goes to standard error."""
-    torch.set_num_threads(options.threads)
-    cells = [
-        (rule, chains, vocabulary)
-        for rule in RULES
-        for chains in options.num_drafts
-        if chains <= (RULES[rule].max_drafts or chains)
-        for vocabulary in options.vocabulary
-        if vocabulary <= (RULES[rule].max_vocabulary or vocabulary)
-    ]
-    results = []
-    for rule, chains, vocabulary in tqdm(cells, desc="rules", unit="cell"):
-        seconds = rule_seconds(rule, options.requests, chains, options.draft_length, vocabulary, options.repeats)
-        results.append({"rule": rule, "num_drafts": chains, "vocabulary": vocabulary, "milliseconds": 1000 * seconds})
-    print("| rule | drafts | vocabulary | ms per step |\n| --- | --- | --- | --- |", file=sys.stderr)
-    for cell in results:
-        row = f"{cell['rule']} | {cell['num_drafts']} | {cell['vocabulary']} | {cell['milliseconds']:.2f}"
-        print(f"| {row} |", file=sys.stderr)
-    return {
-        "requests": options.requests,
-        "draft_length": options.draft_length,
-        "threads": options.threads,
-        "repeats": options.repeats,
-        "cells": results,
-    }
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(prog="polydraft analyze", description="What draft laws are worth.")
-    commands = result.add_subparsers(dest="command", required=True)
-    laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
-    laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
-    blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
-    blocks.add_argument("file", type=Path, help='JSON: [{"V": v, "L": l, "K": k, "rows": {"0,1": {"p", "q"}}}, ...]')
-    times = commands.add_parser("times", help="time per verification step of every rule on this machine")
-    times.add_argument("--num-drafts", type=_integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
-    times.add_argument("--vocabulary", type=_integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
-    times.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
-    times.add_argument("--requests", type=int, default=1, help="requests verified together (default 1)")
-    times.add_argument("--repeats", type=int, default=5, help="timed runs; the median is printed (default 5)")
-    times.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    return result
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "laws": lambda options: analyze_laws(options.file),
-    "blocks": lambda options: analyze_blocks(options.file),
-    "times": analyze_times,
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one analysis; 0, or 2 for bad input."""
-    options = parser().parse_args(arguments)
-    try:
-        print(json.dumps(_COMMANDS[options.command](options)))
-    except ConfigError as error:
-        print(f"polydraft analyze: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`polydraft analyze`: what drafts are worth, without serving anything. A module per command, joined in `__main__`."""

@@ -1,0 +1,144 @@
+"""The table, the recommendation and the plots of `analyze pair`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.speculation.verification import RULES
+
+_RESAMPLES = 2000
+
+
+def bootstrap(numerators: Sequence[int], denominators: Sequence[int]) -> tuple[float, float]:
+    """95 % interval of sum(numerators) / sum(denominators); the pairs are resampled."""
+    above, below = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
+    drawn = np.random.default_rng(0).integers(len(above), size=(_RESAMPLES, len(above)))
+    low, high = np.quantile(above[drawn].sum(1) / below[drawn].sum(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
+    """Markdown: a row per temperature, rule and shape."""
+    titles = [
+        "T",
+        "rule",
+        "drafts",
+        "K x L",
+        "alpha*",
+        "acceptance",
+        "gap",
+        "tokens/pass (95 %)",
+        "closed form",
+        "nodes",
+    ]
+    titles += [f"c = {count}" for count in concurrency]
+    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join('---' for _ in titles)} |"]
+    for cell in report:
+        passes = f"{cell['tokens_per_pass']:.2f} ({cell['low']:.2f}-{cell['high']:.2f})"
+        parts = [
+            f"{cell['temperature']:g}",
+            cell["rule"],
+            cell["draft_method"],
+            f"{cell['num_drafts']} x {cell['draft_length']}",
+            _number(cell["alpha_star"]),
+            _number(cell["acceptance"]),
+            _number(cell["gap"]),
+            passes,
+            _number(cell["expected_tokens_per_pass"], 2),
+            _number(cell["nodes_per_pass"], 1),
+            *(f"{cell['speedup'][str(count)]:.2f}x" for count in concurrency),
+        ]
+        lines.append(f"| {' | '.join(parts)} |")
+    return "\n".join(lines)
+
+
+def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> list[str]:
+    """Flags for each number of requests: the shape that is best over the temperatures, or none."""
+    shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in report:
+        shape = tuple(cell[name] for name in ("rule", "draft_method", "num_drafts", "draft_length"))
+        shapes.setdefault(shape, []).append(cell)
+    lines = []
+    for count in concurrency:
+        means = {s: float(np.mean([cell["speedup"][str(count)] for cell in cells])) for s, cells in shapes.items()}
+        best = max(means, key=lambda shape: means[shape])
+        rule, method, num_drafts, length = best
+        if means[best] <= 1:
+            lines.append(f"c = {count}: --spec-rule off (the best, {rule}, would give {means[best]:.2f}x)")
+            continue
+        drawn = "" if method == RULES[rule].draft_methods[0] else f" --draft-method {method}"
+        flags = f"--spec-rule {rule} --num-drafts {num_drafts} --draft-length {length}{drawn}"
+        lines.append(f"c = {count}: {flags} (expected {means[best]:.2f}x)")
+    return lines
+
+
+def print_report(report: Sequence[dict[str, Any]], content: dict[str, Any], concurrency: Sequence[int]) -> None:
+    """Everything a person wants to read, on standard error (standard output has the JSON)."""
+    write = sys.stderr.write
+    write("\n" + table(report, concurrency) + "\n\n")
+    for temperature, laws in content["laws"].items():
+        write(
+            f"T = {temperature}: single-draft acceptance {1 - laws['rejections_per_token']:.3f}, "
+            f"{laws['rejections_per_token']:.3f} rejections a token, over {laws['positions']} positions\n"
+        )
+        for epsilon, point in laws["over_acceptance"].items():
+            write(
+                f"  over-acceptance {epsilon}: rejection {point['rejection']:.3f}, bias {point['bias']:.3f} a token\n"
+            )
+    write("\nrecommended\n  " + "\n  ".join(recommend(report, concurrency)) + "\n")
+
+
+def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder: Path) -> list[Path]:
+    """PNG files: acceptance by drafts, tokens per pass by drafts, expected speedup by requests."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.stderr.write("no plots: install matplotlib (pip install 'polydraft[bench]')\n")
+        return []
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    temperature = report[0]["temperature"]
+    cells = [cell for cell in report if cell["temperature"] == temperature]
+    length = max(cell["draft_length"] for cell in cells)
+    files = []
+    for name, label in (("acceptance", "acceptance at one position"), ("tokens_per_pass", "tokens per target pass")):
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        for rule in dict.fromkeys(cell["rule"] for cell in cells):
+            points = sorted(
+                (cell["num_drafts"], cell[name])
+                for cell in cells
+                if cell["rule"] == rule and cell["draft_length"] == length
+            )
+            axes.plot(*zip(*points, strict=True), marker="o", label=rule)
+        if name == "acceptance":
+            optima = content["laws"][str(temperature)]["alpha_star"]
+            points = sorted((int(key.split("/")[1]), best) for key, best in optima.items() if key.startswith("iid/"))
+            axes.plot(*zip(*points, strict=True), "k--", label="alpha* (i.i.d.)")
+        axes.set(xlabel="drafts (K)", ylabel=label, title=f"T = {temperature:g}, draft length {length}")
+        axes.legend(fontsize=7)
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=120)
+        plt.close(figure)
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for cell in cells:
+        points = sorted((int(count), value) for count, value in cell["speedup"].items())
+        axes.plot(
+            *zip(*points, strict=True), marker=".", label=f"{cell['rule']} {cell['num_drafts']}x{cell['draft_length']}"
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="requests at once", ylabel="expected speedup", title=f"T = {temperature:g}")
+    axes.legend(fontsize=6, ncols=2)
+    files.append(folder / "speedup.png")
+    figure.savefig(files[-1], dpi=120)
+    plt.close(figure)
+    return files

@@ -1,0 +1,97 @@
+"""The self-check passes right rules, finds wrong ones, and says so with its exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from engine.analysis.__main__ import main
+from engine.engine import Engine
+from engine.errors import LoadError
+from engine.request import Speculation
+from engine.selfcheck import check_law, check_power, make_prompt, short_check
+from engine.speculation.verification import RULES, Rule
+from tests.engine import tiny
+from tests.engine.test_output_law import always_longest
+
+WRONG = Rule("bv_race", always_longest)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    target = tiny.llama(seed=31, vocabulary=40, layers=1, spread=0.4)
+    return tiny.build(target, tiny.llama(seed=32, vocabulary=40, layers=1, spread=0.4))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A pair on disk that disagrees, as command line arguments."""
+    words = []
+    for name, seed in (("target", 31), ("draft", 32)):
+        folder = tmp_path_factory.mktemp("pair") / name
+        tiny.llama(seed=seed, vocabulary=40, layers=1, spread=0.4).model.save_pretrained(folder)
+        words += [f"--{name}", str(folder)]
+    return words
+
+
+@pytest.fixture
+def wrong_race() -> Iterator[None]:
+    """The score race, chosen by length: it looks at the tokens it chooses between."""
+    rules = {**RULES, "bv_race": WRONG}
+    with patch("engine.engine.RULES", rules):
+        yield
+
+
+RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=2)
+
+
+def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
+    prompt = make_prompt(engine, seed=1)
+    check = check_law(engine, "bv_race", RACE, prompt, num_answers=1500, temperature=1.0)
+    assert not check.rejected
+    assert check.num_cells > 10
+    assert check.detectable_bias < 0.15
+    assert check_power(engine, prompt, num_answers=1500, temperature=1.0).rejected
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.pool.num_used == 0
+
+
+def test_a_wrong_rule_is_found(engine: Engine, wrong_race: None) -> None:
+    prompt = make_prompt(engine, seed=1)
+    assert check_law(engine, "wrong", RACE, prompt, num_answers=3000, temperature=1.0).rejected
+
+
+def test_the_check_at_start(engine: Engine) -> None:
+    said: list[str] = []
+    short_check(engine, RACE, said.append)
+    assert "self-check passed" in said[-1]
+    biased = Speculation(rule="token", num_drafts=1, draft_length=2, over_acceptance=0.5)
+    with pytest.raises(LoadError, match="does not have the target's law"):
+        short_check(engine, biased, said.append)
+
+
+def test_the_command_checks_every_rule(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selfcheck", *pair, "--answers", "300"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert {check["rule"] for check in found["checks"]} >= set(RULES) - {"ot_lp"}
+    assert found["not_checked"] == ["ot_lp"]
+    assert found["power"][0]["rejected"]
+    assert "every rule passed" in printed.err
+
+
+def test_the_command_fails_on_a_wrong_rule(
+    pair: list[str], wrong_race: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["selfcheck", *pair, "--answers", "2000", "--rules", "bv_race"]) == 1
+    assert "FAILED: bv_race" in capsys.readouterr().err
+
+
+def test_a_pair_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selfcheck", "--target", str(tmp_path / "none"), "--draft", str(tmp_path / "none")]) == 2
+    assert main(["selfcheck", "--target", str(tmp_path)]) == 2
+    assert "name both --target and --draft" in capsys.readouterr().err
