@@ -62,6 +62,7 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
     pair.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
     pair.add_argument("--tokens", type=int, default=48, help="tokens of an answer (default 48)")
     pair.add_argument("--positions", type=int, default=128, help="positions whose laws are analysed (default 128)")
+    pair.add_argument("--shapes", help="what to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1")
     pair.add_argument("--rules", help="rules with commas between (default: all)")
     pair.add_argument("--draft-methods", choices=["own", "all"], default="own", help="each rule's own, or all it takes")
     pair.add_argument("--num-drafts", type=_integers, default=[1, 2, 4], help="chains (default 1,2,4)")

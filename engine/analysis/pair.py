@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from engine.admission import check_speculation
 from engine.analysis.loading import load_pair, names_of, read_prompts
 from engine.analysis.report import bootstrap, print_report, save_plots
 from engine.calibration import made_up_plan, median_s
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.execution.inputs import NO_NODES, SequenceInput
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
@@ -42,6 +44,8 @@ from engine.speculation.verification import RULES
 _MOST_QUADRATURES = 100_000
 # Draws of the drafts where an acceptance has no closed form.
 _DRAWS = 8
+# Largest shape: chains, and tokens in a chain.
+_LIMITS = (64, 32)
 _EPSILONS = (0.05, 0.1, 0.2, 0.4)
 # Rules whose expected length follows from the laws along the target's own text: chains race, or there is one.
 _CLOSED_FORM = {"block", "bv_race"}
@@ -55,22 +59,53 @@ class Shape:
     method: str
     num_drafts: int
     draft_length: int
+    tree: tuple[int, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        """From `rule:KxL`, `rule/method:KxL` or, for a tree with so many children by depth, `rule:2.2.1`."""
+        named, _, size = text.partition(":")
+        rule, _, method = named.partition("/")
+        if rule not in RULES:
+            raise ConfigError(f"--shapes: unknown rule {rule!r}; choose from {', '.join(RULES)}")
+        try:
+            tree = tuple(int(part) for part in size.split(".")) if "x" not in size else ()
+            count, length = (prod(tree), len(tree)) if tree else (int(part) for part in size.split("x"))
+        except ValueError as error:
+            raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1") from error
+        return Shape(rule, method or RULES[rule].draft_methods[0], count, length, tree)
+
+    @property
+    def size(self) -> str:
+        """Chains x length, or the tree."""
+        return ".".join(map(str, self.tree)) or f"{self.num_drafts}x{self.draft_length}"
+
+    @property
+    def first_drafts(self) -> int:
+        """Drafts at the root."""
+        return self.tree[0] if self.tree else self.num_drafts
 
     @property
     def key(self) -> str:
         """Name of the cell in the saved results."""
-        return f"{self.rule}/{self.method}/{self.num_drafts}x{self.draft_length}"
+        return f"{self.rule}/{self.method}/{self.size}"
 
     @property
     def speculation(self) -> Speculation:
         """As a request asks for it."""
         return Speculation(
-            rule=self.rule, num_drafts=self.num_drafts, draft_length=self.draft_length, draft_method=self.method
+            rule=self.rule,
+            num_drafts=self.num_drafts,
+            draft_length=self.draft_length,
+            draft_method=self.method,
+            tree=self.tree,
         )
 
 
 def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[Shape]:
-    """The grid, without what the rules cannot take; raises ConfigError for a rule that does not exist."""
+    """The grid, without what the rules cannot take, or the shapes that are named; raises ConfigError."""
+    if options.shapes:
+        return [Shape.parse(text) for text in options.shapes.split(",")]
     names = options.rules.split(",") if options.rules else list(RULES)
     if unknown := [name for name in names if name not in RULES]:
         raise ConfigError(f"--rules: unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
@@ -118,8 +153,7 @@ class Results:
 
 def analyze_pair(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table and the recommendation, write JSON and plots."""
-    most_drafts, longest = max(options.num_drafts), max(options.draft_length)
-    engine = load_pair(options, max(options.concurrency), max(2, most_drafts), longest)
+    engine = load_pair(options, max(options.concurrency), *_LIMITS)
     target, draft = names_of(options)
     room = engine.facts.max_model_len - options.tokens - 1
     prompts = read_prompts(options.prompts, target, options.most_prompts, min(room, options.prompt_length))
@@ -134,6 +168,11 @@ def analyze_pair(options: argparse.Namespace) -> dict[str, Any]:
     }
     results = Results(options.output / "pair.json", settings, options.fresh)
     shapes = shapes_of(options, engine.facts.vocab_size)
+    for shape in shapes:
+        try:
+            check_speculation(shape.speculation, engine.facts, engine.limits)
+        except RequestError as error:
+            raise ConfigError(f"{shape.key}: {error}") from error
     _measure_laws(engine, options, prompts, shapes, results)
     _measure_runs(engine, options, prompts, shapes, results)
     _measure_times(engine, options, shapes, results)
@@ -143,7 +182,17 @@ def analyze_pair(options: argparse.Namespace) -> dict[str, Any]:
     return {"file": str(results.file), "cells": report}
 
 
-_GRID = ("rules", "draft_methods", "num_drafts", "draft_length", "temperature", "tokens", "positions", "concurrency")
+_GRID = (
+    "shapes",
+    "rules",
+    "draft_methods",
+    "num_drafts",
+    "draft_length",
+    "temperature",
+    "tokens",
+    "positions",
+    "concurrency",
+)
 
 
 def _measure_laws(
@@ -246,11 +295,11 @@ def _position(
     accepted: dict[str, list[float]],
 ) -> None:
     """Optimum of every draft method and acceptance of every rule at one position."""
-    for method, count in sorted({(shape.method, shape.num_drafts) for shape in shapes}):
+    for method, count in sorted({(shape.method, shape.first_drafts) for shape in shapes}):
         best = optimum(method, p, q, count, _MOST_QUADRATURES)
         if best is not None:
             optima.setdefault(f"{method}/{count}", []).append(best)
-    for rule, method, count in sorted({(shape.rule, shape.method, shape.num_drafts) for shape in shapes}):
+    for rule, method, count in sorted({(shape.rule, shape.method, shape.first_drafts) for shape in shapes}):
         times = 1 if has_closed_form(rule, method, count) else _DRAWS
         numbers = torch.from_numpy(uniform(0, number, Purpose.DRAFT, np.arange(count), np.arange(times)[:, None]))
         drawn = children(method, torch.from_numpy(q).expand(times, -1), numbers).tolist()
@@ -308,12 +357,13 @@ def _records(content: dict[str, Any], shapes: list[Shape]) -> Iterator[dict[str,
     for temperature, laws in content["laws"].items():
         for shape in shapes:
             run = content["runs"][f"{temperature}/{shape.key}"]
-            best = laws["alpha_star"].get(f"{shape.method}/{shape.num_drafts}")
-            own = laws["acceptance"][f"{shape.rule}/{shape.method}/{shape.num_drafts}"]
+            best = laws["alpha_star"].get(f"{shape.method}/{shape.first_drafts}")
+            own = laws["acceptance"][f"{shape.rule}/{shape.method}/{shape.first_drafts}"]
             yield {
                 "temperature": float(temperature),
                 "rule": shape.rule,
                 "draft_method": shape.method,
+                "size": shape.size,
                 "num_drafts": shape.num_drafts,
                 "draft_length": shape.draft_length,
                 "alpha_star": best,

@@ -32,7 +32,7 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
         "T",
         "rule",
         "drafts",
-        "K x L",
+        "shape",
         "alpha*",
         "acceptance",
         "gap",
@@ -48,7 +48,7 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
             f"{cell['temperature']:g}",
             cell["rule"],
             cell["draft_method"],
-            f"{cell['num_drafts']} x {cell['draft_length']}",
+            cell["size"],
             _number(cell["alpha_star"]),
             _number(cell["acceptance"]),
             _number(cell["gap"]),
@@ -65,18 +65,22 @@ def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> l
     """Flags for each number of requests: the shape that is best over the temperatures, or none."""
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in report:
-        shape = tuple(cell[name] for name in ("rule", "draft_method", "num_drafts", "draft_length"))
+        shape = tuple(cell[name] for name in ("rule", "draft_method", "size"))
         shapes.setdefault(shape, []).append(cell)
     lines = []
     for count in concurrency:
         means = {s: float(np.mean([cell["speedup"][str(count)] for cell in cells])) for s, cells in shapes.items()}
         best = max(means, key=lambda shape: means[shape])
-        rule, method, num_drafts, length = best
+        rule, method, size = best
         if means[best] <= 1:
             lines.append(f"c = {count}: --spec-rule off (the best, {rule}, would give {means[best]:.2f}x)")
             continue
         drawn = "" if method == RULES[rule].draft_methods[0] else f" --draft-method {method}"
-        flags = f"--spec-rule {rule} --num-drafts {num_drafts} --draft-length {length}{drawn}"
+        chains, _, length = size.partition("x")
+        drafts = (
+            f"--num-drafts {chains} --draft-length {length}" if length else f"--draft-tree {size.replace('.', ',')}"
+        )
+        flags = f"--spec-rule {rule} {drafts}{drawn}"
         lines.append(f"c = {count}: {flags} (expected {means[best]:.2f}x)")
     return lines
 
@@ -132,9 +136,7 @@ def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for cell in cells:
         points = sorted((int(count), value) for count, value in cell["speedup"].items())
-        axes.plot(
-            *zip(*points, strict=True), marker=".", label=f"{cell['rule']} {cell['num_drafts']}x{cell['draft_length']}"
-        )
+        axes.plot(*zip(*points, strict=True), marker=".", label=f"{cell['rule']} {cell['size']}")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="requests at once", ylabel="expected speedup", title=f"T = {temperature:g}")
     axes.legend(fontsize=6, ncols=2)

@@ -57,6 +57,14 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
     assert "other settings" in capsys.readouterr().err
 
 
+def test_named_shapes_and_trees(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = "block:1x4,traversal:2.2,greedy:1.3,rrs_without_replacement/iid:3x2"
+    assert main([*arguments(models, tmp_path), "--shapes", shapes, "--temperature", "1"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [cell["size"] for cell in cells] == ["1x4", "2.2", "1.3", "3x2"]
+    assert [cell["nodes_per_pass"] <= most for cell, most in zip(cells, (4, 6, 4, 6), strict=True)] == [True] * 4
+
+
 def test_an_interrupted_analysis_goes_on(models: TinyModels, tmp_path: Path) -> None:
     words = arguments(models, tmp_path)
     with patch.object(analysis, "_measure_times", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -70,7 +78,7 @@ def test_an_interrupted_analysis_goes_on(models: TinyModels, tmp_path: Path) -> 
 
 def test_recommendations_say_off_where_nothing_pays() -> None:
     def cell(rule: str, slow: float) -> dict:
-        shape = {"rule": rule, "draft_method": "iid", "num_drafts": 2, "draft_length": 4}
+        shape = {"rule": rule, "draft_method": "iid", "size": "2x4"}
         return {**shape, "speedup": {"1": 1.5, "64": slow}}
 
     lines = recommend([cell("bv_race", 0.8), cell("traversal", 0.7)], [1, 64])
@@ -83,6 +91,9 @@ def test_recommendations_say_off_where_nothing_pays() -> None:
     [
         (["--rules", "nonsense"], "unknown rule 'nonsense'"),
         (["--prompts", "no/such/file"], "cannot be read"),
+        (["--shapes", "bv_race:2.2"], "bv_race/iid/2.2: rule 'bv_race' would be biased"),
+        (["--shapes", "bv_race"], "must look like"),
+        (["--shapes", "nonsense:1x1"], "unknown rule 'nonsense'"),
     ],
 )
 def test_bad_arguments_are_refused(
