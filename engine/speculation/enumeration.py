@@ -67,6 +67,19 @@ class Model:
     length: int
     layers: tuple[TargetLayer, ...] = ()
     """Changes of the target law that hold from the root on."""
+    dtype: torch.dtype = torch.float64
+    """What the rules get their laws in; a serving engine has float32."""
+
+    def rows(self, laws: Rows, prefixes: Sequence[Path]) -> Tensor:
+        """[N, V] the laws below some prefixes."""
+        return torch.from_numpy(np.array([np.asarray(laws[prefix], dtype=np.float64) for prefix in prefixes])).to(
+            self.dtype
+        )
+
+    def law(self, laws: Rows, prefix: Path) -> Law:
+        """The law below a prefix, as precise as the rules get it."""
+        row: Law = self.rows(laws, [prefix])[0].double().numpy()
+        return row
 
     def paths(self, length: int) -> list[Path]:
         """Every path of `length` tokens."""
@@ -104,18 +117,15 @@ class EveryChain:
         inner = [prefix for prefix in prefixes if len(prefix) < model.length]
         node_CX = torch.tensor([[number[path[:i]] for i in range(model.length + 1)] for path in paths])
 
-        def rows(laws: Rows, of: list[Path]) -> Tensor:
-            return torch.from_numpy(np.array([np.asarray(laws[prefix], dtype=np.float64) for prefix in of]))
-
         chains = Chains(
             torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
             torch.full((len(paths),), model.length),
             request_C,
             rank_C,
-            LawTable(rows(model.draft, inner), node_CX[:, : model.length]),
+            LawTable(model.rows(model.draft, inner), node_CX[:, : model.length]),
             layers=_layers(model, len(paths)),
         )
-        plain = LawTable(rows(model.target, prefixes), node_CX)
+        plain = LawTable(model.rows(model.target, prefixes), node_CX)
         target, by_depth = effective_laws(chains, plain)
         return EveryChain(model, chains, plain, target, by_depth, paths)
 
@@ -286,13 +296,14 @@ def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], me
     open_nodes: list[tuple[Path, int, float]] = [((), 1, 1.0)]
     while open_nodes:
         prefix, alive, probability = open_nodes.pop()
-        p = np.asarray(model.target[prefix], dtype=np.float64)
+        p = model.law(model.target, prefix)
         if len(prefix) == model.length:
             outcomes += [Outcome(prefix, y, probability * float(p[y])) for y in np.flatnonzero(p).tolist()]
             continue
         count = alive * branching[len(prefix)]
-        drafts = draft_tuples(method, np.asarray(model.draft[prefix], dtype=np.float64), count)
-        laws = conditional_laws(rule, p, np.asarray(model.draft[prefix]), drafts, count)
+        q = model.law(model.draft, prefix)
+        drafts = draft_tuples(method, q, count)
+        laws = conditional_laws(rule, p, q, drafts, count)
         for (drawn, weight), law in zip(drafts.items(), laws, strict=True):
             for y in np.flatnonzero(law > 0).tolist():
                 reached = probability * weight * float(law[y])

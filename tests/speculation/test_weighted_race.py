@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.speculation import theory
-from tests.speculation.test_node_rules import drafts_iid, emitted, random_laws
+from engine.speculation.enumeration import draft_tuples
+from tests.speculation.test_node_rules import emitted, random_laws
 
 # The package exports the rule under its module's name.
 race = importlib.import_module("engine.speculation.verification.weighted_race")
@@ -186,7 +187,7 @@ def test_large_ties(kind: str) -> None:
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(2, 4))
 def test_emits_the_target_law(seed: int, n: int, vocabulary: int) -> None:
     p, q = random_laws(seed, vocabulary)
-    law, acceptance = emitted(race.weighted_race, p, q, drafts_iid(q, n), n)
+    law, acceptance = emitted(race.weighted_race, p, q, draft_tuples("iid", q, n), n)
     np.testing.assert_allclose(law, p, atol=1e-10)
     assert acceptance == pytest.approx(theory.alpha_star_iid(p, q, n), abs=1e-9)
 
@@ -202,10 +203,10 @@ def test_a_race_without_its_weights_is_caught(wrong: str, monkeypatch: pytest.Mo
             return weight_NK, torch.zeros_like(floor_N1)
         return (weight_NK > 0).double(), floor_N1
 
-    law, _ = emitted(race.weighted_race, p, q, drafts_iid(q, 3), 3)
+    law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
     np.testing.assert_allclose(law, p, atol=1e-10)
     monkeypatch.setattr(race, "_weights", broken)
-    law, _ = emitted(race.weighted_race, p, q, drafts_iid(q, 3), 3)
+    law, _ = emitted(race.weighted_race, p, q, draft_tuples("iid", q, 3), 3)
     assert np.abs(law - p).sum() / 2 > 1e-3
 
 

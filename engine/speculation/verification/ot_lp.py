@@ -20,6 +20,8 @@ from torch import Tensor
 
 MAX_VOCABULARY = 12
 
+_TIGHT = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+
 Numbers = npt.NDArray[np.float64]
 DraftSet = tuple[int, ...]
 
@@ -52,7 +54,7 @@ def transport_plan(
     columns = list(range(len(pairs))) * 2
     matrix = coo_matrix((np.ones(len(rows)), (rows, columns)), shape=(len(p) + len(sets), len(pairs)))
     bounds = np.concatenate([p, np.array(list(sets.values()))])
-    solved = linprog(-np.ones(len(pairs)), A_ub=matrix.tocsr(), b_ub=bounds, bounds=(0, None), method="highs")
+    solved = linprog(-np.ones(len(pairs)), A_ub=matrix.tocsr(), b_ub=bounds, bounds=(0, None), options=_TIGHT)
     assert solved.status == 0, solved.message
     mass = np.maximum(solved.x, 0.0)
     for side in (rows[: len(pairs)], rows[len(pairs) :]):
