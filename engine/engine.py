@@ -7,9 +7,8 @@ translates between the parts' addressings. One thread calls it; nothing here wai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,19 +16,14 @@ from engine.admission import check_request
 from engine.cache.tensors import slots_of
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.draft import Draft
-from engine.drafters.model import ModelDrafter, method_of
+from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
 from engine.metrics import PlainTimes, StepStats, Stopwatch
-from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
+from engine.plan import Plan, Verdict
 from engine.request import Request
-from engine.sampling.law import LawParameters, law
-from engine.sampling.noise import Purpose, uniform
 from engine.scheduling.scheduler import Outcome, Scheduler
-from engine.speculation.drafting import ChainNoise, LawTable
-from engine.speculation.gap import acceptance_gap
-from engine.speculation.layers import apply_layers
-from engine.speculation.verification import RULES, ChainVerdict, Verify, lossy
+from engine.verifying import Winner, observe_gap, verify_chains
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Engine:
         timed = self.stopwatch.timed
         self._draw = timed("draft", drafter.draw)
         self._forward = timed("target", self._forward_nodes)
-        self._verify = timed("verify", self._verify_chains)
+        self._verify = timed("verify", verify_chains)
         self._keep = timed("keep", self._keep_accepted)
 
     def submit(self, request: Request) -> None:
@@ -118,7 +112,8 @@ class Engine:
         logits_NV = self._forward(plan, draft)  # one pass over every drafted node
         winners = self._verify(plan, draft, logits_NV)  # the exact rule of each request
         self._keep(plan, draft, winners)  # forget the rejected branches
-        return self._observe(plan, draft, logits_NV, Verdict(tuple(winner.emission for winner in winners)))
+        verdict = Verdict(tuple(winner.emission for winner in winners))
+        return observe_gap(plan, draft, logits_NV, verdict, self.num_steps, self.limits.observed_share)
 
     def _forward_nodes(self, plan: Plan, draft: Draft | None) -> Tensor:
         """Target logits at the root and the nodes of every sampling row, in order."""
@@ -132,29 +127,6 @@ class Engine:
                 wanted = slice(len(row.known) - 1, None)
             parts.append(SequenceInput(row.known, row.first_index, row.block_ids, nodes, wanted))
         return self.target.forward(parts)
-
-    def _verify_chains(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Winner]:
-        """What each sampling row emits, by the rule it asked for."""
-        if draft is None:
-            return []
-        rows = plan.sampling_rows
-        target = _target_laws(rows, draft, logits_NV)
-        noise = _noise(draft, logits_NV.device)
-        winners: list[Winner | None] = [None] * len(rows)
-        by_rule: dict[Verify, list[int]] = {}
-        for number, row in enumerate(rows):
-            by_rule.setdefault(_rule_of(row), []).append(number)
-        for verify, numbers in by_rule.items():
-            if len(by_rule) == 1:
-                verdict = verify(draft.chains, target, noise)
-                chosen = np.arange(draft.layout.num_chains)
-            else:
-                chosen = np.flatnonzero(np.isin(draft.layout.request_C, numbers))
-                index = torch.from_numpy(chosen).to(logits_NV.device)
-                verdict = verify(draft.chains.select(index), target.select(index), noise.select(index))
-            for number, winner in zip(numbers, _winners(draft, verdict, chosen), strict=True):
-                winners[number] = winner
-        return [winner for winner in winners if winner is not None]
 
     def _keep_accepted(self, plan: Plan, draft: Draft | None, winners: Sequence[Winner]) -> None:
         """Make the K/V of accepted paths contiguous in both models' storage."""
@@ -175,118 +147,3 @@ class Engine:
                     draft_moves.append((int(slots[self.drafter.node_index(row, winner.rank, depth)]), to))
         self.target.keep([move for move in target_moves if move[0] != move[1]])
         self.drafter.keep([move for move in draft_moves if move[0] != move[1]])
-
-    def _observe(self, plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict) -> Verdict:
-        """On a share of the steps, note how far one row's rule stays below the optimum; which, the step number says."""
-        chance, choice = uniform(0, self.num_steps, Purpose.OBSERVE, 0, np.arange(2)).tolist()
-        rows = plan.sampling_rows
-        if draft is None or chance >= self.limits.observed_share:
-            return verdict
-        number = int(choice * len(rows))
-        row, speculation = rows[number], rows[number].speculation
-        if not row.branching or row.sampling.is_greedy or speculation.over_acceptance:
-            return verdict
-        root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
-        p_1V = law(logits_NV[root : root + 1], LawParameters.of([row.sampling], logits_NV.device)).double()
-        mine = torch.from_numpy(np.flatnonzero(draft.layout.request_C == number)).to(p_1V.device)
-        chains = draft.chains.select(mine)
-        q_1V = chains.draft.rows_at(0)[:1].double()
-        if chains.layers is not None:
-            nowhere = torch.zeros_like(mine[:1])
-            p_1V, _ = apply_layers(p_1V, q_1V, chains.layers.select(nowhere), nowhere, nowhere)
-        apart = row.num_drafts // row.branching[0]
-        gap = acceptance_gap(
-            speculation.rule,
-            method_of(row),
-            (p_1V[0] / p_1V.sum()).cpu().numpy(),
-            (q_1V[0] / q_1V.sum()).cpu().numpy(),
-            chains.tokens_CL[::apart, 0].tolist(),
-        )
-        emissions = list(verdict.emissions)
-        emissions[number] = replace(emissions[number], gap=gap)
-        return Verdict(tuple(emissions))
-
-
-@dataclass(frozen=True)
-class Winner:
-    """The chain (by rank within its request) that a row follows, and what the row emits."""
-
-    rank: int
-    emission: Emission
-
-
-def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
-    """The law of every node, and which node lies below the first i tokens of each chain."""
-    counts = [1 + tree.num_nodes for tree in draft.trees]
-    starts = np.cumsum([0, *counts[:-1]])
-    node_CX = np.zeros((draft.layout.num_chains, draft.layout.max_length + 1), dtype=np.int64)
-    chain = 0
-    for start, tree in zip(starts, draft.trees, strict=True):
-        for path in tree.paths:
-            node_CX[chain, : len(path)] = path
-            node_CX[chain] += start
-            chain += 1
-    row_N = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits_NV.device)
-    parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
-    return LawTable(law(logits_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
-
-
-def _rule_of(row: Row) -> Verify:
-    """How the row's chains are verified."""
-    speculation = row.speculation
-    if not row.branching:
-        return RULES["block"].verify
-    if speculation.over_acceptance > 0:
-        return lossy(speculation.over_acceptance, speculation.over_acceptance_residual)
-    # At temperature 0 every rule accepts the longest exact match; this one takes any set of drafts.
-    return RULES["nss" if row.sampling.is_greedy and row.num_drafts > 1 else speculation.rule].verify
-
-
-def _noise(draft: Draft, device: torch.device) -> ChainNoise:
-    layout = draft.layout
-    seed, position, rank = layout.seed_C, layout.position_C, layout.rank_C
-    depth_L = np.arange(layout.max_length)
-
-    def each(purpose: Purpose) -> Tensor:
-        return torch.from_numpy(uniform(seed, position, purpose, rank)).to(device)
-
-    def each_depth(purpose: Purpose) -> Tensor:
-        numbers = uniform(seed[:, None], position[:, None], purpose, rank[:, None], depth_L)
-        return torch.from_numpy(numbers.reshape(layout.num_chains, layout.max_length)).to(device)
-
-    return ChainNoise(
-        each_depth(Purpose.ACCEPT),
-        each(Purpose.RESIDUAL),
-        each(Purpose.SCORE),
-        each_depth(Purpose.CHOSEN_ACCEPT),
-        each(Purpose.CHOSEN_RESIDUAL),
-    )
-
-
-def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Winner]:
-    """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
-    winners = []
-    tokens_B = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
-    layers = _layers(verdict)
-    bias = [0.0] * len(layers) if verdict.bias_B is None else verdict.bias_B.tolist()
-    for i, (local_chain, accepted, next_token) in enumerate(tokens_B):
-        chain = int(chosen[local_chain])
-        tree = draft.trees[int(draft.layout.request_C[chain])]
-        rank = int(draft.layout.rank_C[chain])
-        tokens = tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1])
-        winners.append(Winner(rank, Emission(tokens, next_token, tree.num_nodes, layers=layers[i], bias=bias[i])))
-    return winners
-
-
-def _layers(verdict: ChainVerdict) -> list[tuple[TargetLayer, ...]]:
-    """The layers that still hold, by request."""
-    if verdict.layers is None:
-        return [()] * len(verdict.chain_B)
-    remaining, states, counts = (
-        tensor.tolist()
-        for tensor in (verdict.layers.remaining_CM, verdict.layers.state_CM4, verdict.layers.num_chains_CM)
-    )
-    return [
-        tuple(TargetLayer(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)
-        for of_row in zip(remaining, states, counts, strict=True)
-    ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
+from engine import verifying
 from engine.request import Limits, Request, Sampling, Speculation
 from tests.engine import tiny
 
@@ -12,11 +15,19 @@ RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
 def crowd(count: int) -> list[Request]:
     """Requests that differ in prompt, seed, law, rule and length."""
-    speculations = [RACE, Speculation(rule="block", num_drafts=1, draft_length=3), tiny.OFF]
+    speculations = [
+        RACE,
+        Speculation(rule="block", num_drafts=1, draft_length=3),
+        tiny.OFF,
+        Speculation(rule="spectr_gbv", num_drafts=3, draft_length=4),
+        Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 1, 2)),
+        Speculation(rule="greedy", num_drafts=4, draft_length=2),
+        Speculation(rule="weighted_race", num_drafts=4, draft_length=2, tree=(1, 4)),
+    ]
     texts = tiny.prompts(101, [3 + (7 * i) % 40 for i in range(count)], seed=9)
     return [
         tiny.request(
-            str(i), text, speculations[i % 3], max_tokens=12 + i % 9, temperature=1.0, seed=i, top_p=1 - 0.1 * (i % 2)
+            str(i), text, speculations[i % 7], max_tokens=12 + i % 9, temperature=1.0, seed=i, top_p=1 - 0.1 * (i % 2)
         )
         for i, text in enumerate(texts)
     ]
@@ -44,6 +55,29 @@ def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[n
     assert crowded.tokens == free.tokens
     if "num_blocks" in crowding:
         assert crowded.num_preemptions > 0
+
+
+def test_verifying_in_small_parts_changes_nothing(pair) -> None:  # type: ignore[no-untyped-def]
+    requests = crowd(16)
+    whole = tiny.run(tiny.build(*pair), requests)
+    with patch.object(verifying, "_VERIFY_BYTES", 1):
+        assert tiny.run(tiny.build(*pair), requests).tokens == whole.tokens
+
+
+def test_at_temperature_0_several_drafts_accept_more(pair) -> None:  # type: ignore[no-untyped-def]
+    """The children of a node are then the most likely tokens; the text stays that of plain decoding."""
+    texts = tiny.prompts(101, [9] * 12, seed=4)
+    runs = {}
+    for name, speculation in {
+        "off": tiny.OFF,
+        "chain": Speculation(rule="block", num_drafts=1, draft_length=3),
+        "chains": Speculation(rule="greedy", num_drafts=4, draft_length=3),
+        "tree": Speculation(rule="traversal", num_drafts=16, draft_length=3, tree=(4, 2, 2)),
+    }.items():
+        engine = tiny.build(*pair, max_num_drafts=16)
+        runs[name] = tiny.run(engine, [tiny.request(str(i), text, speculation) for i, text in enumerate(texts)])
+        assert runs[name].tokens == runs["off"].tokens
+    assert runs["tree"].num_accepted > runs["chains"].num_accepted > runs["chain"].num_accepted
 
 
 def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyped-def]

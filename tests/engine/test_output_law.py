@@ -149,7 +149,7 @@ def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
 def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: object, num_drafts: int) -> None:
     rules = {**RULES, "wrong": Rule("wrong", wrong, None)}  # type: ignore[arg-type]
     with (
-        patch("engine.engine.RULES", rules),
+        patch("engine.verifying.RULES", rules),
         patch("engine.building.RULES", rules),
         patch("engine.drafters.model.RULES", rules),
     ):
@@ -174,7 +174,7 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
     import engine.drafters.model as drafter
-    import engine.engine as stepping
+    import engine.verifying as stepping
     from engine.sampling.noise import uniform
 
     def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
@@ -188,7 +188,7 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv 3"])
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    import engine.engine as stepping
+    import engine.verifying as stepping
 
     with patch.object(stepping, "_layers", lambda verdict: [()] * len(verdict.chain_B)):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)

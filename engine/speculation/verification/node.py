@@ -64,7 +64,11 @@ class TopDown:
         """Walk down all requests at once, level by level."""
         chain_BK, exists_BK = chain_table(chains)
         lead_B = chain_BK[:, 0]
-        uniform_BL1 = torch.cat([noise.accept_CL[lead_B], noise.residual_C[lead_B].unsqueeze(1)], 1)
+        # Below its own last draft a request draws with its residual number, whatever the others' lengths are.
+        residual_B1 = noise.residual_C[lead_B].unsqueeze(1)
+        uniform_BL1 = torch.cat([noise.accept_CL[lead_B], residual_B1], 1)
+        depth_L1 = torch.arange(chains.max_length + 1, device=lead_B.device)
+        uniform_BL1 = torch.where(depth_L1 < chains.length_C[lead_B].unsqueeze(1), uniform_BL1, residual_B1)
         alive_BK, running_B = exists_BK, torch.ones_like(lead_B, dtype=torch.bool)
         accepted_B, token_B, winner_B = torch.zeros_like(lead_B), torch.zeros_like(lead_B), lead_B
         for depth in range(chains.max_length + 1):
