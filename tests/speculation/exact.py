@@ -6,13 +6,13 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path as FilePath
 
 import numpy as np
 
 from engine.plan import TargetLayer
-from engine.speculation.enumeration import Model, Outcome, Path, Rows, joint
+from engine.speculation.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
+from engine.speculation.verification import RULES
 
 Law = dict[Path, float]
 Step = Callable[[Model], list[Outcome]]
@@ -27,6 +27,12 @@ def golden_rows(rows: dict, which: str) -> dict[Path, np.ndarray]:
 
 def golden_model(case: dict) -> Model:
     return Model(golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q"), case["V"], case["L"])
+
+
+def outcomes_of(rule: str, model: Model, num_drafts: int, method: str = "iid") -> list[Outcome]:
+    """One step of a rule on independent chains, or on one chain where it takes no more."""
+    count = min(num_drafts, RULES[rule].max_drafts or num_drafts)
+    return rule_outcomes(rule, model, (count, *(1,) * (model.length - 1)), method)
 
 
 def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "any") -> Model:
@@ -105,10 +111,3 @@ def distance_from_target(model: Model, outcomes: Sequence[Outcome]) -> float:
     """Total variation between the emitted law and the target's own; for rules that leave later steps alone."""
     law = emitted_law(model, outcomes)
     return 0.5 * sum(abs(law[path] - joint(model.target, path)) for path in model.paths(model.length + 1))
-
-
-def redrawn(outcomes: Sequence[Outcome], verified: Rows, model: Model) -> list[Outcome]:
-    """The outcomes when chains are drawn from `model.draft` but were verified as drawn from `verified`."""
-    return [
-        replace(o, probability=o.probability * joint(model.draft, o.path) / joint(verified, o.path)) for o in outcomes
-    ]

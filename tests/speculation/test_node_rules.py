@@ -167,30 +167,6 @@ def test_absent_chains_change_nothing(name: str) -> None:
         np.testing.assert_allclose(holes.numpy(), plain, atol=1e-12)
 
 
-def test_skipping_duplicates_in_rrs_is_caught() -> None:
-    def skipping(target, draft, drafted, present):  # type: ignore[no-untyped-def]
-        seen_before = torch.stack(
-            [(drafted[:, :k] == drafted[:, k : k + 1]).any(1) for k in range(drafted.shape[1])], dim=1
-        )
-        return rrs(target, draft, drafted, present & ~seen_before)
-
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.1, 0.8])
-    law, _ = emitted(skipping, p, q, draft_tuples("iid", q, 3), 3)
-    assert np.abs(law - p).sum() / 2 > 1e-2
-
-
-def test_inconsistent_ties_are_caught() -> None:
-    """Drafting and verification must agree which of two equally likely tokens is the top one."""
-
-    def other_tie(target, draft, drafted, present):  # type: ignore[no-untyped-def]
-        last_of_ties = draft.shape[1] - 1 - draft.flip(1).argmax(1)
-        return greedy(target, draft, torch.stack([last_of_ties, drafted[:, 1]], 1), present)
-
-    p, q = np.array([0.1, 0.5, 0.4]), np.array([0.4, 0.4, 0.2])
-    law, _ = emitted(other_tie, p, q, draft_tuples("greedy", q, 2), 2)
-    assert np.abs(law - p).sum() / 2 > 1e-2
-
-
 @pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda c: f"V{c['V']}n{c['n']}-{c['kind']}")
 def test_golden_vectors_from_float32_laws(case: dict) -> None:
     """What a serving engine has: float32 rows, within 1e-5 of the exact law and acceptance."""
