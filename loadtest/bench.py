@@ -42,7 +42,7 @@ class BenchOptions:
 
 
 # Rules that verify one chain, or two.
-_MAX_DRAFTS = {"token": 1, "block": 1, "spechub": 2}
+_MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 
 
 def arms_of(rules: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.analysis.report import table
 from loadtest.daemon import running_daemon
-from loadtest.report import markdown, rules_markdown
+from loadtest.report import markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -66,7 +67,7 @@ def test_the_rules_table_is_the_committed_result() -> None:
     text = (ROOT / "docs/speculation.md").read_text()
     shown = re.search(r"<!-- rules:begin -->\n(.*?)\n<!-- rules:end -->", text, re.DOTALL)
     assert shown is not None
-    assert shown.group(1).strip() == rules_markdown(result)
+    assert shown.group(1).strip() == table(result["cells"], result["settings"]["concurrency"])
 
 
 def test_make_targets_and_links_exist() -> None:

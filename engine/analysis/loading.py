@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import subprocess
 import sys
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -82,3 +85,20 @@ def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[t
     if not prompts:
         raise ConfigError(f"{file}: holds no prompts")
     return prompts
+
+
+def environment() -> dict[str, Any]:
+    """What measurements depend on: commit, processor, libraries."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "commit": commit.stdout.strip() or None,
+        "cpu": models[0] if models else platform.processor(),
+        "num_cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in ("torch", "transformers", "polydraft")},
+    }

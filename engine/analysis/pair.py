@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from engine.admission import check_speculation
-from engine.analysis.loading import load_pair, names_of, read_prompts
+from engine.analysis.loading import environment, load_pair, names_of, read_prompts
 from engine.analysis.report import bootstrap, print_report, save_plots
 from engine.calibration import made_up_plan, median_s
 from engine.engine import Engine
@@ -145,6 +145,15 @@ class Results:
     def save(self, part: str, key: str, value: Any) -> None:
         """Add a cell; the file is always whole."""
         self.content[part][key] = value
+        self._write()
+
+    def finish(self, cells: list[dict[str, Any]]) -> None:
+        """Add the records that combine all cells, and what they were measured on."""
+        self.content["cells"] = cells
+        self.content.setdefault("environment", environment())
+        self._write()
+
+    def _write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_suffix(".part")
         partial.write_text(json.dumps(self.content, indent=1), encoding="utf8")
@@ -177,6 +186,7 @@ def analyze_pair(options: argparse.Namespace) -> dict[str, Any]:
     _measure_runs(engine, options, prompts, shapes, results)
     _measure_times(engine, options, shapes, results)
     report = combine(results.content, shapes)
+    results.finish(report)
     print_report(report, results.content, options.concurrency)
     save_plots(report, results.content, options.output)
     return {"file": str(results.file), "cells": report}
