@@ -61,15 +61,7 @@ def assemble(
         dtype=str(target.model.dtype).removeprefix("torch."),
         architecture=target.model_type,
         has_draft=draft is not None,
-        rules={
-            name: RuleFacts(
-                max_drafts=rule.max_drafts,
-                draft_methods=rule.draft_methods,
-                trees=rule.trees,
-                max_vocabulary=rule.max_vocabulary,
-            )
-            for name, rule in RULES.items()
-        },
+        rules=rule_facts(),
         memory_plan={
             "weights": target.weight_bytes,
             "draft_weights": draft.weight_bytes if draft is not None else 0,
@@ -82,6 +74,19 @@ def assemble(
     scheduler = Scheduler(config.scheduler, BlockPool(num_blocks), block_size, target.eos_token_ids)
     drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
     return Engine(runners[0], drafter, scheduler, facts, config.speculation)
+
+
+def rule_facts() -> dict[str, RuleFacts]:
+    """What admission must know of every rule."""
+    return {
+        name: RuleFacts(
+            max_drafts=rule.max_drafts,
+            draft_methods=rule.draft_methods,
+            trees=rule.trees,
+            max_vocabulary=rule.max_vocabulary,
+        )
+        for name, rule in RULES.items()
+    }
 
 
 def check_speculation(config: EngineConfig) -> None:

@@ -6,6 +6,7 @@ Flag names are vLLM's wherever the meaning is the same. Precedence: flag, enviro
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,6 +138,13 @@ class Serve(BaseSettings):
             raise ValueError("a key must not be empty")
         return keys
 
+    @field_validator("draft_tree")
+    @classmethod
+    def _whole_numbers(cls, tree: str | None) -> str | None:
+        if tree is not None and not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", tree):
+            raise ValueError("must be whole numbers from 1 on with commas between, such as 4,2,1")
+        return tree
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -187,7 +195,7 @@ class Serve(BaseSettings):
                 num_drafts=self.num_drafts,
                 draft_length=self.draft_length,
                 draft_method=self.draft_method or "",
-                tree=_tree(self.draft_tree),
+                tree=tuple(int(part) for part in (self.draft_tree or "").split(",") if part),
                 max_over_acceptance=self.max_over_acceptance,
                 observed_share=self.spec_observed_share,
                 max_num_drafts=self.max_num_drafts,
@@ -196,19 +204,6 @@ class Serve(BaseSettings):
             calibrate=self.calibrate,
             self_check=self.selfcheck,
         )
-
-
-def _tree(text: str | None) -> tuple[int, ...]:
-    """Children per node by depth, from `4,2,1`; raises ConfigError."""
-    if not text:
-        return ()
-    try:
-        tree = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        tree = ()
-    if not tree or min(tree) < 1:
-        raise ConfigError(f"--draft-tree {text}: must be whole numbers from 1 on with commas between, such as 4,2,1")
-    return tree
 
 
 class _FileSource(PydanticBaseSettingsSource):

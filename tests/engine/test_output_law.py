@@ -99,7 +99,7 @@ def sample(
     num_answers: int = NUM_ANSWERS,
 ) -> Counter[tuple[int, ...]]:
     """First three tokens of longer answers."""
-    engine = tiny.build(*pair, max_model_len=32, max_draft_length=3)
+    engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192)
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)
