@@ -137,7 +137,12 @@ def analyze_block(entry: Any, where: str) -> dict[str, Any]:
         count = min(num_chains, rule.max_drafts or num_chains)
         outcomes = rule_outcomes(name, model, (count, *(1,) * (model.length - 1)), method)
         expected[name], laws[name] = expected_accepted(outcomes), first_block_law(outcomes)
-    return {"E_tau": expected, "first_block_law": laws}
+
+    def laws_below(prefix: tuple[int, ...]) -> tuple[theory.Law, theory.Law]:
+        return np.asarray(model.target[prefix]), np.asarray(model.draft[prefix])
+
+    bound = theory.block_length_bound(laws_below, model.vocabulary, model.length, num_chains)
+    return {"E_tau": expected, "first_block_law": laws, "upper_bound": bound}
 
 
 def analyze_blocks(file: Path) -> list[dict[str, Any]]:

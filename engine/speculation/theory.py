@@ -10,12 +10,14 @@ Not for: running anything (`verification`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Law = npt.NDArray[np.float64]
+Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
+"""(p, q) below a prefix."""
 
 
 def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
@@ -206,6 +208,40 @@ def expected_block_length(log_target_BL: Law, log_draft_BL: Law, num_drafts: int
     return length
 
 
+def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
+    """[N, 2] by depth: joint probabilities of every block of so many tokens under target and draft."""
+    joint: dict[tuple[int, ...], tuple[float, float]] = {(): (1.0, 1.0)}
+    for _ in range(length):
+        below: dict[tuple[int, ...], tuple[float, float]] = {}
+        for prefix, (p_mass, q_mass) in joint.items():
+            p, q = laws(prefix)
+            for token in range(vocabulary):
+                below[*prefix, token] = p_mass * float(p[token]), q_mass * float(q[token])
+        joint = below
+        yield np.array(list(joint.values()))
+
+
+def block_length_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
+    """Upper bound of the expected accepted length of K i.i.d. chains: sum over i of alpha* of blocks of i tokens.
+
+    No rule can keep more of the first i tokens than an optimal one for i-token blocks; for K > 1 the sum is not
+    attainable in general. Enumerates all blocks: small vocabularies.
+    """
+    return sum(alpha_star_iid(level[:, 0], level[:, 1], num_drafts) for level in _levels(laws, vocabulary, length))
+
+
+def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
+    """SpecTr-GBV's expected accepted length; `spectr_gbv` reaches at least this much of a first block.
+
+    sum_v P_v (1 - (1 - min(1, Q_v/P_v))^K), by enumeration of all blocks.
+    """
+    total = 0.0
+    for level in _levels(laws, vocabulary, length):
+        p, q = level[level[:, 0] > 0].T
+        total += float((p * (1 - (1 - np.minimum(1.0, q / p)) ** num_drafts)).sum())
+    return total
+
+
 def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
     """Acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias trade-off)."""
     accept: Law = np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
@@ -220,10 +256,6 @@ def smallest_bias(p: Law, q: Law, accept: Law) -> float:
 def pareto_bias(p: Law, q: Law, rejection: float) -> float:
     """Least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
     return max(0.0, 1 - accept_token(p, q, 1) - rejection)
-
-
-Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
-"""(p, q) below a prefix."""
 
 
 def expected_rejections(laws: Laws, horizon: int, batch: int = 1) -> float:

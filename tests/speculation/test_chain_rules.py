@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.plan import TargetLayer
 from engine.sampling.draw import categorical
+from engine.speculation import theory
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
 from engine.speculation.enumeration import (
     EveryChain,
@@ -86,8 +87,34 @@ def test_golden_changed_targets(case: dict) -> None:
             np.testing.assert_allclose(laws[0].numpy(), row, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
+def test_golden_theory_of_blocks(case: dict) -> None:
+    """Bounds, and the law of the chain that the score race selects, node by node."""
+    model, stored, size = golden_model(case), case["theory"], (case["V"], case["L"], case["K"])
+
+    def laws(prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(model.target[prefix]), np.asarray(model.draft[prefix])
+
+    assert theory.selected_block_bound(laws, *size) == pytest.approx(stored["spectrgbv_bound"], abs=1e-9)
+    bound = theory.block_length_bound(laws, *size)
+    assert bound == pytest.approx(stored["sum_alpha_star_levels"], abs=1e-9)
+    race_length = expected_accepted(outcomes_of("bv_race", model, case["K"]))
+    assert race_length == pytest.approx(stored["bv_race_formula"], abs=1e-9)
+    for rule in NAMES:
+        length = expected_accepted(outcomes_of(rule, model, case["K"]))
+        assert length <= stored.get("ot_optimum_LP", bound) + 1e-7
+    every = EveryChain.of(model)
+    known = greedy_blocks(every.chains, every.target, torch.full_like(every.chains.length_C, case["K"]))
+    for i, path in enumerate(every.paths):
+        for depth in range(1, model.length + 1):
+            if (mass := joint(model.target, path[:depth])) > 0 and joint(model.draft, path[:depth]) > 0:
+                gamma = float(known.state_CX4[i, depth, 3])
+                assert gamma * mass == pytest.approx(case["qGamma"][",".join(map(str, path[:depth]))], abs=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["64", "32"])
 @pytest.mark.parametrize("case", GOLDEN["layers"], ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}")
-def test_golden_nested_layers(case: dict) -> None:
+def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) -> None:
     """Forced trajectories through several windows: active layers, effective rows and residuals."""
     target, draft = golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q")
     layers: tuple[TargetLayer, ...] = ()
@@ -95,7 +122,9 @@ def test_golden_nested_layers(case: dict) -> None:
         prefix, accepted, token = tuple(step["prefix"]), tuple(step["accepted"]), step["residual_token"]
         assert [len(prefix) + layer.remaining for layer in layers] == [a["end"] for a in step["active_layers"]]
         for layer, stored in zip(layers, step["active_layers"], strict=True):
-            np.testing.assert_allclose(layer.state, [stored[k] for k in ("r", "ubar", "carry", "gamma")], atol=1e-9)
+            np.testing.assert_allclose(
+                layer.state, [stored[k] for k in ("r", "ubar", "carry", "gamma")], atol=precision
+            )
         # Only the rows on the forced path are stored; the chain's other rows do not matter.
         path = (*accepted, token)
         rows = [prefix + path[:i] for i in range(len(accepted) + 1)]
@@ -105,22 +134,22 @@ def test_golden_nested_layers(case: dict) -> None:
             torch.tensor([0]),
             torch.tensor([0]),
             LawTable(
-                torch.tensor(np.array([draft[row] for row in rows])),
+                torch.tensor(np.array([draft[row] for row in rows]), dtype=dtype),
                 torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
             ),
             layers=layer_tensors(layers),
         )
         plain = LawTable(
-            torch.tensor(np.array([target[row] for row in rows])),
+            torch.tensor(np.array([target[row] for row in rows]), dtype=dtype),
             torch.tensor([[min(i, len(accepted)) for i in range(case["L"] + 1)]]),
         )
         laws, by_depth = effective_laws(chains, plain)
-        np.testing.assert_allclose(laws.rows_at(0)[0].numpy(), step["effective_target_row"], atol=1e-9)
+        np.testing.assert_allclose(laws.rows_at(0)[0].numpy(), step["effective_target_row"], atol=precision)
         count, tau = torch.tensor([case["K"]]), torch.tensor([len(accepted)])
         known = greedy_blocks(chains, laws, count)
         selection = selection_at(chains, laws, known, count, tau)
         weights = next_token_weights(chains, selection, tau)[0]
-        np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=1e-9)
+        np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=precision)
         after = layers_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
         rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
         layers = tuple(TargetLayer(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)

@@ -97,6 +97,9 @@ def test_golden_theory(case: dict) -> None:
     for key, acceptance in closed_forms.items():
         if key in case["accept"]:
             assert acceptance(p, q, n) == pytest.approx(case["accept"][key], abs=1e-9), key
+    order = case["swor_Q_prefix"]["order"]
+    within = theory.all_drafts_within(q[order], min(n, int((q > 0).sum())))
+    np.testing.assert_allclose(within, case["swor_Q_prefix"]["Q"], atol=1e-9)
     count = torch.tensor([float(n)], dtype=torch.float64)
     target, draft = (torch.tensor([case[law]], dtype=torch.float64) for law in ("p", "q"))
     rho = solve_rho(target, draft, count)
