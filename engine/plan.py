@@ -36,6 +36,18 @@ class TargetLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """What a row's law depends on beside the logits, when it does."""
+
+    tokens: tuple[int, ...]
+    """Prompt and answer so far."""
+    num_prompt: int
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    """Tokens that would end the answer; they are held back before `min_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step."""
 
@@ -55,6 +67,8 @@ class Row:
     """Children of every drafted node by depth; empty when the row does not speculate."""
     layers: tuple[TargetLayer, ...] = ()
     """Changes of the target law that hold for this step, oldest first."""
+    text: Text | None = None
+    """Set when the law depends on it."""
 
     @property
     def end(self) -> int:

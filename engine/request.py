@@ -20,8 +20,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the smallest set of tokens that holds this mass; 1 keeps all."""
     min_p: float = 0.0
     """Drop tokens below this share of the most likely token's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the text (prompt and answer) become less likely."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit when it is in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be emitted; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that may not be emitted."""
     seed: int = 0
     """Every random number of the request is a function of this (64 bits)."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on how often it is in the text."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits are changed before temperature and filters."""
+        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
     @property
     def is_greedy(self) -> bool:
@@ -33,6 +55,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer ends."""
 
     max_tokens: int = 16
+    min_tokens: int = 0
+    """No end and no stop token before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 

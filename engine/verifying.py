@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.drafters.draft import Draft
 from engine.drafters.model import method_of
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
+from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, LawTable
@@ -71,7 +72,8 @@ def observe_gap(
     if not row.branching or row.sampling.is_greedy or speculation.over_acceptance:
         return verdict
     root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
-    p_1V = law(logits_NV[root : root + 1], LawParameters.of([row.sampling], logits_NV.device)).double()
+    root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
+    p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
     mine = torch.from_numpy(np.flatnonzero(draft.layout.request_C == number)).to(p_1V.device)
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()
@@ -104,7 +106,21 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
             chain += 1
     row_N = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits_NV.device)
     parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
-    return LawTable(law(logits_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
+    edited_NV = edit(logits_NV, _places(rows, draft))
+    return LawTable(law(edited_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
+
+
+def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
+    """Where the law of every node is, for the rows that edit their logits."""
+    if not any(row.text for row in rows):
+        return []
+    places: list[Place | None] = []
+    for row, tree in zip(rows, draft.trees, strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            paths.append((*paths[parent], token))
+        places += [None if row.text is None else Place(row.sampling, row.text, path) for path in paths]
+    return places
 
 
 def _parts(rows: Sequence[Row], vocab_size: int) -> Iterator[tuple[Verify, list[int]]]:

@@ -17,6 +17,7 @@ from engine.drafters.draft import Draft, Layout, Level, merge
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan, Row, level_widths
+from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, Layers, children
@@ -107,6 +108,7 @@ class ModelDrafter:
             if depth > 0:
                 parents = torch.from_numpy(level.parents).to(self.device)
                 logits_NV = self._next_level(rows, tokens_CL[parents, depth - 1], depth)
+            logits_NV = edit(logits_NV, _places(rows, level, tokens_CL, depth))
             below_NV = law_NV[level.first_law_row : level.end_law_row]
             below_NV.copy_(law(logits_NV, parameters.select(torch.from_numpy(level.row_of_parent).to(self.device))))
             self._draw_level(rows, level, depth, below_NV, logits_NV, tokens_CL[:, depth], uniform_CL[:, depth])
@@ -186,6 +188,18 @@ def _ancestry(branching: tuple[int, ...]) -> np.ndarray:
     widths = level_widths(branching)
     node_N = np.arange(widths[-1])
     return np.concatenate([node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths], axis=1)
+
+
+def _places(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) -> list[Place | None]:
+    """Where the laws below a level's parents are, for the rows that edit their logits."""
+    if not any(row.text for row in rows):
+        return []
+    paths = tokens_CL[torch.from_numpy(level.parents).to(tokens_CL.device), :depth].tolist()
+    places: list[Place | None] = []
+    for number, path in zip(level.row_of_parent.tolist(), paths, strict=True):
+        text = rows[number].text
+        places.append(None if text is None else Place(rows[number].sampling, text, tuple(path)))
+    return places
 
 
 def _layers(rows: Sequence[Row], layout: Layout, device: torch.device) -> Layers | None:

@@ -4,7 +4,7 @@
 decoding. Order of the filters (as vLLM has it): temperature, min-p, top-k, top-p. Every filter
 keeps ties at its edge, so the law is a function of the logits and not of a sort's order.
 
-Not for: drawing (`draw.py`), penalties and masks (they will change the logits before this).
+Not for: drawing (`draw.py`), penalties and masks (`edits.py` changes the logits before this).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.cache.blocks import BlockPool
 from engine.config import SchedulerConfig
-from engine.plan import Emission, Plan, Row, Verdict, level_widths
+from engine.plan import Emission, Plan, Row, Text, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.sequence import Sequence
 
@@ -198,7 +198,17 @@ class Scheduler:
             speculation=speculation,
             branching=branching if samples else (),
             layers=sequence.layers,
+            text=self._text(sequence) if samples else None,
         )
+
+    def _text(self, sequence: Sequence) -> Text | None:
+        """What the sequence's law depends on beside the logits."""
+        request, limits = sequence.request, sequence.request.limits
+        holds_back = sequence.num_emitted < limits.min_tokens
+        if not request.sampling.edits_logits and not holds_back:
+            return None
+        ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else self.eos_token_ids)} if holds_back else ()
+        return Text(tuple(sequence.tokens), len(request.prompt_token_ids), limits.min_tokens, tuple(sorted(ends)))
 
     def _reserve(self, sequence: Sequence, row: Row) -> bool:
         """Give the sequence blocks for the row, preempting later arrivals; False if it has been preempted."""

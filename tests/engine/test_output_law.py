@@ -7,8 +7,10 @@ are fixed, so the tests are deterministic; each has a wrong rule that it must re
 from __future__ import annotations
 
 import itertools
+import pkgutil
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,8 @@ from scipy.stats import chi2
 
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
-from engine.request import Sampling, Speculation
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling.edits import Place
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification import RULES, ChainVerdict, Rule
@@ -64,9 +67,18 @@ SPECULATIONS = {
     "weighted_race late": drafts("weighted_race", 3, tree=(1, 3)),
     "ot_lp 2": drafts("ot_lp", 2),
 }
-SAMPLINGS = {
+EDITS: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.3,
+    "logit_bias": ((1, 0.8), (2, -0.5)),
+    "bad_words": ((3, 3), (0, 1, 2)),
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "filtered": {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+    "edited": {"temperature": 1.0, **EDITS},
+    "edited and filtered": {"temperature": 0.8, "top_p": 0.95, "allowed_token_ids": (0, 1, 3), **EDITS},
 }
 
 
@@ -87,9 +99,29 @@ def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int
     parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"))
     result = torch.ones(len(paths), dtype=torch.float64)
     for depth in range(NUM_TOKENS):
-        rows = law(logits[:, len(PROMPT) - 1 + depth], parameters).double()
+        rows = logits[:, len(PROMPT) - 1 + depth].clone()
+        for row, path in zip(rows, paths, strict=True):
+            edited_by_hand(row, path[:depth], sampling)
+        rows = law(rows, parameters).double()
         result *= rows[torch.arange(len(paths)), torch.tensor([path[depth] for path in paths])]
     return dict(zip(paths, result.tolist(), strict=True))
+
+
+def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[str, Any]) -> None:
+    """Bias, penalties and masks in the plainest way, token by token."""
+    for token, added in sampling.get("logit_bias", ()):
+        row[token] += added
+    for token in range(VOCABULARY):
+        if token in PROMPT or token in answer:
+            factor = sampling.get("repetition_penalty", 1.0)
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        row[token] -= sampling.get("frequency_penalty", 0.0) * answer.count(token)
+        row[token] -= sampling.get("presence_penalty", 0.0) * (token in answer)
+        if sampling.get("allowed_token_ids") and token not in sampling["allowed_token_ids"]:
+            row[token] = -torch.inf
+        text = (*PROMPT, *answer, token)
+        if any(text[-len(word) :] == word for word in sampling.get("bad_words", ())):
+            row[token] = -torch.inf
 
 
 def sample(
@@ -121,9 +153,17 @@ def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
 FILTERED = ("off", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy 3", "weighted_race 4")
 
 
-@pytest.mark.parametrize(
-    ("name", "sampling"), [*((name, "plain") for name in SPECULATIONS), *((name, "filtered") for name in FILTERED)]
-)
+EDITED = ("off", "token", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy late", "weighted_race late")
+CASES = [
+    *((name, "plain") for name in SPECULATIONS),
+    *((name, "filtered") for name in FILTERED),
+    *((name, "edited") for name in EDITED),
+    ("bv_race 4", "edited and filtered"),
+    ("traversal tree", "edited and filtered"),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
@@ -183,6 +223,45 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
     with patch.object(drafter, "uniform", by_index), patch.object(stepping, "uniform", by_index):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+@pytest.mark.parametrize("forgetful", ["engine.verifying._places", "engine.drafters.model._places"])
+def test_penalties_that_forget_the_nodes_path_are_rejected(
+    pair: tuple[LoadedModel, LoadedModel], forgetful: str
+) -> None:
+    """Counts of the text alone, not of the drafted tokens below it."""
+    places = pkgutil.resolve_name(forgetful)
+
+    def without_paths(*arguments: Any) -> list[Place | None]:
+        return [None if place is None else replace(place, path=()) for place in places(*arguments)]
+
+    strong = {"temperature": 1.0, "frequency_penalty": 2.0}
+    law_of_text = exact_law(pair[0], strong)
+    right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
+    assert g_test(right, law_of_text) > ALPHA
+    with patch(forgetful, without_paths):
+        counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
+    # Drafting from another law than penalties say is no bias: any draft law will do, when it is the one verified with.
+    assert (g_test(counts, law_of_text) > ALPHA) == ("drafters" in forgetful)
+
+
+def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    for speculation in (tiny.OFF, SPECULATIONS["bv_race 4"], SPECULATIONS["traversal tree"]):
+        engine = tiny.build(*pair, max_model_len=32, max_draft_length=3)
+        requests = [
+            Request(
+                request_id=str(seed),
+                prompt_token_ids=PROMPT,
+                sampling=Sampling(seed=seed),
+                limits=Limits(max_tokens=8, min_tokens=4, stop_token_ids=(0, 1)),
+                speculation=speculation,
+            )
+            for seed in range(60)
+        ]
+        answers = tiny.run(engine, requests).tokens.values()
+        assert all(len(answer) > 4 for answer in answers)
+        assert not any({0, 1} & set(answer[:4]) for answer in answers)
+        assert any(len(answer) == 5 for answer in answers)
 
 
 @pytest.mark.parametrize("name", ["greedy_block", "spectr_gbv 3"])

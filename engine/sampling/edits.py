@@ -1,0 +1,133 @@
+"""Changes of a request's logits that depend on its text: bias, penalties, masks. Before temperature and filters.
+
+A *place* is where a law is needed: after a text, and after a path of drafted tokens below it; every node of every
+branch has a place of its own, and counts are those of its own path. Order, as vLLM has it: logit_bias; repetition
+penalty (tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence
+penalties (tokens of the answer); then masks: allowed tokens, bad words, and no end of the answer before min_tokens.
+Where the masks leave nothing, the logits stay as they were.
+
+Not for: temperature, top-k, top-p, min-p (`law.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.plan import Text
+from engine.request import Sampling
+
+Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a law is needed."""
+
+    sampling: Sampling
+    text: Text
+    path: tuple[int, ...] = ()
+    """Drafted tokens after the text."""
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the answer before this place."""
+        return len(self.text.tokens) - self.text.num_prompt + len(self.path)
+
+
+class _Entries:
+    """Values at (row, token), gathered over all places."""
+
+    def __init__(self) -> None:
+        self.rows: list[Ints] = []
+        self.tokens: list[Ints] = []
+        self.values: list[Numbers] = []
+
+    def add(self, row: int, tokens: Ints, values: Numbers) -> None:
+        """Values of some tokens of one row; [tokens] or [tokens, several]."""
+        self.rows.append(np.full(len(tokens), row, dtype=np.int64))
+        self.tokens.append(tokens)
+        self.values.append(values)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, tokens, values)."""
+        arrays = (np.concatenate(self.rows), np.concatenate(self.tokens), np.concatenate(self.values))
+        rows, tokens, values = (torch.from_numpy(array).to(device) for array in arrays)
+        return rows, tokens, values
+
+
+def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
+    """The logits that the laws are made of; a row without a place is left alone."""
+    if not any(places):
+        return logits_NV
+    vocab_size = logits_NV.shape[1]
+    biases, penalties, masks = _Entries(), _Entries(), _Entries()
+    for row, place in enumerate(places):
+        if place is None:
+            continue
+        if place.sampling.logit_bias:
+            biased, added = zip(*place.sampling.logit_bias, strict=True)
+            biases.add(row, np.array(biased, dtype=np.int64), np.array(added, dtype=np.float64))
+        if place.sampling.has_penalties:
+            tokens_T, counts_T = _counts(place)
+            strength = np.tile(_strength(place.sampling), (len(tokens_T), 1))
+            penalties.add(row, tokens_T, np.column_stack([strength, counts_T]))
+        banned = _banned(place, vocab_size)
+        if len(banned):
+            masks.add(row, banned, np.full(len(banned), -np.inf))
+    edited_NV = logits_NV.float().clone()
+    if biases:
+        rows, tokens, values = biases.tensors(logits_NV.device)
+        edited_NV.index_put_((rows, tokens), values.float(), accumulate=True)
+    if penalties:
+        rows, tokens, values = penalties.tensors(logits_NV.device)
+        repetition, frequency, presence, count = values.float().T
+        logit = edited_NV[rows, tokens]
+        logit = torch.where(logit > 0, logit / repetition, logit * repetition)
+        edited_NV[rows, tokens] = logit - frequency * count - presence * (count > 0)
+    if masks:
+        rows, tokens, values = masks.tensors(logits_NV.device)
+        edited_NV[rows, tokens] = values.float()
+        possible_N1 = (edited_NV.amax(1) > -torch.inf).unsqueeze(1)
+        edited_NV = torch.where(possible_N1, edited_NV, logits_NV.float())
+    return edited_NV
+
+
+def _strength(sampling: Sampling) -> Numbers:
+    return np.array([sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty])
+
+
+def _counts(place: Place) -> tuple[Ints, Numbers]:
+    """(tokens of the whole text, how often each is in the answer)."""
+    answer = (*place.text.tokens[place.text.num_prompt :], *place.path)
+    tokens_T = np.unique(np.array((*place.text.tokens, *place.path), dtype=np.int64))
+    used, times = np.unique(np.array(answer, dtype=np.int64), return_counts=True)
+    counts_T = np.zeros(len(tokens_T))
+    counts_T[np.searchsorted(tokens_T, used)] = times
+    return tokens_T, counts_T
+
+
+def _banned(place: Place, vocab_size: int) -> Ints:
+    """Tokens that may not come next."""
+    sampling, banned = place.sampling, []
+    if sampling.allowed_token_ids:
+        allowed = np.zeros(vocab_size, dtype=bool)
+        allowed[list(sampling.allowed_token_ids)] = True
+        banned.append(np.flatnonzero(~allowed))
+    if sampling.bad_words:
+        longest = max(len(word) for word in sampling.bad_words)
+        tail = (*place.text.tokens[-longest:], *place.path)
+        last = [word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
+        banned.append(np.array(last, dtype=np.int64))
+    if place.num_emitted < place.text.min_tokens:
+        banned.append(np.array(place.text.ends, dtype=np.int64))
+    return np.concatenate(banned) if banned else np.empty(0, dtype=np.int64)
