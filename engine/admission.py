@@ -32,7 +32,27 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
         )
     if bad := [token for token in request.prompt_token_ids if not 0 <= token < facts.vocab_size]:
         raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
+    _check_edits(request, facts)
     check_speculation(request.speculation, facts, limits)
+
+
+def _check_edits(request: Request, facts: EngineFacts) -> None:
+    """The fields that change logits: tokens of the vocabulary, and lengths that fit together."""
+    sampling, limits = request.sampling, request.limits
+    if limits.min_tokens > limits.max_tokens:
+        raise RequestError(
+            f"min_tokens must be at most max_tokens = {limits.max_tokens}, not {limits.min_tokens}", "min_tokens"
+        )
+    if not sampling.repetition_penalty > 0:
+        raise RequestError("repetition_penalty must be above 0", "repetition_penalty")
+    named = {
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": [token for word in sampling.bad_words for token in word],
+    }
+    for name, tokens in named.items():
+        if bad := [token for token in tokens if not 0 <= token < facts.vocab_size]:
+            raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", name)
 
 
 def served_rules(facts: EngineFacts) -> list[str]:

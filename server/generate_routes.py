@@ -105,17 +105,22 @@ def check_model(server: Server, name: str | None) -> None:
 
 
 def engine_requests(
-    server: Server, body: GenerationFields, prompts: Sequence[Sequence[int]], max_tokens: int | None
+    server: Server,
+    body: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
-    sampling = sampling_of(body, server.defaults)
+    sampling = sampling_of(body, server.defaults, bad_words)
     speculation = speculation_of(body, server.client.config.speculation, facts)
     requests: list[EngineRequest] = []
     for prompt in prompts:
         answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
         limits = Limits(
             max_tokens=answer,
+            min_tokens=body.min_tokens or 0,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
         )
@@ -145,7 +150,10 @@ async def respond(
     """Run a call that has been tokenized."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options goes with stream: true", "stream_options")
-    requests = engine_requests(server, body, prompts, max_tokens)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    if body.bad_words:
+        bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words)
     options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens)
     generation = Generation(requests, server.tokenizer, options, sum(len(prompt) for prompt in prompts))
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"

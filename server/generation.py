@@ -69,7 +69,8 @@ class Choice:
         for count, token in enumerate(outcome.token_ids, start=1):
             if ended_by_token and count == len(outcome.token_ids):
                 return text, count
-            text += self._cut.feed(self._detokenizer.step(token))
+            looks = self.num_tokens + count > self.request.limits.min_tokens
+            text += self._cut.feed(self._detokenizer.step(token), looks)
             if self._cut.is_cut:
                 return text, count
         return text, len(outcome.token_ids)

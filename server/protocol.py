@@ -81,13 +81,16 @@ class GenerationFields(Wire):
     speculation: SpeculationFields | None = None
     metrics: bool | None = None
     """Whether the answer carries `metrics`; the server's setting when left out."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    """By token id (OpenAI's keys are strings), each from -100 to 100."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    allowed_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
 
     # Known, and refused unless neutral (server/sampling_fields.py).
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
     best_of: int | None = None
     prediction: Any = None
     response_format: Any = None
@@ -98,8 +101,6 @@ class GenerationFields(Wire):
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
     use_beam_search: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None

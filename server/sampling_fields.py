@@ -26,11 +26,6 @@ from server.tokenizer import GenerationDefaults
 
 # Fields that are known but not served, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
     "best_of": (None, 1),
     "prediction": (None,),
     "response_format": (None, {"type": "text"}),
@@ -41,8 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "use_beam_search": (None, False),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
@@ -83,8 +76,26 @@ def stop_strings(body: GenerationFields) -> list[str]:
     return stops
 
 
-def sampling_of(body: GenerationFields, defaults: GenerationDefaults) -> Sampling:
-    """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system."""
+def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
+    """(token, added) pairs; raises RequestError for keys that are no token ids, and values out of range."""
+    pairs = []
+    for key, added in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit()):
+            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+        if not -100 <= added <= 100:
+            raise RequestError(f"logit_bias: {added} for token {key} is outside -100 to 100", "logit_bias")
+        pairs.append((int(key), added))
+    return tuple(pairs)
+
+
+def sampling_of(
+    body: GenerationFields, defaults: GenerationDefaults, bad_words: tuple[tuple[int, ...], ...] = ()
+) -> Sampling:
+    """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
+
+    bad_words: the words of the body as token ids.
+    """
+    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
     temperature = defaults.temperature if body.temperature is None else body.temperature
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return Sampling(
@@ -92,6 +103,12 @@ def sampling_of(body: GenerationFields, defaults: GenerationDefaults) -> Samplin
         top_k=max(0, top_k),
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=repetition,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=logit_bias_of(body),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=bad_words,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )
 

@@ -17,12 +17,15 @@ class StopCut:
         self._held = ""
         self.is_cut = False
 
-    def feed(self, text: str) -> str:
-        """Text that may be released now; after the first stop string nothing more."""
+    def feed(self, text: str, looks: bool = True) -> str:
+        """Text that may be released now; after the first stop string nothing more.
+
+        looks: False for text in which a stop string does not count (before min_tokens).
+        """
         if self.is_cut:
             return ""
         self._held += text
-        if not self._stops:
+        if not self._stops or not looks:
             return self._release(len(self._held))
         hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:

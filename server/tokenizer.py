@@ -28,6 +28,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Tokenizer:
@@ -56,6 +57,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of words, at the beginning of a text and after a space; words without tokens are left out."""
+        spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
 
     def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the model's chat template."""

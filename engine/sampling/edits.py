@@ -129,5 +129,5 @@ def _banned(place: Place, vocab_size: int) -> Ints:
         last = [word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
         banned.append(np.array(last, dtype=np.int64))
     if place.num_emitted < place.text.min_tokens:
-        banned.append(np.array(place.text.ends, dtype=np.int64))
+        banned.append(np.array([token for token in place.text.ends if 0 <= token < vocab_size], dtype=np.int64))
     return np.concatenate(banned) if banned else np.empty(0, dtype=np.int64)

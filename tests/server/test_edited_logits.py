@@ -1,0 +1,94 @@
+"""Bias, penalties, allowed and bad words, min_tokens over HTTP: with speculation the same as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.test_speculation_answers import CALL, COMPLETIONS, answer_of
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "off": {"enabled": False},
+    "token": {"rule": "token"},
+    "block": {"rule": "block"},
+    "bv_race": {"rule": "bv_race", "num_drafts": 4},
+    "tree": {"rule": "traversal", "tree": [2, 2, 1]},
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "frequency_penalty": {"frequency_penalty": -2},
+    "presence_penalty": {"presence_penalty": -1.0},
+    "repetition_penalty": {"repetition_penalty": 0.2},
+    "logit_bias": {"logit_bias": {"300": 4, "301": 4.5, "302": -100}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(200, 260))},
+    "bad_words": {"bad_words": ["reserve", "blue", "upon a"]},
+    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": list(range(100, 2000))},
+    "everything": {
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"300": 3},
+        "bad_words": ["of"],
+        "min_tokens": 5,
+        "top_p": 0.9,
+    },
+}
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
+@pytest.mark.parametrize("field", FIELDS)
+def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client, field: str, shape: str) -> None:
+    """Every field on every branch: counts and masks are those of the node's own path."""
+    wish = {**FIELDS[field], "temperature": 0}
+    plain, other = (answer_of(http, **wish, speculation=SHAPES[name]) for name in ("off", shape))
+    assert other["choices"] == plain["choices"]
+    assert other["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_changes_the_answer(http: httpx.Client, field: str) -> None:
+    """None is accepted and ignored."""
+    without = answer_of(http, temperature=0)
+    assert answer_of(http, temperature=0, **FIELDS[field])["choices"] != without["choices"]
+
+
+def test_only_allowed_tokens_come(http: httpx.Client) -> None:
+    """Whatever is drafted, at temperature 1."""
+    allowed = FIELDS["allowed_token_ids"]
+    text = answer_of(http, **allowed, max_tokens=60)["choices"][0]["text"]
+    tokens = http.post("/detokenize", json={"tokens": allowed["allowed_token_ids"]}).json()["prompt"]
+    assert set(text) <= set(tokens)
+
+
+def test_bad_words_do_not_come(http: httpx.Client) -> None:
+    """Neither at the beginning nor after a space."""
+    with_them = answer_of(http, temperature=1, max_tokens=400, seed=8)["choices"][0]["text"]
+    words = sorted({word for word in with_them.split() if word.isalpha()}, key=len)[-5:]
+    text = answer_of(http, temperature=1, max_tokens=400, seed=8, bad_words=words)["choices"][0]["text"]
+    assert words
+    assert sum(text.split().count(word) for word in words) < sum(with_them.split().count(word) for word in words)
+
+
+def test_a_strong_bias_and_a_ban(http: httpx.Client) -> None:
+    """100 makes a token certain, -100 impossible."""
+    certain = answer_of(http, temperature=1, logit_bias={"77": 100}, max_tokens=10)["choices"][0]["text"]
+    assert certain == http.post("/detokenize", json={"tokens": [77] * 10}).json()["prompt"]
+
+
+def test_min_tokens_is_before_any_end(http: httpx.Client) -> None:
+    """End tokens, stop tokens and stop strings count from then on."""
+    ends = {"ignore_eos": False, "stop_token_ids": list(range(3, 4096))}
+    for count in (0, 1, 7):
+        body = answer_of(http, min_tokens=count, **ends)
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == count + 1
+    letters = {"stop": list("aeiou "), "include_stop_str_in_output": True}
+    at_once = answer_of(http, **letters)["usage"]["completion_tokens"]
+    later = answer_of(http, **letters, min_tokens=12)["usage"]["completion_tokens"]
+    assert at_once < 12 <= later
+
+
+def test_a_request_that_bans_everything_still_ends(http: httpx.Client) -> None:
+    """Masks that leave nothing are lifted for that position; nothing breaks."""
+    response = http.post(COMPLETIONS, json={**CALL, "allowed_token_ids": [500], "logit_bias": {"500": -100}})
+    assert response.status_code == 200
