@@ -12,6 +12,9 @@ from engine.config import EngineFacts, RuleFacts, SpeculationConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import Request, Speculation
 
+MAX_LOGPROBS = 20
+"""Most alternatives reported beside a token."""
+
 # Draft methods that are made for so many children of a node only.
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
@@ -42,6 +45,10 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
     if limits.min_tokens > limits.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens = {limits.max_tokens}, not {limits.min_tokens}", "min_tokens"
+        )
+    if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"logprobs: between 0 and {MAX_LOGPROBS} alternatives, not {request.num_logprobs}", "logprobs"
         )
     if not sampling.repetition_penalty > 0:
         raise RequestError("repetition_penalty must be above 0", "repetition_penalty")

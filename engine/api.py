@@ -26,7 +26,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
 from engine.metrics import PHASES, StepStats
-from engine.request import Limits, Request, Sampling, Speculation
+from engine.request import Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.sampling.noise import choice_seed
 from engine.scheduling.scheduler import Outcome
 
@@ -166,6 +166,7 @@ __all__ = [
     "Stop",
     "Submit",
     "ToEngine",
+    "TokenLogprob",
     "check_request",
     "choice_seed",
     "decode_config",

@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 
-from engine.request import Sampling, Speculation
+from engine.request import Sampling, Speculation, TokenLogprob
 
 
 @lru_cache(maxsize=1024)
@@ -69,6 +69,8 @@ class Row:
     """Changes of the target law that hold for this step, oldest first."""
     text: Text | None = None
     """Set when the law depends on it."""
+    num_logprobs: int | None = None
+    """Likeliest tokens to report beside each emitted one; None reports nothing."""
 
     @property
     def end(self) -> int:
@@ -130,6 +132,8 @@ class Emission:
     """Changes of the target law that hold after these tokens, oldest first."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at the first position; None where it was not observed."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token, where the row asked for them."""
     bias: float = 0.0
     """Distance from the target law that lossy acceptance allowed at these tokens, summed over positions."""
 

@@ -87,6 +87,17 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model found an emitted token, and the likeliest ones instead.
+
+    Of the target model's own law: before temperature, filters, bias, penalties and masks (as vLLM's raw_logprobs).
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token, logprob), likeliest first."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of one prompt."""
 
@@ -95,3 +106,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     speculation: Speculation = Speculation()
+    num_logprobs: int | None = None
+    """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""

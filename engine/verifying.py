@@ -18,6 +18,7 @@ from engine.drafters.model import method_of
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
+from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, LawTable
 from engine.speculation.gap import acceptance_gap
@@ -56,7 +57,23 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
             verdict = verify(draft.chains.select(index), target.select(index), noise.select(index))
         for number, winner in zip(numbers, _winners(draft, verdict, chosen), strict=True):
             winners[number] = winner
-    return [winner for winner in winners if winner is not None]
+    return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])
+
+
+def _with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners: list[Winner]) -> list[Winner]:
+    """The winners, with the logprobs of what they emit where their rows ask for them."""
+    if all(row.num_logprobs is None for row in rows):
+        return winners
+    result, start = [], 0
+    for row, tree, winner in zip(rows, draft.trees, winners, strict=True):
+        if row.num_logprobs is not None:
+            emitted = (*winner.emission.accepted, winner.emission.next_token)
+            nodes = [start + node for node in tree.paths[winner.rank][: len(emitted)]]
+            logprobs = token_logprobs(logits_NV[nodes], emitted, row.num_logprobs)
+            winner = replace(winner, emission=replace(winner.emission, logprobs=logprobs))
+        result.append(winner)
+        start += 1 + tree.num_nodes
+    return result
 
 
 def observe_gap(

@@ -16,6 +16,7 @@ from engine.api import Request as EngineRequest
 from server.answering import AnswerOptions, Shape, answer_stream, answer_whole
 from server.errors import model_not_found
 from server.generation import Choice, Delta, Generation, TextOptions
+from server.logprobs import chat_logprobs, completion_logprobs
 from server.protocol import (
     ChatChoice,
     ChatMessage,
@@ -27,6 +28,7 @@ from server.protocol import (
     Message,
 )
 from server.sampling_fields import (
+    num_logprobs_of,
     refuse_unsupported,
     sampling_of,
     speculation_of,
@@ -48,7 +50,8 @@ class ChatShape:
     def whole(self, index: int, choice: Choice) -> ChatChoice:
         """A whole message."""
         assert choice.finish_reason is not None
-        return ChatChoice(index, ChatMessage(choice.text), choice.finish_reason)
+        logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
+        return ChatChoice(index, ChatMessage(choice.text), choice.finish_reason, logprobs)
 
     def opening(self, index: int) -> list[ChunkChoice]:
         """The role comes first."""
@@ -56,7 +59,10 @@ class ChatShape:
 
     def chunk(self, delta: Delta) -> list[ChunkChoice]:
         """Text, and an empty delta with the finish reason."""
-        chunks = [ChunkChoice(delta.index, {"content": delta.text}, None)] if delta.text else []
+        logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
+        chunks = []
+        if delta.text or logprobs is not None:
+            chunks.append(ChunkChoice(delta.index, {"content": delta.text}, None, logprobs))
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks
@@ -69,7 +75,8 @@ class CompletionShape:
 
     def whole(self, index: int, choice: Choice) -> CompletionChoice:
         """A whole text."""
-        return CompletionChoice(index, choice.text, choice.finish_reason)
+        logprobs = None if choice.logprobs is None else completion_logprobs(choice.logprobs)
+        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs)
 
     def opening(self, _: int) -> list[CompletionChoice]:
         """Nothing opens a completion."""
@@ -77,9 +84,10 @@ class CompletionShape:
 
     def chunk(self, delta: Delta) -> list[CompletionChoice]:
         """Text and finish reason together."""
-        if not delta.text and delta.finish_reason is None:
+        logprobs = completion_logprobs(delta.logprobs) if delta.logprobs else None
+        if not delta.text and delta.finish_reason is None and logprobs is None:
             return []
-        return [CompletionChoice(delta.index, delta.text, delta.finish_reason)]
+        return [CompletionChoice(delta.index, delta.text, delta.finish_reason, logprobs)]
 
 
 def message_text(message: Message) -> dict[str, str]:
@@ -115,6 +123,7 @@ def engine_requests(
     facts = server.client.ready_facts()
     sampling = sampling_of(body, server.defaults, bad_words)
     speculation = speculation_of(body, server.client.config.speculation, facts)
+    num_logprobs = num_logprobs_of(body)
     requests: list[EngineRequest] = []
     for prompt in prompts:
         answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
@@ -132,6 +141,7 @@ def engine_requests(
                 sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, number)),
                 limits=limits,
                 speculation=speculation,
+                num_logprobs=num_logprobs,
             )
             check_request(request, facts, server.client.config.speculation)
             requests.append(without_equal_chains(request, facts))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.api import Outcome, Request, StepStats
 from server.engine_client import EngineClient
+from server.logprobs import SpelledToken, spell
 from server.metrics import ServerMetrics
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
@@ -34,6 +35,8 @@ class Delta:
     index: int
     text: str
     finish_reason: str | None
+    logprobs: Sequence[SpelledToken] | None = None
+    """Of the step's tokens, where they were asked for."""
 
 
 class Choice:
@@ -46,6 +49,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
+        self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
+        self._tokenizer = tokenizer
+        self._offset = 0
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
 
@@ -59,8 +65,17 @@ class Choice:
             text += self._cut.finish()
         self.num_tokens += num_kept
         self.text += text
+        self._spell(outcome, num_kept)
         self.speculation.add_step(outcome, stats, num_kept)
         return text, self.clock.add(outcome, num_kept)
+
+    def _spell(self, outcome: Outcome, num_kept: int) -> None:
+        """Take the logprobs of the tokens that belong to the answer."""
+        if self.logprobs is None:
+            return
+        for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
+            self.logprobs.append(spell(self._tokenizer, token, found, self._offset))
+            self._offset += len(self.logprobs[-1].text)
 
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
@@ -102,10 +117,12 @@ class Generation:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:
                             continue
+                        known = len(choice.logprobs or ())
                         text = self._add(choice, outcome, stats, metrics)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
-                        yield Delta(index, text, choice.finish_reason)
+                        new = None if choice.logprobs is None else choice.logprobs[known:]
+                        yield Delta(index, text, choice.finish_reason, new)
             finally:
                 metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
 

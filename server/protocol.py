@@ -129,7 +129,7 @@ class ChatRequest(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: Any = None
@@ -144,7 +144,7 @@ class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
     prompt: Text | list[Text] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     suffix: str | None = None
 
@@ -230,6 +230,39 @@ class Metrics(msgspec.Struct, frozen=True):
     speculative_decoding: SpeculativeDecoding | None
 
 
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A likely token in OpenAI's chat shape."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """An emitted token in OpenAI's chat shape."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a completion choice."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """The answer of a chat."""
 
@@ -244,7 +277,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -253,7 +286,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -262,7 +295,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: dict[str, str]
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]

@@ -21,7 +21,7 @@ from engine.api import (
     default_speculation,
     unknown_rule,
 )
-from server.protocol import GenerationFields
+from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.tokenizer import GenerationDefaults
 
 # Fields that are known but not served, with the values that ask for nothing.
@@ -41,8 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "cache_salt": (None,),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -111,6 +109,16 @@ def sampling_of(
         bad_words=bad_words,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )
+
+
+def num_logprobs_of(body: GenerationFields) -> int | None:
+    """How many likely tokens are reported beside each emitted one; None where no logprobs are asked for."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    assert isinstance(body, ChatRequest)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs goes with logprobs: true", "top_logprobs")
+    return body.top_logprobs or 0 if body.logprobs else None
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:

@@ -20,6 +20,16 @@ from engine.api import ConfigError, RequestError
 Result = TypeVar("Result")
 
 
+def _byte_of_character() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary: visible Latin-1 itself, the others from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
     """Sampling defaults from the model's generation_config.json."""
@@ -82,6 +92,17 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of a token."""
         return str(self._backend.id_to_token(token))
+
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """A token's text, and its bytes, which may be a part of a character."""
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        if "\ufffd" not in text:
+            return text, text.encode()
+        piece = self.token_text(token)
+        if piece.startswith("<0x") and piece.endswith(">"):
+            return text, bytes([int(piece[1:-1], 16)])
+        known = [_BYTE_OF_CHARACTER.get(character) for character in piece]
+        return text, bytes(byte for byte in known if byte is not None) if None not in known else text.encode()
 
     @property
     def vocab_size(self) -> int:

@@ -21,7 +21,7 @@ import msgspec
 from engine.cache.blocks import BlockPool
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Plan, Row, Text, Verdict, level_widths
-from engine.request import Request
+from engine.request import Request, TokenLogprob
 from engine.scheduling.sequence import Sequence
 
 
@@ -42,6 +42,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Drafted tokens among `token_ids`."""
     queue_s: float
     """How long the request waited before it was first admitted."""
+    logprobs: list[TokenLogprob] = []
+    """One per token, where the request asked for them."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
     bias: float = 0.0
@@ -199,6 +201,7 @@ class Scheduler:
             branching=branching if samples else (),
             layers=sequence.layers,
             text=self._text(sequence) if samples else None,
+            num_logprobs=request.num_logprobs,
         )
 
     def _text(self, sequence: Sequence) -> Text | None:
@@ -270,6 +273,7 @@ class Scheduler:
             num_nodes=emission.num_nodes,
             num_accepted=min(len(emission.accepted), len(kept)),
             queue_s=sequence.queue_s,
+            logprobs=list(emission.logprobs[: len(kept)]),
             gap=emission.gap,
             bias=emission.bias,
         )

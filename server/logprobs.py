@@ -1,0 +1,60 @@
+"""Log probabilities of an answer's tokens in OpenAI's shapes.
+
+They are those of the target model's own law, before temperature, filters, bias and penalties, so they do not depend on
+how the answer was sampled, nor on speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.api import TokenLogprob
+from server.protocol import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from server.tokenizer import Tokenizer
+
+_LEAST = -9999.0
+"""What OpenAI writes for a probability of 0; JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class SpelledToken:
+    """An emitted token with its logprob, and the likeliest tokens instead."""
+
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...]
+    offset: int
+    """Characters of the answer before it."""
+
+
+def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob, offset: int) -> SpelledToken:
+    """A token as the client reads it."""
+    top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
+    return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset)
+
+
+def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
+    """`logprobs` of a chat choice or chunk."""
+    return ChatLogprobs(
+        [
+            ChatTokenLogprob(
+                token.text,
+                token.logprob,
+                list(token.raw),
+                [TopLogprob(text, score, list(raw)) for text, raw, score in token.top],
+            )
+            for token in tokens
+        ]
+    )
+
+
+def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
+    """`logprobs` of a completion choice or chunk."""
+    return CompletionLogprobs(
+        [token.text for token in tokens],
+        [token.logprob for token in tokens],
+        [{text: score for text, _, score in token.top} for token in tokens],
+        [token.offset for token in tokens],
+    )

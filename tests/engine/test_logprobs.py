@@ -1,0 +1,56 @@
+"""Reported logprobs are plain transformers' own, on every branch, also after preemption and in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine.execution.attention import HOOK
+from engine.request import Speculation
+from tests.engine import tiny
+
+
+@pytest.mark.parametrize("crowding", [{}, {"num_blocks": 19}, {"budget": 40}])
+def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
+    target = tiny.llama(seed=5)
+    draft = tiny.perturbed(target, seed=6, amount=0.05)
+    speculations = [
+        tiny.OFF,
+        Speculation(rule="bv_race", num_drafts=4, draft_length=5),
+        Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 1, 2)),
+    ]
+    requests = [
+        msgspec.structs.replace(
+            tiny.request(str(i), text, speculations[i % 3], temperature=1.0, seed=i, frequency_penalty=0.5),
+            num_logprobs=(2, None)[i % 4 == 3],
+        )
+        for i, text in enumerate(tiny.prompts(101, [5 + 3 * i for i in range(9)]))
+    ]
+    engine = tiny.build(target, draft, **crowding)
+    found: dict[str, list[Any]] = {one.request_id: [] for one in requests}
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    for one in requests:
+        engine.submit(one)
+    while engine.scheduler.has_work:
+        for outcome in engine.run_step().outcomes:
+            found[outcome.request_id] += outcome.logprobs
+            tokens[outcome.request_id] += outcome.token_ids
+    target.model.set_attn_implementation("eager")
+    for one in requests:
+        entries = found[one.request_id]
+        if one.num_logprobs is None:
+            assert not entries
+            continue
+        answer = tokens[one.request_id]
+        ids = torch.tensor([[*one.prompt_token_ids, *answer]], device=tiny.DEVICE)
+        with torch.inference_mode():
+            scores = target.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).cpu()
+        scores = scores[len(one.prompt_token_ids) - 1 : -1]
+        assert len(entries) == len(answer)
+        for entry, token, row in zip(entries, answer, scores, strict=True):
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert [score for _, score in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+    target.model.set_attn_implementation(HOOK)

@@ -1,0 +1,100 @@
+"""Logprobs over HTTP: OpenAI's shapes, equal with speculation on and off, equal whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.daemon_process import MODEL
+from tests.server.event_stream import open_stream
+from tests.server.test_edited_logits import SHAPES
+from tests.server.test_speculation_answers import CHAT, COMPLETIONS, answer_of
+
+MESSAGES = [{"role": "user", "content": "A short story, please."}]
+
+
+def completion_logprobs(http: httpx.Client, **more: Any) -> dict[str, Any]:
+    """`logprobs` of a completion, with its text and number of tokens."""
+    body = answer_of(http, **{"logprobs": 3, **more})
+    found: dict[str, Any] = body["choices"][0]["logprobs"]
+    return {**found, "text": body["choices"][0]["text"], "count": body["usage"]["completion_tokens"]}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0, "frequency_penalty": -1.5}])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
+def test_logprobs_are_the_same_with_and_without_speculation(
+    http: httpx.Client, shape: str, sampling: dict[str, Any]
+) -> None:
+    """The text is the same at temperature 0, and so is what the model found of every token."""
+    plain, other = (completion_logprobs(http, **sampling, speculation=SHAPES[name]) for name in ("off", shape))
+    assert other["tokens"] == plain["tokens"]
+    assert other["token_logprobs"] == pytest.approx(plain["token_logprobs"], abs=1e-4)
+    for mine, theirs in zip(other["top_logprobs"], plain["top_logprobs"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_completions_logprobs_agree_with_its_text(http: httpx.Client) -> None:
+    """One entry per token, offsets into the text, the likeliest first: at temperature 0 the token itself."""
+    found = completion_logprobs(http, temperature=0)
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == found["count"]
+    assert "".join(found["tokens"]) == found["text"]
+    assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(found["count"])]
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert len(top) == 3
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert top[token] == logprob == max(top.values()) <= 0
+    assert completion_logprobs(http, logprobs=0)["top_logprobs"][0] == {}
+
+
+def test_logprobs_are_of_the_model_not_of_the_sampling(http: httpx.Client) -> None:
+    """Temperature and filters change what is drawn, not what is reported of it."""
+    certain = completion_logprobs(http, temperature=0, logit_bias={"77": 100}, max_tokens=5)
+    assert all(logprob < -1 for logprob in certain["token_logprobs"])
+
+
+def test_a_stop_string_cuts_logprobs_too(http: httpx.Client) -> None:
+    """Text, tokens, usage and logprobs agree about where the answer ends."""
+    whole = completion_logprobs(http, temperature=0)
+    stop = whole["tokens"][9].strip() or whole["tokens"][9]
+    cut = completion_logprobs(http, temperature=0, stop=stop)
+    assert len(cut["tokens"]) == cut["count"] < whole["count"]
+    assert cut["tokens"] == whole["tokens"][: cut["count"]]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_carries_the_same_logprobs(http: httpx.Client, path: str) -> None:
+    """Chunk by chunk what the whole answer has."""
+    call: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "seed": 5, "ignore_eos": True}
+    call |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2} if path == CHAT else {}
+    call |= {"prompt": "Once", "logprobs": 2} if path == COMPLETIONS else {}
+    whole = http.post(path, json=call).json()["choices"][0]["logprobs"]
+    with open_stream(http, path, **call) as stream:
+        parts = [choice["logprobs"] for chunk in stream.read() for choice in chunk["choices"] if choice.get("logprobs")]
+    key = "content" if path == CHAT else "tokens"
+    assert [entry for part in parts for entry in part[key]] == whole[key]
+    if path == COMPLETIONS:
+        assert [offset for part in parts for offset in part["text_offset"]] == whole["text_offset"]
+
+
+def test_the_openai_client_reads_them(openai_client: openai.OpenAI) -> None:
+    """Chat: token, logprob, bytes and alternatives; the bytes make the text."""
+    answer = openai_client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=4,
+        extra_body={"ignore_eos": True},
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 12
+    assert all(len(entry.top_logprobs) == 4 for entry in logprobs.content)
+    raw = bytes(byte for entry in logprobs.content for byte in entry.bytes or [])
+    assert (
+        raw.decode(errors="ignore").strip() == (answer.choices[0].message.content or "").replace("\ufffd", "").strip()
+    )
