@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Progress, load_pair
 from engine.execution.probe import find_kv_shape, probe
 from engine.execution.runner import ModelRunner
+from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
@@ -73,7 +74,8 @@ def assemble(
     check_defaults(facts, config.speculation)
     scheduler = Scheduler(config.scheduler, BlockPool(num_blocks), block_size, target.eos_token_ids)
     drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
-    return Engine(runners[0], drafter, scheduler, facts, config.speculation)
+    grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
+    return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
 
 
 def rule_facts() -> dict[str, RuleFacts]:

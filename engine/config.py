@@ -21,6 +21,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder (or hub name) of the target model in transformers format."""
     draft: str | None = None
     """Folder (or hub name) of the draft model; None serves without a draft model."""
+    tokenizer: str = ""
+    """Folder (or hub name) of the tokenizer, for grammars; empty is the target's."""
     revision: str | None = None
     """Hub revision of the target."""
     dtype: Dtype = "auto"

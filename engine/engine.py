@@ -22,6 +22,7 @@ from engine.execution.runner import ModelRunner
 from engine.metrics import PlainTimes, StepStats, Stopwatch
 from engine.plan import Plan, Verdict
 from engine.request import Request
+from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Outcome, Scheduler
 from engine.verifying import Winner, observe_gap, verify_chains
 
@@ -44,12 +45,14 @@ class Engine:
         scheduler: Scheduler,
         facts: EngineFacts,
         limits: SpeculationConfig,
+        grammars: Grammars,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.scheduler = scheduler
         self.facts = facts
         self.limits = limits
+        self.grammars = grammars
         self.plain_times: PlainTimes | None = None
         self.num_steps = 0
         self.stopwatch = Stopwatch()
@@ -62,7 +65,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises RequestError where it cannot be served as asked."""
         check_request(request, self.facts, self.limits)
-        self.scheduler.submit(request)
+        grammar = self.grammars.start(request.sampling.grammar) if request.sampling.grammar else None
+        self.scheduler.submit(request, grammar)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it has already ended."""

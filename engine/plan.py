@@ -10,11 +10,16 @@ A *slot* is the place of one token in the K/V pool, an *index* its place in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.request import Sampling, Speculation, TokenLogprob
 
@@ -35,6 +40,13 @@ class TargetLayer:
     num_chains: int
 
 
+class Grammar(Protocol):
+    """What an answer must follow."""
+
+    def allowed(self, answer: Sequence[int], path: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+        """[V] which tokens may follow an answer and a path below it; None where it has no law."""
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """What a row's law depends on beside the logits, when it does."""
@@ -45,6 +57,7 @@ class Text:
     min_tokens: int = 0
     ends: tuple[int, ...] = ()
     """Tokens that would end the answer; they are held back before `min_tokens`."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

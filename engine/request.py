@@ -32,6 +32,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Only these may be emitted; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that may not be emitted."""
+    grammar: str = ""
+    """What the answer must follow, as llguidance reads it; empty is anything."""
     seed: int = 0
     """Every random number of the request is a function of this (64 bits)."""
 
@@ -43,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before temperature and filters."""
-        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar)
 
     @property
     def is_greedy(self) -> bool:

@@ -36,9 +36,17 @@ from server.sampling_fields import (
     without_equal_chains,
 )
 from server.state import Server
+from server.structured import grammar_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
+# What `encode_chat` passes itself, and what would change the result's type or run other templates.
+_OWN_VARIABLES = frozenset(
+    """
+    conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    """.split()
+)
 
 
 class ChatShape:
@@ -106,6 +114,14 @@ def message_text(message: Message) -> dict[str, str]:
     return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
 
 
+def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables for the chat template; raises RequestError for names that are the server's own."""
+    for name in asked or {}:
+        if name in _OWN_VARIABLES:
+            raise RequestError(f"chat_template_kwargs: {name!r} is set by the server", "chat_template_kwargs")
+    return asked or {}
+
+
 def check_model(server: Server, name: str | None) -> None:
     """Raise 404 for a model that is not the one served."""
     if name is not None and name != server.model_name:
@@ -118,10 +134,11 @@ def engine_requests(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
-    sampling = sampling_of(body, server.defaults, bad_words)
+    sampling = sampling_of(body, server.defaults, bad_words, grammar)
     speculation = speculation_of(body, server.client.config.speculation, facts)
     num_logprobs = num_logprobs_of(body)
     requests: list[EngineRequest] = []
@@ -163,7 +180,8 @@ async def respond(
     bad_words: tuple[tuple[int, ...], ...] = ()
     if body.bad_words:
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
-    requests = engine_requests(server, body, prompts, max_tokens, bad_words)
+    grammar = await server.tokenizer.run(grammar_of, body)
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar)
     options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens)
     generation = Generation(requests, server.tokenizer, options, sum(len(prompt) for prompt in prompts))
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
@@ -208,7 +226,15 @@ def build_router(server: Server) -> APIRouter:
         refuse_unsupported(body)
         server.client.ready_facts()
         messages = [message_text(message) for message in body.messages]
-        prompt = await server.tokenizer.run(server.tokenizer.encode_chat, messages)
+        if body.continue_final_message and messages[-1]["role"] != "assistant":
+            raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
+        prompt = await server.tokenizer.run(
+            server.tokenizer.encode_chat,
+            messages,
+            True,
+            body.continue_final_message,
+            template_variables(body.chat_template_kwargs),
+        )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         return await respond(http, server, body, [prompt], max_tokens, chat_shape, "chatcmpl")
 

@@ -90,21 +90,21 @@ class GenerationFields(Wire):
     allowed_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
 
-    # Known, and refused unless neutral (server/sampling_fields.py).
-    best_of: int | None = None
-    prediction: Any = None
+    # Structured output (server/structured.py).
     response_format: Any = None
     structured_outputs: Any = None
-    priority: int | None = None
-    prompt_logprobs: Any = None
-    reasoning_effort: Any = None
-    chat_template_kwargs: Any = None
-    continue_final_message: Any = None
-    use_beam_search: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    # Known, and refused unless neutral (server/sampling_fields.py).
+    best_of: int | None = None
+    prediction: Any = None
+    priority: int | None = None
+    prompt_logprobs: Any = None
+    reasoning_effort: Any = None
+    use_beam_search: Any = None
     cache_salt: Any = None
 
 
@@ -127,6 +127,10 @@ class ChatRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More variables for the model's chat template."""
+    continue_final_message: bool = False
+    """Go on with the last message, which must be the assistant's, instead of answering it."""
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -145,6 +149,9 @@ class CompletionRequest(GenerationFields):
 
     prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Known, and refused unless neutral (server/sampling_fields.py).
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
     echo: bool = False
     suffix: str | None = None
 

@@ -28,18 +28,10 @@ from server.tokenizer import GenerationDefaults
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "prediction": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "priority": (None, 0),
     "prompt_logprobs": (None,),
     "reasoning_effort": (None, "none"),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
     "use_beam_search": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "cache_salt": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -53,12 +45,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 
+# What only conversations have.
+_NEUTRAL_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+}
+
 MAX_STOPS = 16
 
 
 def refuse_unsupported(body: GenerationFields) -> None:
     """Raise RequestError for a known field with a value that is not served."""
-    for name, neutral in _NEUTRAL.items():
+    own = _NEUTRAL_IN_COMPLETIONS if isinstance(body, CompletionRequest) else {}
+    for name, neutral in (_NEUTRAL | own).items():
         value = getattr(body, name, None)
         if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
             raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")
@@ -87,11 +86,14 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
 
 
 def sampling_of(
-    body: GenerationFields, defaults: GenerationDefaults, bad_words: tuple[tuple[int, ...], ...] = ()
+    body: GenerationFields,
+    defaults: GenerationDefaults,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> Sampling:
     """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
 
-    bad_words: the words of the body as token ids.
+    bad_words: the words of the body as token ids. grammar: what its structured output follows.
     """
     repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
     temperature = defaults.temperature if body.temperature is None else body.temperature
@@ -107,6 +109,7 @@ def sampling_of(
         logit_bias=logit_bias_of(body),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=bad_words,
+        grammar=grammar,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )
 

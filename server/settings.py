@@ -174,6 +174,7 @@ class Serve(BaseSettings):
         return EngineConfig(
             model=ModelConfig(
                 target=self.target(),
+                tokenizer=self.tokenizer_source(),
                 draft=draft,
                 revision=self.revision,
                 dtype=self.dtype,

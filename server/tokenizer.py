@@ -73,13 +73,26 @@ class Tokenizer:
         spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation through the model's chat template."""
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template.
+
+        continue_final_message: leave the last message open. variables: more of them for the template.
+        """
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
         try:
             text = self._fast.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
             )
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error

@@ -3,7 +3,7 @@
 A *place* is where a law is needed: after a text, and after a path of drafted tokens below it; every node of every
 branch has a place of its own, and counts are those of its own path. Order, as vLLM has it: logit_bias; repetition
 penalty (tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence
-penalties (tokens of the answer); then masks: allowed tokens, bad words, and no end of the answer before min_tokens.
+penalties (tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end before min_tokens.
 Where the masks leave nothing, the logits stay as they were.
 
 Not for: temperature, top-k, top-p, min-p (`law.py`).
@@ -117,17 +117,22 @@ def _counts(place: Place) -> tuple[Ints, Numbers]:
 
 
 def _banned(place: Place, vocab_size: int) -> Ints:
-    """Tokens that may not come next."""
-    sampling, banned = place.sampling, []
+    """Tokens that may not come next; where the grammar and the other masks leave nothing, the grammar alone counts."""
+    sampling, text = place.sampling, place.text
+    allowed = np.ones(vocab_size, dtype=bool)
     if sampling.allowed_token_ids:
-        allowed = np.zeros(vocab_size, dtype=bool)
+        allowed[:] = False
         allowed[list(sampling.allowed_token_ids)] = True
-        banned.append(np.flatnonzero(~allowed))
     if sampling.bad_words:
         longest = max(len(word) for word in sampling.bad_words)
-        tail = (*place.text.tokens[-longest:], *place.path)
+        tail = (*text.tokens[-longest:], *place.path)
         last = [word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
-        banned.append(np.array(last, dtype=np.int64))
-    if place.num_emitted < place.text.min_tokens:
-        banned.append(np.array([token for token in place.text.ends if 0 <= token < vocab_size], dtype=np.int64))
-    return np.concatenate(banned) if banned else np.empty(0, dtype=np.int64)
+        allowed[last] = False
+    if place.num_emitted < text.min_tokens:
+        allowed[[token for token in text.ends if 0 <= token < vocab_size]] = False
+    if text.grammar is not None:
+        following = text.grammar.allowed(text.tokens[text.num_prompt :], place.path)
+        if following is not None:
+            both = allowed & following
+            allowed = both if both.any() else following
+    return np.flatnonzero(~allowed)

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.cache.blocks import BlockPool
 from engine.config import SchedulerConfig
-from engine.plan import Emission, Plan, Row, Text, Verdict, level_widths
+from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
 from engine.request import Request, TokenLogprob
 from engine.scheduling.sequence import Sequence
 
@@ -91,10 +91,10 @@ class Scheduler:
         """The running sequence of a row."""
         return self._running[sequence_id]
 
-    def submit(self, request: Request) -> None:
-        """Queue a request whose length has been checked (`Engine.submit`)."""
+    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow."""
         assert request.request_id not in self._sequence_ids, request.request_id
-        sequence = Sequence(self._next_id, request, time.monotonic())
+        sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         self._waiting.append(sequence)
@@ -211,7 +211,8 @@ class Scheduler:
         if not request.sampling.edits_logits and not holds_back:
             return None
         ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else self.eos_token_ids)} if holds_back else ()
-        return Text(tuple(sequence.tokens), len(request.prompt_token_ids), limits.min_tokens, tuple(sorted(ends)))
+        num_prompt = len(request.prompt_token_ids)
+        return Text(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
 
     def _reserve(self, sequence: Sequence, row: Row) -> bool:
         """Give the sequence blocks for the row, preempting later arrivals; False if it has been preempted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import TargetLayer
+from engine.plan import Grammar, TargetLayer
 from engine.request import Request
 
 
@@ -13,6 +13,7 @@ class Sequence:
         "_arrived_s",
         "arrival",
         "block_ids",
+        "grammar",
         "last_step",
         "layers",
         "num_draft_computed",
@@ -23,10 +24,11 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, sequence_id: int, request: Request, arrived_s: float) -> None:
+    def __init__(self, sequence_id: int, request: Request, arrived_s: float, grammar: Grammar | None = None) -> None:
         self.sequence_id = sequence_id
         self.arrival = sequence_id
         self.request = request
+        self.grammar = grammar
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
@@ -78,6 +79,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "filtered": {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
     "edited": {"temperature": 1.0, **EDITS},
+    "grammar": {"temperature": 1.0, "grammar": "no token twice in a row", "presence_penalty": 0.4},
     "edited and filtered": {"temperature": 0.8, "top_p": 0.95, "allowed_token_ids": (0, 1, 3), **EDITS},
 }
 
@@ -119,9 +121,24 @@ def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[st
         row[token] -= sampling.get("presence_penalty", 0.0) * (token in answer)
         if sampling.get("allowed_token_ids") and token not in sampling["allowed_token_ids"]:
             row[token] = -torch.inf
+        if "grammar" in sampling and answer[-1:] == (token,):
+            row[token] = -torch.inf
         text = (*PROMPT, *answer, token)
         if any(text[-len(word) :] == word for word in sampling.get("bad_words", ())):
             row[token] = -torch.inf
+
+
+class NoTokenTwice:
+    """A grammar that can be followed by hand."""
+
+    def start(self, grammar: str) -> NoTokenTwice:
+        assert grammar == SAMPLINGS["grammar"]["grammar"]
+        return self
+
+    def allowed(self, answer: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
+        allowed = np.ones(VOCABULARY, dtype=bool)
+        allowed[list((*answer, *path)[-1:])] = False
+        return allowed
 
 
 def sample(
@@ -132,6 +149,7 @@ def sample(
 ) -> Counter[tuple[int, ...]]:
     """First three tokens of longer answers."""
     engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192)
+    engine.grammars = NoTokenTwice()  # type: ignore[assignment]
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)
@@ -158,6 +176,7 @@ CASES = [
     *((name, "plain") for name in SPECULATIONS),
     *((name, "filtered") for name in FILTERED),
     *((name, "edited") for name in EDITED),
+    *((name, "grammar") for name in ("off", "bv_race 4", "traversal tree", "spectr_gbv 3")),
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
 ]

@@ -234,3 +234,38 @@ def test_a_wrong_key_is_an_authentication_error(one_seat: Daemon) -> None:
     ):
         client.models.list()
     assert caught.value.code == "invalid_api_key"
+
+
+def test_the_last_message_can_be_continued(openai_client: openai.OpenAI) -> None:
+    """The prompt ends within the assistant's message: two tokens fewer than one that asks for an answer to it."""
+    messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "Once upon a"}]
+
+    def prompt_tokens(**more: Any) -> int:
+        answer = openai_client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            max_tokens=4,
+            extra_body=more,  # type: ignore[arg-type]
+        )
+        assert answer.usage is not None
+        return answer.usage.prompt_tokens
+
+    assert prompt_tokens(continue_final_message=True) == prompt_tokens() - 2
+    assert prompt_tokens(chat_template_kwargs={"any": 1}) == prompt_tokens()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"chat_template_kwargs": {"tokenize": True}, "messages": [{"role": "user", "content": "x"}]}, None),
+    ],
+)
+def test_conversations_that_cannot_be_continued(
+    openai_client: openai.OpenAI, fields: dict[str, Any], param: str | None
+) -> None:
+    """Refused by name."""
+    messages = fields.pop("messages")
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.chat.completions.create(model=MODEL, messages=messages, extra_body=fields)
+    assert caught.value.param == (param or "chat_template_kwargs")

@@ -112,3 +112,18 @@ def test_bad_sampling_defaults_are_refused(tmp_path: Path, content: str) -> None
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be used"):
         generation_defaults(str(tmp_path))
+
+
+def test_a_template_gets_more_variables_and_leaves_the_last_message_open() -> None:
+    """chat_template_kwargs and continue_final_message, as transformers has them."""
+    template = (
+        "{{ mood }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = Tokenizer(str(TOKENIZER), template)
+    messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Once upon"}]
+    glad = tokenizer.encode_chat(messages, variables={"mood": "glad"})
+    assert tokenizer.decode(glad) == "glad[user]Go on.[end][assistant]Once upon[end][assistant]"
+    opened = tokenizer.encode_chat(messages, continue_final_message=True)
+    assert tokenizer.decode(opened) == "[user]Go on.[end][assistant]Once upon"
+    tokenizer.close()
