@@ -24,7 +24,7 @@ from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Outcome, Scheduler
-from engine.verifying import Winner, observe_gap, verify_chains
+from engine.verifying import Winner, observe_gap, split_prompts, verify_chains
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,10 @@ class Engine:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
         draft = self._draw(plan)  # chains, and the law each token was drawn from
         logits_NV = self._forward(plan, draft)  # one pass over every drafted node
+        prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         winners = self._verify(plan, draft, logits_NV)  # the exact rule of each request
         self._keep(plan, draft, winners)  # forget the rejected branches
-        verdict = Verdict(tuple(winner.emission for winner in winners))
+        verdict = Verdict(tuple(winner.emission for winner in winners), prompt_logprobs)
         return observe_gap(plan, draft, logits_NV, verdict, self.num_steps, self.limits.observed_share)
 
     def _forward_nodes(self, plan: Plan, draft: Draft | None) -> Tensor:
@@ -129,6 +130,8 @@ class Engine:
                 tree = next(trees)
                 nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
                 wanted = slice(len(row.known) - 1, None)
+            if row.prompt_next:
+                wanted = slice(0, None)
             parts.append(SequenceInput(row.known, row.first_index, row.block_ids, nodes, wanted))
         return self.target.forward(parts)
 

@@ -84,6 +84,8 @@ class Row:
     """Set when the law depends on it."""
     num_logprobs: int | None = None
     """Likeliest tokens to report beside each emitted one; None reports nothing."""
+    prompt_next: tuple[int, ...] = ()
+    """Prompt tokens that follow the first known ones, where their logprobs are asked for."""
 
     @property
     def end(self) -> int:
@@ -156,3 +158,5 @@ class Verdict:
     """The emissions of the plan's sampling rows, in their order."""
 
     emissions: tuple[Emission, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """Of the tokens in `prompt_next`, one entry per row of the plan; empty where no row asks."""

@@ -110,3 +110,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
     num_logprobs: int | None = None
     """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
+    prompt_logprobs: bool = False
+    """Report the prompt's tokens, too (all but the first)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.drafters.draft import Draft
 from engine.drafters.model import method_of
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
+from engine.request import TokenLogprob
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.logprobs import token_logprobs
@@ -58,6 +59,29 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
         for number, winner in zip(numbers, _winners(draft, verdict, chosen), strict=True):
             winners[number] = winner
     return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])
+
+
+def split_prompts(
+    plan: Plan, draft: Draft | None, logits_NV: Tensor
+) -> tuple[tuple[tuple[TokenLogprob, ...], ...], Tensor]:
+    """(logprobs of prompt tokens by row, logits at roots and nodes alone), where rows have logits of their prompts."""
+    if not any(row.prompt_next for row in plan.rows):
+        return (), logits_NV
+    trees = iter(draft.trees if draft is not None else ())
+    found: list[tuple[TokenLogprob, ...]] = []
+    nodes: list[int] = []
+    start = 0
+    for row in plan.rows:
+        num_known = len(row.known) if row.prompt_next else int(row.samples)
+        rows_NV = logits_NV[start : start + len(row.prompt_next)]
+        found.append(token_logprobs(rows_NV, row.prompt_next, row.num_logprobs or 0) if row.prompt_next else ())
+        if row.samples:
+            stop = start + num_known + next(trees).num_nodes
+            nodes += range(start + num_known - 1, stop)
+            start = stop
+        else:
+            start += num_known
+    return tuple(found), logits_NV[nodes]
 
 
 def _with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners: list[Winner]) -> list[Winner]:
@@ -107,7 +131,7 @@ def observe_gap(
     )
     emissions = list(verdict.emissions)
     emissions[number] = replace(emissions[number], gap=gap)
-    return Verdict(tuple(emissions))
+    return replace(verdict, emissions=tuple(emissions))
 
 
 def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:

@@ -159,6 +159,7 @@ def engine_requests(
                 limits=limits,
                 speculation=speculation,
                 num_logprobs=num_logprobs,
+                prompt_logprobs=num_logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
             )
             check_request(request, facts, server.client.config.speculation)
             requests.append(without_equal_chains(request, facts))
@@ -182,7 +183,8 @@ async def respond(
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
     grammar = await server.tokenizer.run(grammar_of, body)
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar)
-    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens)
+    echo = isinstance(body, CompletionRequest) and body.echo
+    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens, echo)
     generation = Generation(requests, server.tokenizer, options, sum(len(prompt) for prompt in prompts))
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
     stream_options = body.stream_options

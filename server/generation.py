@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from engine.api import Outcome, Request, StepStats
+from engine.api import Outcome, Request, StepStats, TokenLogprob
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, spell
 from server.metrics import ServerMetrics
@@ -26,6 +26,8 @@ class TextOptions:
     stops: Sequence[str] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    echo: bool = False
+    """Begin with the prompt."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +54,49 @@ class Choice:
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
         self._tokenizer = tokenizer
         self._offset = 0
+        self._echo = options.echo
+        self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, float | None]:
         """Take a step's tokens; (text to release, seconds per token since the last step)."""
+        echoed = self._echo_prompt(outcome)
         text, num_kept = self._detokenize(outcome)
         if self._cut.is_cut:
             self.finish_reason = "stop"
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
+        text = echoed + text
         self.num_tokens += num_kept
         self.text += text
         self._spell(outcome, num_kept)
         self.speculation.add_step(outcome, stats, num_kept)
         return text, self.clock.add(outcome, num_kept)
 
+    def _echo_prompt(self, outcome: Outcome) -> str:
+        """The prompt's text, before the first tokens; its logprobs are taken."""
+        if not self._echo:
+            return ""
+        self._echo = False
+        prompt = self.request.prompt_token_ids
+        if self.logprobs is not None:
+            for token, found in zip(prompt, (None, *outcome.prompt_logprobs), strict=True):
+                self._add_logprob(self.logprobs, token, found)
+        return self._tokenizer.decode(prompt, self._skips_special)
+
+    def _add_logprob(self, logprobs: list[SpelledToken], token: int, found: TokenLogprob | None) -> None:
+        logprobs.append(spell(self._tokenizer, token, found, self._offset))
+        if not (self._skips_special and self._tokenizer.is_special(token)):
+            self._offset += len(logprobs[-1].text)
+
     def _spell(self, outcome: Outcome, num_kept: int) -> None:
         """Take the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
         for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
-            self.logprobs.append(spell(self._tokenizer, token, found, self._offset))
-            self._offset += len(self.logprobs[-1].text)
+            self._add_logprob(self.logprobs, token, found)
 
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""

@@ -23,14 +23,17 @@ class SpelledToken:
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
+    """None for the first token of a prompt: nothing is before it."""
     top: tuple[tuple[str, bytes, float], ...]
     offset: int
     """Characters of the answer before it."""
 
 
-def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob, offset: int) -> SpelledToken:
-    """A token as the client reads it."""
+def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: int) -> SpelledToken:
+    """A token as the client reads it; without a logprob for the first token of a prompt."""
+    if found is None:
+        return SpelledToken(*tokenizer.spell(token), None, (), offset)
     top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
     return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset)
 
@@ -41,7 +44,7 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
         [
             ChatTokenLogprob(
                 token.text,
-                token.logprob,
+                token.logprob if token.logprob is not None else _LEAST,
                 list(token.raw),
                 [TopLogprob(text, score, list(raw)) for text, raw, score in token.top],
             )
@@ -55,6 +58,6 @@ def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
     return CompletionLogprobs(
         [token.text for token in tokens],
         [token.logprob for token in tokens],
-        [{text: score for text, _, score in token.top} for token in tokens],
+        [None if token.logprob is None else {text: score for text, _, score in token.top} for token in tokens],
         [token.offset for token in tokens],
     )

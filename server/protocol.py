@@ -149,10 +149,11 @@ class CompletionRequest(GenerationFields):
 
     prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    """Begin the answer with the prompt, with its logprobs where logprobs are asked for."""
     # Known, and refused unless neutral (server/sampling_fields.py).
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
-    echo: bool = False
     suffix: str | None = None
 
 
@@ -265,8 +266,9 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """`logprobs` of a completion choice."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

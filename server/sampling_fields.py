@@ -41,7 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "store": (None, False),
     "web_search_options": (None,),
-    "echo": (None, False),
     "suffix": (None, ""),
 }
 

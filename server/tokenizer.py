@@ -58,6 +58,7 @@ class Tokenizer:
         if chat_template is not None:
             self._fast.chat_template = chat_template
         self._backend = self._fast.backend_tokenizer
+        self._special = frozenset(self._fast.all_special_ids)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     async def run(self, call: Callable[..., Result], *args: Any) -> Result:
@@ -98,9 +99,13 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
-        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is none of the text's, such as one that ends it."""
+        return token in self._special
 
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of a token."""

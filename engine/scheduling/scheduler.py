@@ -24,6 +24,9 @@ from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_width
 from engine.request import Request, TokenLogprob
 from engine.scheduling.sequence import Sequence
 
+# Prompt tokens a step computes of a row that reports their logprobs.
+_PROMPT_LOGPROBS = 64
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one step gave one request."""
@@ -44,6 +47,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How long the request waited before it was first admitted."""
     logprobs: list[TokenLogprob] = []
     """One per token, where the request asked for them."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """With the first tokens: of the prompt's tokens but the first, where the request asked for them."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
     bias: float = 0.0
@@ -143,9 +148,11 @@ class Scheduler:
     def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
         """Append what the step emitted, cut it where the answer ends, free what has ended."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
+        prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
-        for row in plan.rows:
+        for row, prompt_logprobs in zip(plan.rows, prompts, strict=True):
             sequence = self._running[row.sequence_id]
+            sequence.prompt_logprobs += prompt_logprobs
             sequence.num_target_computed = row.end
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_known)
             if row.samples:
@@ -183,8 +190,12 @@ class Scheduler:
         # One token must stay to be emitted after the drafts; both counts depend on the request alone.
         branching = speculation.branching[: max(0, sequence.num_remaining - 1)]
         nodes = sum(level_widths(branching))
-        samples = sequence.num_missing + nodes <= budget
-        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, budget))
+        chunk = budget
+        if sequence.wants_prompt_logprobs:
+            # Each of these tokens needs a row of logits: few at a time.
+            chunk = min(budget, _PROMPT_LOGPROBS + nodes)
+        samples = sequence.num_missing + nodes <= chunk
+        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, chunk))
         first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
         end = first + count
         drafting = bool(branching if samples else speculation.num_drafts)
@@ -202,6 +213,7 @@ class Scheduler:
             layers=sequence.layers,
             text=self._text(sequence) if samples else None,
             num_logprobs=request.num_logprobs,
+            prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
         )
 
     def _text(self, sequence: Sequence) -> Text | None:
@@ -260,6 +272,7 @@ class Scheduler:
             sequence.num_draft_computed += min(len(emission.accepted), row.draft_length - 1)
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = self._cut(sequence, emitted)
+        prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         sequence.tokens += kept
         sequence.layers = emission.layers
         if finish_reason is not None:
@@ -275,6 +288,7 @@ class Scheduler:
             num_accepted=min(len(emission.accepted), len(kept)),
             queue_s=sequence.queue_s,
             logprobs=list(emission.logprobs[: len(kept)]),
+            prompt_logprobs=prompt_logprobs,
             gap=emission.gap,
             bias=emission.bias,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.plan import Grammar, TargetLayer
-from engine.request import Request
+from engine.request import Request, TokenLogprob
 
 
 class Sequence:
@@ -18,6 +18,7 @@ class Sequence:
         "layers",
         "num_draft_computed",
         "num_target_computed",
+        "prompt_logprobs",
         "queue_s",
         "request",
         "sequence_id",
@@ -34,6 +35,7 @@ class Sequence:
         self.num_draft_computed = 0
         self.block_ids: list[int] = []
         self.last_step = -1
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.layers: tuple[TargetLayer, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = -1.0
@@ -53,6 +55,11 @@ class Sequence:
         """Known tokens whose target K/V is missing; at least one while the request runs."""
         return len(self.tokens) - self.num_target_computed
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt are still to be reported: they come with the first emitted tokens."""
+        return self.request.prompt_logprobs and not self.num_emitted
+
     def note_admission(self, now_s: float) -> None:
         """Remember how long the first admission took; later ones (after preemption) do not count."""
         if self.queue_s < 0:
@@ -62,4 +69,5 @@ class Sequence:
         """Drop all K/V (preemption by recomputation) and return the blocks that held it."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_target_computed = self.num_draft_computed = 0
+        self.prompt_logprobs = []
         return block_ids

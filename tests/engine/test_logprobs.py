@@ -26,18 +26,21 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
         msgspec.structs.replace(
             tiny.request(str(i), text, speculations[i % 3], temperature=1.0, seed=i, frequency_penalty=0.5),
             num_logprobs=(2, None)[i % 4 == 3],
+            prompt_logprobs=i % 4 in (0, 1),
         )
-        for i, text in enumerate(tiny.prompts(101, [5 + 3 * i for i in range(9)]))
+        for i, text in enumerate(tiny.prompts(101, [5 + 3 * i for i in range(8)] + [90]))
     ]
     engine = tiny.build(target, draft, **crowding)
     found: dict[str, list[Any]] = {one.request_id: [] for one in requests}
     tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    of_prompt: dict[str, list[Any]] = {one.request_id: [] for one in requests}
     for one in requests:
         engine.submit(one)
     while engine.scheduler.has_work:
         for outcome in engine.run_step().outcomes:
             found[outcome.request_id] += outcome.logprobs
             tokens[outcome.request_id] += outcome.token_ids
+            of_prompt[outcome.request_id] += outcome.prompt_logprobs
     target.model.set_attn_implementation("eager")
     for one in requests:
         entries = found[one.request_id]
@@ -48,7 +51,13 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
         ids = torch.tensor([[*one.prompt_token_ids, *answer]], device=tiny.DEVICE)
         with torch.inference_mode():
             scores = target.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).cpu()
-        scores = scores[len(one.prompt_token_ids) - 1 : -1]
+        prompt = one.prompt_token_ids
+        expected = prompt[1:] if one.prompt_logprobs else ()
+        assert len(of_prompt[one.request_id]) == len(expected)
+        for entry, token, row in zip(of_prompt[one.request_id], expected, scores, strict=False):
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert [score for _, score in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        scores = scores[len(prompt) - 1 : -1]
         assert len(entries) == len(answer)
         for entry, token, row in zip(entries, answer, scores, strict=True):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)

@@ -179,7 +179,7 @@ def test_a_bad_chat_is_refused_by_name(http: httpx.Client, fields: dict[str, Any
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": "all"}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"suffix": "the end"}, "suffix"),
     ],
 )

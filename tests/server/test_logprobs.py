@@ -98,3 +98,36 @@ def test_the_openai_client_reads_them(openai_client: openai.OpenAI) -> None:
     assert (
         raw.decode(errors="ignore").strip() == (answer.choices[0].message.content or "").replace("\ufffd", "").strip()
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_echo_begins_with_the_prompt_and_its_logprobs(http: httpx.Client, shape: str) -> None:
+    """The prompt's first token has no logprob; everything else is as without echo."""
+    prompt = "Once upon a time there was a long prompt. " * 12
+    call = {"prompt": prompt, "temperature": 0, "max_tokens": 12, "speculation": SHAPES[shape]}
+    plain, echoed = (completion_logprobs(http, **call, echo=echo) for echo in (False, True))
+    assert echoed["text"] == prompt + plain["text"]
+    assert echoed["tokens"][0] == "<|bos|>"
+    assert "".join(echoed["tokens"][1:]) == echoed["text"]
+    assert echoed["text_offset"][1] == 0
+    assert echoed["text_offset"][-1] + len(echoed["tokens"][-1]) == len(echoed["text"])
+    assert echoed["count"] == plain["count"] == 12
+    assert echoed["tokens"][-12:] == plain["tokens"]
+    assert echoed["token_logprobs"][-12:] == pytest.approx(plain["token_logprobs"], abs=1e-4)
+    assert echoed["token_logprobs"][0] is echoed["top_logprobs"][0] is None
+    assert all(logprob < 0 for logprob in echoed["token_logprobs"][1:])
+    without = answer_of(http, **call, echo=True)["choices"][0]
+    assert (without["text"], without["logprobs"]) == (echoed["text"], None)
+
+
+def test_a_streamed_echo(http: httpx.Client) -> None:
+    """The prompt comes with the first chunk; a stop string in it does not end the answer."""
+    call: dict[str, Any] = {"model": MODEL, "prompt": "Stop, stop!", "max_tokens": 9, "echo": True, "logprobs": 0}
+    call |= {"stop": "Stop", "seed": 3, "ignore_eos": True}
+    whole = http.post(COMPLETIONS, json=call).json()["choices"][0]
+    assert whole["text"].startswith("Stop, stop!")
+    with open_stream(http, COMPLETIONS, **call) as stream:
+        choices = [choice for chunk in stream.read() for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+    assert tokens == whole["logprobs"]["tokens"]
