@@ -168,7 +168,7 @@ def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
 
 
 # Filters change the laws, not the rules: one rule of each family is enough for them.
-FILTERED = ("off", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy 3", "weighted_race 4")
+FILTERED = ("off", "token", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy 3", "weighted_race 4")
 
 
 EDITED = ("off", "token", "block", "bv_race 4", "spectr_gbv 3", "traversal tree", "greedy late", "weighted_race late")
@@ -176,7 +176,7 @@ CASES = [
     *((name, "plain") for name in SPECULATIONS),
     *((name, "filtered") for name in FILTERED),
     *((name, "edited") for name in EDITED),
-    *((name, "grammar") for name in ("off", "bv_race 4", "traversal tree", "spectr_gbv 3")),
+    *((name, "grammar") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
 ]
