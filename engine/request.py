@@ -110,5 +110,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
     num_logprobs: int | None = None
     """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
+    priority: int = 0
+    """Lower is served earlier and preempted later; among equals the first come."""
     prompt_logprobs: bool = False
     """Report the prompt's tokens, too (all but the first)."""

@@ -159,6 +159,7 @@ def engine_requests(
                 limits=limits,
                 speculation=speculation,
                 num_logprobs=num_logprobs,
+                priority=body.priority,
                 prompt_logprobs=num_logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
             )
             check_request(request, facts, server.client.config.speculation)

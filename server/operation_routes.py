@@ -21,8 +21,14 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def build_router(server: Server) -> APIRouter:
     """Operation routes, at the root and under /v1."""
     router = APIRouter()
+    _add_state(router, server)
+    _add_models(router, server)
+    _add_tokens(router, server)
+    return router
+
+
+def _add_state(router: APIRouter, server: Server) -> None:
     client = server.client
-    started = int(time.time())
 
     @router.get("/health")
     @router.get("/ping")
@@ -60,6 +66,10 @@ def build_router(server: Server) -> APIRouter:
         """Prometheus text."""
         return Response(server.metrics.render(), media_type=_METRICS_TYPE)
 
+
+def _add_models(router: APIRouter, server: Server) -> None:
+    client, started = server.client, int(time.time())
+
     def model_card() -> dict[str, Any]:
         return {
             "id": server.model_name,
@@ -80,6 +90,10 @@ def build_router(server: Server) -> APIRouter:
         check_model(server, name)
         return model_card()
 
+
+def _add_tokens(router: APIRouter, server: Server) -> None:
+    client = server.client
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
@@ -96,6 +110,11 @@ def build_router(server: Server) -> APIRouter:
         texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What the tokenizer is."""
+        return server.tokenizer.describe()
+
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids."""
@@ -104,5 +123,3 @@ def build_router(server: Server) -> APIRouter:
         if bad := [token for token in body.tokens if not 0 <= token < size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}", "tokens")
         return {"prompt": await server.tokenizer.run(server.tokenizer.decode, body.tokens)}
-
-    return router

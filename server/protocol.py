@@ -89,6 +89,8 @@ class GenerationFields(Wire):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     allowed_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """Lower is served earlier (vLLM's meaning)."""
 
     # Structured output (server/structured.py).
     response_format: Any = None
@@ -101,7 +103,6 @@ class GenerationFields(Wire):
     # Known, and refused unless neutral (server/sampling_fields.py).
     best_of: int | None = None
     prediction: Any = None
-    priority: int | None = None
     prompt_logprobs: Any = None
     reasoning_effort: Any = None
     use_beam_search: Any = None

@@ -28,7 +28,6 @@ from server.tokenizer import GenerationDefaults
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "prediction": (None,),
-    "priority": (None, 0),
     "prompt_logprobs": (None,),
     "reasoning_effort": (None, "none"),
     "use_beam_search": (None, False),

@@ -127,6 +127,15 @@ class Tokenizer:
         """Tokens the tokenizer knows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def describe(self) -> dict[str, Any]:
+        """What a client needs to do the same: class, size, special tokens, chat template."""
+        return {
+            "tokenizer_class": type(self._backend.model).__name__,
+            "vocab_size": self.vocab_size,
+            "special_tokens": {name: str(token) for name, token in self._fast.special_tokens_map.items()},
+            "chat_template": self._fast.chat_template,
+        }
+
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(self._backend, skip_special_tokens)

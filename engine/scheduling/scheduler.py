@@ -1,9 +1,9 @@
 """Continuous batching: `plan()` decides a step, `commit()` is the only writer of sequences.
 
 A step has a budget of tokens. Rows that have waited longest come first, decoding rows before
-prompts, so that a long prompt is cut into chunks that ride along with the others' decoding. When the pool
-has no block left for a row, the latest arrival is preempted: it loses its K/V, goes back to the
-head of the queue and is recomputed later, with the same output (its noise depends on positions only).
+prompts, so that a long prompt is cut into chunks that ride along with the others' decoding. The queue is served by
+priority, then by arrival. When the pool has no block left for a row, the least urgent sequence is preempted: it loses
+its K/V, goes back to the queue and is recomputed later, with the same output (its noise depends on positions only).
 
 How many tokens a row drafts depends on the request alone, never on its neighbours or on what
 was drafted: this keeps the law exact and an answer independent of the load.
@@ -12,7 +12,7 @@ was drafted: this keeps the law exact and an answer independent of the load.
 from __future__ import annotations
 
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -55,6 +55,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
 
 
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    """Order of admission; the last is preempted first."""
+    return sequence.request.priority, sequence.arrival
+
+
 class Scheduler:
     """Queue, running sequences and block accounting."""
 
@@ -70,7 +75,8 @@ class Scheduler:
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
         self.num_preemptions = 0
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []
+        """Sorted by `_urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
@@ -102,7 +108,7 @@ class Scheduler:
         sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=_urgency)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it is not (or no longer) here."""
@@ -113,7 +119,7 @@ class Scheduler:
         if running is not None:
             self.pool.release(running.block_ids)
         else:
-            self._waiting = deque(s for s in self._waiting if s.sequence_id != sequence_id)
+            self._waiting = [s for s in self._waiting if s.sequence_id != sequence_id]
         return True
 
     def plan(self) -> Plan:
@@ -234,7 +240,7 @@ class Scheduler:
                 after = sequence.block_ids[-1] if sequence.block_ids else None
                 sequence.block_ids += self.pool.allocate(missing, after)
                 return True
-            self._preempt(max(self._running.values(), key=lambda s: s.arrival))
+            self._preempt(max(self._running.values(), key=_urgency))
         return False
 
     def _num_blocks_missing(self, sequence: Sequence, row: Row) -> int:
@@ -244,7 +250,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
         self.pool.release(victim.forget_computed())
-        self._waiting.appendleft(victim)
+        insort(self._waiting, victim, key=_urgency)
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Row | None:
@@ -257,7 +263,7 @@ class Scheduler:
         num_blocks = -(-room // self.block_size)
         if not row.known or num_blocks > self.pool.num_free:
             return None
-        self._waiting.popleft()
+        self._waiting.pop(0)
         sequence.note_admission(time.monotonic())
         sequence.block_ids = self.pool.allocate(num_blocks)
         self._running[sequence.sequence_id] = sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from engine import verifying
@@ -25,12 +26,13 @@ def crowd(count: int) -> list[Request]:
         Speculation(rule="weighted_race", num_drafts=4, draft_length=2, tree=(1, 4)),
     ]
     texts = tiny.prompts(101, [3 + (7 * i) % 40 for i in range(count)], seed=9)
-    return [
+    requests = [
         tiny.request(
             str(i), text, speculations[i % 7], max_tokens=12 + i % 9, temperature=1.0, seed=i, top_p=1 - 0.1 * (i % 2)
         )
         for i, text in enumerate(texts)
     ]
+    return [msgspec.structs.replace(one, priority=i % 3 - 1) for i, one in enumerate(requests)]
 
 
 @pytest.fixture(scope="module")

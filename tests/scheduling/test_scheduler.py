@@ -21,9 +21,12 @@ def build(budget: int = 24, num_blocks: int = 16, max_num_seqs: int = 4) -> Sche
     return Scheduler(config, BlockPool(num_blocks), BLOCK_SIZE, frozenset({99}))
 
 
-def request(name: str, length: int, max_tokens: int, drafts: int = 0, draft_length: int = 0) -> Request:
+def request(
+    name: str, length: int, max_tokens: int, drafts: int = 0, draft_length: int = 0, priority: int = 0
+) -> Request:
     return Request(
         request_id=name,
+        priority=priority,
         prompt_token_ids=tuple(range(length)),
         limits=Limits(max_tokens=max_tokens),
         speculation=Speculation(num_drafts=drafts, draft_length=draft_length),
@@ -53,11 +56,12 @@ class Traffic(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         drafts=st.integers(0, 3),
         draft_length=st.integers(1, 4),
+        priority=st.integers(-1, 1),
     )
-    def submit(self, length: int, max_tokens: int, drafts: int, draft_length: int) -> None:
+    def submit(self, length: int, max_tokens: int, drafts: int, draft_length: int, priority: int) -> None:
         name = str(self.next_name)
         self.next_name += 1
-        self.scheduler.submit(request(name, length, max_tokens, drafts, draft_length if drafts else 0))
+        self.scheduler.submit(request(name, length, max_tokens, drafts, draft_length if drafts else 0, priority))
         self.remaining[name] = max_tokens
 
     @precondition(lambda self: self.remaining)
@@ -149,6 +153,29 @@ def test_the_latest_arrival_is_preempted_and_recomputed_first() -> None:
             assert [scheduler.running(row.sequence_id).request.request_id for row in plan.rows] == ["a"]
     assert preempted_after is not None
     assert ended == ["a", "b"]
+
+
+def test_the_queue_is_served_by_priority_then_by_arrival() -> None:
+    scheduler = build(budget=64, max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5)):
+        scheduler.submit(request(name, 2, 1, priority=priority))
+    ended = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        ended += [outcome.request_id for outcome in scheduler.commit(plan, verdict(plan))]
+    assert ended == ["d", "a", "c", "b", "e"]
+
+
+def test_the_least_urgent_is_preempted_first() -> None:
+    scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
+    scheduler.submit(request("early", 5, 9, priority=1))
+    scheduler.submit(request("late", 5, 9))
+    ended = []
+    for _ in range(60):
+        plan = scheduler.plan()
+        ended += [o.request_id for o in scheduler.commit(plan, verdict(plan)) if o.finish_reason]
+    assert scheduler.num_preemptions > 0
+    assert ended == ["late", "early"]
 
 
 def test_the_draft_length_leaves_room_for_one_more_token() -> None:

@@ -109,7 +109,8 @@ def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Respons
         ({"best_of": 2}, "best_of"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"priority": 1}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 2**31}, "priority"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:

@@ -16,6 +16,7 @@ PROTECTED = [
     ("GET", f"/v1/models/{MODEL}"),
     ("GET", "/v1/nowhere"),
     ("POST", "/tokenize"),
+    ("GET", "/tokenizer_info"),
     ("POST", "/detokenize"),
 ]
 OPEN = ["/health", "/ping", "/ready", "/metrics", "/version", "/load"]

@@ -129,3 +129,11 @@ def test_browsers_of_allowed_origins_may_ask(app: FastAPI) -> None:
     assert "authorization" in response.headers["access-control-allow-headers"]
     refused = ask(app, "OPTIONS", "/v1/chat/completions", origin="https://elsewhere.example", **asked)
     assert "access-control-allow-origin" not in refused.headers
+
+
+def test_the_tokenizer_is_described(http: httpx.Client) -> None:
+    """Enough to do the same on the client's side."""
+    described = http.get("/tokenizer_info").json()
+    assert described["vocab_size"] == VOCAB_SIZE
+    assert described["special_tokens"]["bos_token"] == "<|bos|>"
+    assert "add_generation_prompt" in described["chat_template"]

@@ -32,29 +32,26 @@ from tests.speculation.exact import distance_from_target, outcomes_of, random_mo
 def published_spectr_gbv(model: Model, num_chains: int) -> list[Outcome]:
     """A wrong rule: SpecTr-GBV as its authors' code accepts and redraws; chains are tried one after another."""
 
-    def reach(rows: Rows, node: Path) -> float:
-        return joint(rows, node)
-
     def ceiling(node: Path) -> float:
-        p = reach(model.target, node)
-        return min(1.0, reach(model.draft, node) / p) if p > 0 else 1.0
+        p = joint(model.target, node)
+        return min(1.0, joint(model.draft, node) / p) if p > 0 else 1.0
 
     def missed(value: float) -> float:
         return (1 - value) ** num_chains
 
     def acceptance(node: Path) -> float:
-        p, q = reach(model.target, node), reach(model.draft, node)
+        p, q = joint(model.target, node), joint(model.draft, node)
         if len(node) == model.length:
             return min(1.0, p * (1 - missed(ceiling(node))) / (1 - missed(q)))
         children = [(*node, token) for token in range(model.vocabulary)]
-        below = sum(reach(model.target, child) * missed(ceiling(child)) for child in children)
-        kept = sum(reach(model.target, child) * (1 - missed(ceiling(child))) for child in children)
+        below = sum(joint(model.target, child) * missed(ceiling(child)) for child in children)
+        kept = sum(joint(model.target, child) * (1 - missed(ceiling(child))) for child in children)
         above, under = below - p * missed(ceiling(node)), 1 - missed(q) - kept
         return min(1.0, max(0.0, above / under)) if under > 1e-14 else float(above > 1e-14)
 
     def redraw(node: Path) -> np.ndarray:
         children = [(*node, token) for token in range(model.vocabulary)]
-        mass = np.array([reach(model.target, c) * (1 - ceiling(c) ** num_chains) for c in children])
+        mass = np.array([joint(model.target, c) * (1 - ceiling(c) ** num_chains) for c in children])
         return mass / mass.sum() if mass.sum() > 1e-300 else np.asarray(model.target[node])
 
     outcomes: list[Outcome] = []
@@ -62,47 +59,38 @@ def published_spectr_gbv(model: Model, num_chains: int) -> list[Outcome]:
     def emit(node: Path, law: np.ndarray, probability: float) -> None:
         outcomes.extend(Outcome(node, token, probability * float(law[token])) for token in range(model.vocabulary))
 
-    def go_on(chains: tuple[Path, ...], accepted: Path, rejected: frozenset[Path], probability: float) -> None:
+    def try_next(chains: tuple[Path, ...], accepted: Path, rejected: frozenset[Path], probability: float) -> None:
         if probability <= 0:
             return
-        if not chains:
+        if chains:
+            go_down(chains, accepted, rejected, probability, len(accepted))
+        else:
             emit(accepted, redraw(accepted), probability)
-            return
-        chain = chains[0]
-        for depth in range(len(accepted) + 1, model.length):
-            node = chain[:depth]
-            if node not in rejected and len(node) > len(accepted):
-                chance = acceptance(node)
-                go_on_from(chains, node, rejected, probability * chance, depth)
-                go_on_from(chains, accepted, rejected | {node}, probability * (1 - chance), depth)
-                return
-        finish(chains, accepted, rejected, probability)
 
-    def go_on_from(
+    def go_down(
         chains: tuple[Path, ...], accepted: Path, rejected: frozenset[Path], probability: float, depth: int
     ) -> None:
-        """The rest of the first chain, from below `depth`."""
+        """The rest of the first chain, from below `depth`; nodes that were rejected before are not tried again."""
         if probability <= 0:
             return
-        chain = chains[0]
         for below in range(depth + 1, model.length):
-            node = chain[:below]
+            node = chains[0][:below]
             if node not in rejected:
                 chance = acceptance(node)
-                go_on_from(chains, node, rejected, probability * chance, below)
-                go_on_from(chains, accepted, rejected | {node}, probability * (1 - chance), below)
+                go_down(chains, node, rejected, probability * chance, below)
+                go_down(chains, accepted, rejected | {node}, probability * (1 - chance), below)
                 return
         finish(chains, accepted, rejected, probability)
 
     def finish(chains: tuple[Path, ...], accepted: Path, rejected: frozenset[Path], probability: float) -> None:
         chance = acceptance(chains[0])
         emit(chains[0], np.asarray(model.target[chains[0]]), probability * chance)
-        go_on(chains[1:], accepted, rejected, probability * (1 - chance))
+        try_next(chains[1:], accepted, rejected, probability * (1 - chance))
 
-    drawn = [path for path in model.paths(model.length) if reach(model.draft, path) > 0]
+    drawn = [path for path in model.paths(model.length) if joint(model.draft, path) > 0]
     for chains in itertools.product(drawn, repeat=num_chains):
-        weight = float(np.prod([reach(model.draft, chain) for chain in chains]))
-        go_on(chains, (), frozenset(), weight)
+        weight = float(np.prod([joint(model.draft, chain) for chain in chains]))
+        try_next(chains, (), frozenset(), weight)
     return outcomes
 
 
