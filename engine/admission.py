@@ -52,8 +52,10 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
         raise RequestError(
             f"logprobs: between 0 and {MAX_LOGPROBS} alternatives, not {request.num_logprobs}", "logprobs"
         )
-    if not sampling.repetition_penalty > 0:
-        raise RequestError("repetition_penalty must be above 0", "repetition_penalty")
+    if not 0.01 <= sampling.repetition_penalty <= 10:
+        raise RequestError(
+            f"repetition_penalty must be from 0.01 to 10, not {sampling.repetition_penalty}", "repetition_penalty"
+        )
     named = {
         "logit_bias": [token for token, _ in sampling.logit_bias],
         "allowed_token_ids": sampling.allowed_token_ids,

@@ -48,11 +48,11 @@ class SpeculationFields(Wire):
     """A request's own speculation; what is left out comes from the server's settings."""
 
     enabled: bool = True
-    num_drafts: Annotated[int, Field(ge=1)] | None = None
-    draft_length: Annotated[int, Field(ge=1)] | None = None
+    num_drafts: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    draft_length: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     rule: str | None = None
     draft_method: str | None = None
-    tree: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
+    tree: Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=1, max_length=256)] | None = None
     over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     over_acceptance_residual: Literal["optimal", "target"] | None = None
     drafters: list[str] | None = None
@@ -83,10 +83,10 @@ class GenerationFields(Wire):
     """Whether the answer carries `metrics`; the server's setting when left out."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
     """By token id (OpenAI's keys are strings), each from -100 to 100."""
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0

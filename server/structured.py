@@ -36,7 +36,11 @@ def grammar_of(body: GenerationFields) -> str:
     if len(wanted) > 1:
         raise RequestError(f"{wanted[0][0]} and {wanted[1][0]}: ask for one structure only", wanted[1][0])
     param, kind, value = wanted[0]
-    grammar = _compile(param, kind, value)
+    try:
+        grammar = _compile(param, kind, value)
+        grammar.encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise RequestError(f"{param}: half characters or too much nesting ({type(error).__name__})", param) from error
     if len(grammar) > _LONGEST:
         raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {_LONGEST}", param)
     if fault := LLMatcher.validate_grammar(grammar, None):

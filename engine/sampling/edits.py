@@ -25,6 +25,8 @@ from engine.request import Sampling
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
+_LARGEST = 1e30
+
 
 @dataclass(frozen=True)
 class Place:
@@ -94,6 +96,8 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
         logit = edited_NV[rows, tokens]
         logit = torch.where(logit > 0, logit / repetition, logit * repetition)
         edited_NV[rows, tokens] = logit - frequency * count - presence * (count > 0)
+    # A sum beyond float32 would make the law not a number.
+    edited_NV.clamp_(max=_LARGEST)
     if masks:
         rows, tokens, values = masks.tensors(logits_NV.device)
         edited_NV[rows, tokens] = values.float()
