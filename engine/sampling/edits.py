@@ -25,7 +25,7 @@ from engine.request import Sampling
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
-_LARGEST = 1e30
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
