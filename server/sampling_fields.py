@@ -75,7 +75,7 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
     """(token, added) pairs; raises RequestError for keys that are no token ids, and values out of range."""
     pairs = []
     for key, added in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 20):
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
             raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
         if not -100 <= added <= 100:
             raise RequestError(f"logit_bias: {added} for token {key} is outside -100 to 100", "logit_bias")

@@ -6,6 +6,7 @@ Not for: masks (`engine.sampling.grammar`).
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from llguidance import LLMatcher
@@ -15,7 +16,7 @@ from server.protocol import GenerationFields
 
 # vLLM's older names of the kinds of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_LONGEST = 1 << 18
+_LONGEST = 1 << 16
 
 
 def grammar_of(body: GenerationFields) -> str:
@@ -87,7 +88,7 @@ def _compile(param: str, kind: str, value: Any) -> str:
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise RequestError(f"{param}: choice must be a list of strings that are not empty", param)
-        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in value)))
+        return str(LLMatcher.grammar_from_regex("|".join(f"({re.escape(one)})" for one in value)))
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
     return str(LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value))

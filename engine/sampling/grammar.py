@@ -41,7 +41,10 @@ class GrammarState:
             return None
         matcher = self._matcher.deep_copy() if path else self._matcher
         if (path and not matcher.consume_tokens(list(path))) or matcher.is_error():
-            return None
+            # A limit of llguidance, or a path off the grammar: nothing may follow but the end.
+            ended = np.zeros(self._vocab_size, dtype=bool)
+            ended[[token for token in self._ends if token < self._vocab_size]] = True
+            return ended
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 

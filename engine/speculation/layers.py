@@ -26,6 +26,7 @@ from torch import Tensor
 from engine.speculation.drafting import Chains, LawTable, Layers
 
 _TINY = 1e-15
+_HUGE = 1e100
 
 
 def root_state(count: int, device: torch.device) -> Tensor:
@@ -87,6 +88,8 @@ class Selection:
             ],
             1,
         )
+        # Ratios of a target that all but excludes what was drafted; beyond this only the draft's shape counts.
+        state_N4 = state_N4.clamp(max=_HUGE)
         dead_4 = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=state_N4.dtype, device=state_N4.device)
         return torch.where(alive_N1, state_N4, dead_4)
 
