@@ -63,3 +63,15 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
             assert [score for _, score in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
     target.model.set_attn_implementation(HOOK)
+
+
+@pytest.mark.parametrize(("rule", "drafts"), [("greedy_block", 1), ("spectr_gbv", 3)])
+def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> None:
+    """Sixteen tokens that the target all but excludes: their ratios leave float64, and nothing impossible is emitted."""
+    engine = tiny.build(tiny.llama(0), tiny.llama(1), max_draft_length=16)
+    speculation = Speculation(rule=rule, num_drafts=drafts, draft_length=16)
+    one = tiny.request("a", (3, 5), speculation, max_tokens=60, temperature=0.07)
+    engine.submit(msgspec.structs.replace(one, num_logprobs=1))
+    while engine.scheduler.has_work:
+        for outcome in engine.run_step().outcomes:
+            assert all((entry.top[0][1] - entry.logprob) / 0.07 < 40 for entry in outcome.logprobs)
