@@ -26,6 +26,7 @@ from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
+from engine.sampling.noise import Purpose, uniform
 
 SIGNIFICANCE = 1e-5
 """Below this p-value a rule fails (a right one fails once in 100,000 checks)."""
@@ -103,7 +104,7 @@ def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
 
     Where the next token is nearly certain a test would see nothing.
     """
-    first = int(np.random.default_rng(seed).integers(engine.facts.vocab_size))
+    first = int(uniform(seed, 0, Purpose.DRAFT)[0] * engine.facts.vocab_size)
     length = min(length, engine.facts.max_model_len - 8)
     request = Request(
         request_id="prompt",

@@ -24,7 +24,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, LawTable
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.layers import apply_layers
-from engine.speculation.verification import RULES, ChainVerdict, Verify, lossy
+from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
@@ -188,7 +188,7 @@ def _rule_of(row: Row) -> Verify:
     if not row.branching:
         return RULES["block"].verify
     if speculation.over_acceptance > 0:
-        return lossy(speculation.over_acceptance, speculation.over_acceptance_residual)
+        return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
     # At temperature 0 every rule accepts the longest exact match; this one takes any set of drafts.
     return RULES["nss" if row.sampling.is_greedy and row.num_drafts > 1 else speculation.rule].verify
 

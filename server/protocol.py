@@ -69,7 +69,7 @@ class GenerationFields(Wire):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
     stop: Text | list[Text] | None = None
-    stop_token_ids: Annotated[list[Int64], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Int64], Field(max_length=4096)] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

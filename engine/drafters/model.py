@@ -137,7 +137,8 @@ class ModelDrafter:
             index_N = torch.tensor(numbers, device=self.device)
             weights_NV = (logits_NV if method == MOST_LIKELY else law_NV)[index_N]
             tokens_C[chain_NK] = children(method, weights_NV, uniform_C[chain_NK])
-        tokens_C.copy_(tokens_C[torch.from_numpy(level.leader_C).to(self.device)])
+        if any(row.speculation.tree for row in rows):
+            tokens_C.copy_(tokens_C[torch.from_numpy(level.leader_C).to(self.device)])
 
     def _leads(self, rows: Sequence[Row], layout: Layout) -> Tensor | None:
         if not any(row.speculation.tree for row in rows):

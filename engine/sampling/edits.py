@@ -24,6 +24,7 @@ from engine.request import Sampling
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -72,7 +73,9 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
     if not any(places):
         return logits_NV
     vocab_size = logits_NV.shape[1]
-    biases, penalties, masks = _Entries(), _Entries(), _Entries()
+    biases, penalties = _Entries(), _Entries()
+    masked: list[int] = []
+    masks: list[Bools] = []
     for row, place in enumerate(places):
         if place is None:
             continue
@@ -83,9 +86,10 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
             tokens_T, counts_T = _counts(place)
             strength = np.tile(_strength(place.sampling), (len(tokens_T), 1))
             penalties.add(row, tokens_T, np.column_stack([strength, counts_T]))
-        banned = _banned(place, vocab_size)
-        if len(banned):
-            masks.add(row, banned, np.full(len(banned), -np.inf))
+        allowed = _allowed(place, vocab_size)
+        if allowed is not None:
+            masked.append(row)
+            masks.append(allowed)
     edited_NV = logits_NV.float().clone()
     if biases:
         rows, tokens, values = biases.tensors(logits_NV.device)
@@ -98,11 +102,11 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
         edited_NV[rows, tokens] = logit - frequency * count - presence * (count > 0)
     # A sum beyond float32 would make the law not a number.
     edited_NV.clamp_(max=_LARGEST)
-    if masks:
-        rows, tokens, values = masks.tensors(logits_NV.device)
-        edited_NV[rows, tokens] = values.float()
-        possible_N1 = (edited_NV.amax(1) > -torch.inf).unsqueeze(1)
-        edited_NV = torch.where(possible_N1, edited_NV, logits_NV.float())
+    if masked:
+        allowed_MV = torch.from_numpy(np.stack(masks)).to(logits_NV.device)
+        masked_MV = edited_NV[masked].masked_fill(~allowed_MV, -torch.inf)
+        possible_M1 = (masked_MV.amax(1) > -torch.inf).unsqueeze(1)
+        edited_NV[masked] = torch.where(possible_M1, masked_MV, logits_NV[masked].float())
     return edited_NV
 
 
@@ -120,9 +124,12 @@ def _counts(place: Place) -> tuple[Ints, Numbers]:
     return tokens_T, counts_T
 
 
-def _banned(place: Place, vocab_size: int) -> Ints:
-    """Tokens that may not come next; where the grammar and the other masks leave nothing, the grammar alone counts."""
+def _allowed(place: Place, vocab_size: int) -> Bools | None:
+    """[V] tokens that may come next, None for all; where grammar and other masks leave nothing, the grammar counts."""
     sampling, text = place.sampling, place.text
+    holds_back = place.num_emitted < text.min_tokens
+    if not (sampling.allowed_token_ids or sampling.bad_words or holds_back or text.grammar is not None):
+        return None
     allowed = np.ones(vocab_size, dtype=bool)
     if sampling.allowed_token_ids:
         allowed[:] = False
@@ -132,11 +139,11 @@ def _banned(place: Place, vocab_size: int) -> Ints:
         tail = (*text.tokens[-longest:], *place.path)
         last = [word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
         allowed[last] = False
-    if place.num_emitted < text.min_tokens:
+    if holds_back:
         allowed[[token for token in text.ends if 0 <= token < vocab_size]] = False
     if text.grammar is not None:
         following = text.grammar.allowed(text.tokens[text.num_prompt :], place.path)
         if following is not None:
             both = allowed & following
             allowed = both if both.any() else following
-    return np.flatnonzero(~allowed)
+    return allowed

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.verification import RULES
 
@@ -19,15 +24,17 @@ def made_up_chains(
     num_requests: int, num_chains: int, length: int, vocab_size: int, method: str, seed: int = 0
 ) -> tuple[Chains, LawTable, ChainNoise]:
     """Drafted chains, target laws and noise of one step."""
-    generator = torch.Generator().manual_seed(seed)
+    numbers = partial(_numbers, seed)
     total = num_requests * num_chains
-    logits_NV = 3 * torch.randn((num_requests * (length + 1), vocab_size), generator=generator)
-    noisy_NV = logits_NV + 0.7 * torch.randn(logits_NV.shape, generator=generator)
+    shape = (num_requests * (length + 1), vocab_size)
+    logits_NV, noise_NV = (torch.special.ndtri(numbers(Purpose.SCORE, i, shape)).float() for i in range(2))
+    logits_NV = 3 * logits_NV
+    noisy_NV = logits_NV + 0.7 * noise_NV
     target_NV, draft_NV = logits_NV.softmax(-1), noisy_NV.softmax(-1)
     # All chains of a request share one law per depth: what is timed does not depend on it.
     request_C = torch.arange(num_requests).repeat_interleave(num_chains)
     row_CX = request_C.unsqueeze(1) * (length + 1) + torch.arange(length + 1)
-    draws = torch.rand((length, num_requests, num_chains), generator=generator, dtype=torch.float64)
+    draws = numbers(Purpose.DRAFT, 0, (length, num_requests, num_chains))
     rows_NL = torch.arange(num_requests).unsqueeze(1) * (length + 1) + torch.arange(length)
     tokens = [
         children(method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
@@ -40,15 +47,19 @@ def made_up_chains(
         torch.arange(num_chains).repeat(num_requests),
         LawTable(draft_NV, row_CX[:, :length]),
     )
-    numbers = torch.rand((total, 2 * length + 3), generator=generator, dtype=torch.float64)
     noise = ChainNoise(
-        numbers[:, :length],
-        numbers[:, length],
-        numbers[:, length + 1],
-        numbers[:, length + 2 : -1],
-        numbers[:, -1],
+        numbers(Purpose.ACCEPT, 0, (total, length)),
+        numbers(Purpose.RESIDUAL, 0, (total,)),
+        numbers(Purpose.SCORE, 2, (total,)),
+        numbers(Purpose.CHOSEN_ACCEPT, 0, (total, length)),
+        numbers(Purpose.CHOSEN_RESIDUAL, 0, (total,)),
     )
     return chains, LawTable(target_NV, row_CX), noise
+
+
+def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform numbers of any shape."""
+    return torch.from_numpy(uniform(seed, position, purpose, 0, np.arange(prod(shape)))).reshape(shape)
 
 
 @torch.inference_mode()

@@ -9,9 +9,9 @@ import pytest
 
 from engine.analysis.__main__ import main
 from engine.speculation.verification import RULES
+from tests.speculation.exact import BLOCK_NAMES, GOLDEN
 
-VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "golden.json").read_text())
-GOLDEN = VECTORS["token"]
+LAWS = GOLDEN["token"]
 KEYS = {
     "nss": "nss_iid",
     "rrs": "rrs_iid",
@@ -26,28 +26,15 @@ KEYS = {
     "ot_lp": "weighted_race_iid",
     "traversal": "rrswor_swor",
 }
-BLOCKS = VECTORS["block"]
-BLOCK_KEYS = {
-    "token": "token_single_chain",
-    "block": "bv",
-    "greedy_block": "gbv",
-    "bv_race": "bv_race",
-    "spectr_gbv": "race_select_gbv",
-    "traversal": "traversal_iid",
-    "rrs": "tree_rrs",
-    "rrs_without_replacement": "tree_rrs_dedupe_wor",
-    "kseq": "tree_kseq",
-    "weighted_race": "tree_weighted_race",
-    "nss": "tree_nss",
-}
+BLOCKS = GOLDEN["block"]
 
 
 def test_every_golden_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "laws.json"
-    file.write_text(json.dumps([{"p": case["p"], "q": case["q"], "n": case["n"]} for case in GOLDEN]))
+    file.write_text(json.dumps([{"p": case["p"], "q": case["q"], "n": case["n"]} for case in LAWS]))
     assert main(["laws", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
-    for case, entry in zip(GOLDEN, found, strict=True):
+    for case, entry in zip(LAWS, found, strict=True):
         assert set(entry["acceptance"]) == set(RULES)
         optimum = entry["alpha_star"]
         assert optimum["iid"] == pytest.approx(case["alpha_star"]["iid"], abs=1e-9)
@@ -65,7 +52,7 @@ def test_every_golden_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(capsys.readouterr().out)
     for case, entry in zip(BLOCKS, found, strict=True):
         assert set(entry["E_tau"]) == set(entry["first_block_law"]) == set(RULES)
-        for rule, key in BLOCK_KEYS.items():
+        for rule, key in BLOCK_NAMES.items():
             assert entry["E_tau"][rule] == pytest.approx(case["E_tau"][key], abs=1e-9), rule
             for outcome, probability in case["first_block_law"].get(key, {}).items():
                 assert entry["first_block_law"][rule][outcome] == pytest.approx(probability, abs=1e-9), rule

@@ -30,31 +30,23 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
         )
         for i, text in enumerate(tiny.prompts(101, [5 + 3 * i for i in range(8)] + [90]))
     ]
-    engine = tiny.build(target, draft, **crowding)
-    found: dict[str, list[Any]] = {one.request_id: [] for one in requests}
-    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
-    of_prompt: dict[str, list[Any]] = {one.request_id: [] for one in requests}
-    for one in requests:
-        engine.submit(one)
-    while engine.scheduler.has_work:
-        for outcome in engine.run_step().outcomes:
-            found[outcome.request_id] += outcome.logprobs
-            tokens[outcome.request_id] += outcome.token_ids
-            of_prompt[outcome.request_id] += outcome.prompt_logprobs
+    run = tiny.run(tiny.build(target, draft, **crowding), requests)
     target.model.set_attn_implementation("eager")
     for one in requests:
-        entries = found[one.request_id]
+        outcomes = run.outcomes[one.request_id]
+        entries = [entry for outcome in outcomes for entry in outcome.logprobs]
+        of_prompt = [entry for outcome in outcomes for entry in outcome.prompt_logprobs]
         if one.num_logprobs is None:
             assert not entries
             continue
-        answer = tokens[one.request_id]
+        answer = run.tokens[one.request_id]
         ids = torch.tensor([[*one.prompt_token_ids, *answer]], device=tiny.DEVICE)
         with torch.inference_mode():
             scores = target.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).cpu()
         prompt = one.prompt_token_ids
         expected = prompt[1:] if one.prompt_logprobs else ()
-        assert len(of_prompt[one.request_id]) == len(expected)
-        for entry, token, row in zip(of_prompt[one.request_id], expected, scores, strict=False):
+        assert len(of_prompt) == len(expected)
+        for entry, token, row in zip(of_prompt, expected, scores, strict=False):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
             assert [score for _, score in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
         scores = scores[len(prompt) - 1 : -1]
@@ -71,7 +63,6 @@ def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> Non
     engine = tiny.build(tiny.llama(0), tiny.llama(1), max_draft_length=16)
     speculation = Speculation(rule=rule, num_drafts=drafts, draft_length=16)
     one = tiny.request("a", (3, 5), speculation, max_tokens=60, temperature=0.07)
-    engine.submit(msgspec.structs.replace(one, num_logprobs=1))
-    while engine.scheduler.has_work:
-        for outcome in engine.run_step().outcomes:
-            assert all((entry.top[0][1] - entry.logprob) / 0.07 < 40 for entry in outcome.logprobs)
+    run = tiny.run(engine, [msgspec.structs.replace(one, num_logprobs=1)])
+    for outcome in run.outcomes["a"]:
+        assert all((entry.top[0][1] - entry.logprob) / 0.07 < 40 for entry in outcome.logprobs)

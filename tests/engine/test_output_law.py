@@ -302,16 +302,10 @@ def test_over_acceptance_is_as_biased_as_it_says(pair: tuple[LoadedModel, Loaded
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS, temperature=1.0, seed=seed)
         for seed in range(NUM_ANSWERS)
     ]
-    counts, bounds = Counter[tuple[int, ...]](), dict.fromkeys((r.request_id for r in requests), 0.0)
-    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    for one in requests:
-        engine.submit(one)
-    while engine.scheduler.has_work:
-        for outcome in engine.run_step().outcomes:
-            tokens[outcome.request_id] += outcome.token_ids
-            bounds[outcome.request_id] += outcome.bias
-    counts.update(tuple(answer) for answer in tokens.values())
+    run = tiny.run(engine, requests)
+    counts = Counter(tuple(answer) for answer in run.tokens.values())
+    bound = sum(outcome.bias for outcomes in run.outcomes.values() for outcome in outcomes) / NUM_ANSWERS
     distance = 0.5 * sum(abs(counts[path] / counts.total() - p) for path, p in expected.items())
     assert g_test(counts, expected) < ALPHA
     noise = 0.5 * (len(expected) / NUM_ANSWERS) ** 0.5
-    assert 0.02 < distance < sum(bounds.values()) / len(bounds) + noise
+    assert 0.02 < distance < bound + noise

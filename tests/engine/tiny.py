@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.scheduler import Outcome
 
 # The whole suite runs on this device; `gpu` runs set it to cuda.
 DEVICE = torch.device(os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu"))
@@ -72,6 +73,7 @@ class Run:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish_reasons: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     num_accepted: int = 0
     num_outcomes: int = 0
     num_preemptions: int = 0
@@ -134,9 +136,11 @@ def run(engine: Engine, requests: Sequence[Request]) -> Run:
     for one in requests:
         engine.submit(one)
         result.tokens[one.request_id] = []
+        result.outcomes[one.request_id] = []
     while engine.scheduler.has_work:
         for outcome in engine.run_step().outcomes:
             result.tokens[outcome.request_id] += outcome.token_ids
+            result.outcomes[outcome.request_id].append(outcome)
             result.num_accepted += outcome.num_accepted
             result.num_outcomes += 1
             if outcome.finish_reason is not None:

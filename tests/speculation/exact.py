@@ -20,6 +20,22 @@ Step = Callable[[Model], list[Outcome]]
 GOLDEN = json.loads((FilePath(__file__).parent.parent / "vectors" / "golden.json").read_text())
 
 
+BLOCK_NAMES = {
+    "token": "token_single_chain",
+    "block": "bv",
+    "greedy_block": "gbv",
+    "bv_race": "bv_race",
+    "spectr_gbv": "race_select_gbv",
+    "traversal": "traversal_iid",
+    "rrs": "tree_rrs",
+    "rrs_without_replacement": "tree_rrs_dedupe_wor",
+    "kseq": "tree_kseq",
+    "weighted_race": "tree_weighted_race",
+    "nss": "tree_nss",
+}
+"""Rules by their names in golden.json's blocks, which have K i.i.d. chains."""
+
+
 def golden_rows(rows: dict, which: str) -> dict[Path, np.ndarray]:
     """Laws by prefix, as golden.json writes them."""
     return {tuple(int(token) for token in key.split(",") if token): np.array(row[which]) for key, row in rows.items()}

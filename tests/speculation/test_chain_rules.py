@@ -33,6 +33,7 @@ from engine.speculation.verification.greedy_block import (
     selection_at,
 )
 from tests.speculation.exact import (
+    BLOCK_NAMES,
     GOLDEN,
     distance_from_target,
     from_prefix,
@@ -45,27 +46,13 @@ from tests.speculation.exact import (
 from tests.speculation.wrong import WRONG, bias, published_spectr_gbv
 
 BLOCK_CASES = GOLDEN["block"]
-NAMES = {
-    "token": "token_single_chain",
-    "block": "bv",
-    "greedy_block": "gbv",
-    "bv_race": "bv_race",
-    "spectr_gbv": "race_select_gbv",
-    "traversal": "traversal_iid",
-    "rrs": "tree_rrs",
-    "rrs_without_replacement": "tree_rrs_dedupe_wor",
-    "kseq": "tree_kseq",
-    "weighted_race": "tree_weighted_race",
-    "nss": "tree_nss",
-}
-"""Rules by their names in golden.json, which has K i.i.d. chains."""
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["64", "32"])
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
 def test_golden_block_law_and_expected_length(case: dict, dtype: torch.dtype, precision: float) -> None:
     model = replace(golden_model(case), dtype=dtype)
-    for rule, name in NAMES.items():
+    for rule, name in BLOCK_NAMES.items():
         outcomes = outcomes_of(rule, model, case["K"])
         assert expected_accepted(outcomes) == pytest.approx(case["E_tau"][name], abs=precision), rule
         law = first_block_law(outcomes)
@@ -100,7 +87,7 @@ def test_golden_theory_of_blocks(case: dict) -> None:
     assert bound == pytest.approx(stored["sum_alpha_star_levels"], abs=1e-9)
     race_length = expected_accepted(outcomes_of("bv_race", model, case["K"]))
     assert race_length == pytest.approx(stored["bv_race_formula"], abs=1e-9)
-    for rule in NAMES:
+    for rule in BLOCK_NAMES:
         length = expected_accepted(outcomes_of(rule, model, case["K"]))
         assert length <= stored.get("ot_optimum_LP", bound) + 1e-7
     every = EveryChain.of(model)
@@ -386,4 +373,4 @@ def test_golden_monte_carlo() -> None:
         verdict = RULES[rule].verify(chains, LawTable(target_NV, node_CX), noise)
         mean = float(verdict.accepted_B.double().mean())
         error = float(verdict.accepted_B.double().std()) / count**0.5
-        assert mean == pytest.approx(case["E_tau"][NAMES[rule]], abs=4 * error)
+        assert mean == pytest.approx(case["E_tau"][BLOCK_NAMES[rule]], abs=4 * error)

@@ -16,7 +16,7 @@ from engine.speculation.verification.kseq import kseq
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.nss import nss
 from engine.speculation.verification.ot_lp import MAX_VOCABULARY, ot_lp
-from engine.speculation.verification.over_acceptance import OverAcceptance, Residual
+from engine.speculation.verification.over_acceptance import OverAcceptance
 from engine.speculation.verification.race import verify_bv_race
 from engine.speculation.verification.rrs import rrs, rrs_without_replacement
 from engine.speculation.verification.rule import ChainVerdict, Rule, Verify
@@ -51,9 +51,4 @@ _ALL = (
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in _ALL})
 
 
-def lossy(epsilon: float, residual: Residual) -> Verify:
-    """Over-acceptance instead of token verification: not exact."""
-    return OverAcceptance(epsilon, residual)
-
-
-__all__ = ["RULES", "ChainVerdict", "Residual", "Rule", "Verify", "lossy"]
+__all__ = ["RULES", "ChainVerdict", "OverAcceptance", "Rule", "Verify"]
