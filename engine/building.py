@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine.admission import check_defaults
-from engine.cache.blocks import BlockPool
+from engine.cache.store import BlockStore
 from engine.config import CacheConfig, EngineConfig, EngineFacts, RuleFacts
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -72,7 +72,8 @@ def assemble(
         },
     )
     check_defaults(facts, config.speculation)
-    scheduler = Scheduler(config.scheduler, BlockPool(num_blocks), block_size, target.eos_token_ids)
+    blocks = BlockStore(num_blocks, block_size, config.cache.prefix_caching)
+    scheduler = Scheduler(config.scheduler, blocks, target.eos_token_ids)
     drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
     grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
     return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)

@@ -42,6 +42,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks in the pool; 0 sizes it from `memory_bytes`."""
     memory_bytes: int = 0
     """Memory for the K/V of target and draft together; 0 chooses by device."""
+    prefix_caching: bool = True
+    """Keep the K/V of ended requests, for others that begin with the same tokens."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

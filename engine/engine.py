@@ -91,8 +91,10 @@ class Engine:
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_blocks_used=scheduler.pool.num_used,
+            num_blocks_used=scheduler.blocks.num_used,
             num_preemptions=scheduler.num_preemptions,
+            num_cache_queries=scheduler.num_cache_queries,
+            num_cache_hits=scheduler.num_cache_hits,
             num_steps=self.num_steps,
         )
 

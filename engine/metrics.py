@@ -29,6 +29,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_blocks_used: int
     num_preemptions: int
+    num_cache_queries: int
+    """Tokens of admitted texts."""
+    num_cache_hits: int
+    """Those of them whose K/V was there."""
     num_steps: int
 
 

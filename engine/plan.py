@@ -114,8 +114,8 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens the row puts into the target pass (before equal prefixes are merged)."""
-        return len(self.known) + self.num_nodes
+        """Most tokens the row puts into a pass (before equal prefixes are merged): the target's, or the draft's."""
+        return max(len(self.known) + self.num_nodes, len(self.draft_known))
 
 
 @dataclass(frozen=True, slots=True)

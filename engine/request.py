@@ -112,5 +112,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
     priority: int = 0
     """Lower is served earlier and preempted later; among equals the first come."""
+    cache_salt: str = ""
+    """K/V is shared among requests of the same salt only."""
     prompt_logprobs: bool = False
     """Report the prompt's tokens, too (all but the first)."""

@@ -160,6 +160,7 @@ def engine_requests(
                 speculation=speculation,
                 num_logprobs=num_logprobs,
                 priority=body.priority,
+                cache_salt=body.cache_salt or "",
                 prompt_logprobs=num_logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
             )
             check_request(request, facts, server.client.config.speculation)
@@ -186,7 +187,7 @@ async def respond(
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar)
     echo = isinstance(body, CompletionRequest) and body.echo
     options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens, echo)
-    generation = Generation(requests, server.tokenizer, options, sum(len(prompt) for prompt in prompts))
+    generation = Generation(requests, server.tokenizer, options, body.n)
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
     stream_options = body.stream_options
     answer = AnswerOptions(

@@ -47,6 +47,7 @@ class Choice:
     def __init__(self, request: Request, tokenizer: Tokenizer, options: TextOptions) -> None:
         self.request = request
         self.num_tokens = 0
+        self.num_cached = 0
         self.text = ""
         self.finish_reason: str | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
@@ -61,6 +62,7 @@ class Choice:
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, float | None]:
         """Take a step's tokens; (text to release, seconds per token since the last step)."""
+        self.num_cached = outcome.num_cached
         echoed = self._echo_prompt(outcome)
         text, num_kept = self._detokenize(outcome)
         if self._cut.is_cut:
@@ -113,17 +115,13 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP call."""
+    """All choices of one HTTP call, `num_choices` of them for each prompt."""
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        options: TextOptions,
-        num_prompt_tokens: int,
+        self, requests: Sequence[Request], tokenizer: Tokenizer, options: TextOptions, num_choices: int
     ) -> None:
         self.choices = [Choice(request, tokenizer, options) for request in requests]
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_choices = num_choices
         self.clock = Clock()
 
     async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncGenerator[Delta, None]:
@@ -157,6 +155,17 @@ class Generation:
             counted = choice.speculation
             metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
         return text
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them whose K/V was there before the call."""
+        cached = [choice.num_cached for choice in self.choices]
+        return sum(min(cached[i : i + self.num_choices]) for i in range(0, len(cached), self.num_choices))
 
     @property
     def num_answer_tokens(self) -> int:

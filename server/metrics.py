@@ -32,7 +32,8 @@ _VLLM_RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
 _VLLM_NAMES = frozenset(
     """
     num_requests_running num_requests_waiting kv_cache_usage_ratio prompt_tokens generation_tokens
-    num_preemptions request_success time_to_first_token_seconds inter_token_latency_seconds
+    num_preemptions prefix_cache_queries prefix_cache_hits request_success time_to_first_token_seconds
+    inter_token_latency_seconds
     request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
     request_prefill_time_seconds request_decode_time_seconds spec_decode_num_drafts spec_decode_num_draft_tokens
     spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos
@@ -47,7 +48,7 @@ class ServerMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._preemptions_seen = 0
+        self._seen = {"preemptions": 0, "cache_queries": 0, "cache_hits": 0}
         self._define_state()
         self._define_requests()
         self._define_speculation()
@@ -68,6 +69,8 @@ class ServerMetrics:
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.").labels(**self._labels)
         self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.").labels(**self._labels)
         self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were recomputed.")
+        self._cache_queries = self._counter("prefix_cache_queries", "Tokens of admitted texts.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Tokens of admitted texts whose K/V was there.")
         self._step = self._histogram("step_seconds", "Duration of a step by phase.", _STEP_S, "phase")
         self._nodes = self._histogram("spec_tree_nodes", "Drafted nodes of a request's step.", _NODES)
 
@@ -131,8 +134,13 @@ class ServerMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.num_blocks_used / self._num_blocks)
-        self._preemptions.labels(**labels).inc(stats.num_preemptions - self._preemptions_seen)
-        self._preemptions_seen = stats.num_preemptions
+        for name, counter, count in (
+            ("preemptions", self._preemptions, stats.num_preemptions),
+            ("cache_queries", self._cache_queries, stats.num_cache_queries),
+            ("cache_hits", self._cache_hits, stats.num_cache_hits),
+        ):
+            counter.labels(**labels).inc(count - self._seen[name])
+            self._seen[name] = count
         for phase, seconds in stats.phases_s.items():
             self._step.labels(**labels, phase=phase).observe(seconds)
         for outcome in step.outcomes:

@@ -91,6 +91,8 @@ class GenerationFields(Wire):
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower is served earlier (vLLM's meaning)."""
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    """K/V is shared among requests of the same salt only."""
 
     # Structured output (server/structured.py).
     response_format: Any = None
@@ -106,7 +108,6 @@ class GenerationFields(Wire):
     prompt_logprobs: Any = None
     reasoning_effort: Any = None
     use_beam_search: Any = None
-    cache_salt: Any = None
 
 
 class TextPart(Wire):

@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "reasoning_effort": (None, "none"),
     "use_beam_search": (None, False),
-    "cache_salt": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),

@@ -87,6 +87,7 @@ class Serve(BaseSettings):
     max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
     block_size: Positive = Field(16, description="tokens in a K/V block")
     num_gpu_blocks_override: NotNegative = Field(0, description="K/V blocks; 0 sizes the pool from memory")
+    enable_prefix_caching: bool = Field(True, description="keep K/V of ended requests for others of the same beginning")
     kv_cache_memory_bytes: NotNegative = Field(0, description="memory for K/V; 0: 1 GiB on a CPU, 80 % of free on CUDA")
 
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
@@ -185,6 +186,7 @@ class Serve(BaseSettings):
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,
                 memory_bytes=self.kv_cache_memory_bytes,
+                prefix_caching=self.enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

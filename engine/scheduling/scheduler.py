@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import msgspec
 
-from engine.cache.blocks import BlockPool
+from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
 from engine.request import Request, TokenLogprob
@@ -43,6 +43,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Drafted nodes verified for this request."""
     num_accepted: int
     """Drafted tokens among `token_ids`."""
+    num_cached: int
+    """Prompt tokens whose K/V was there when the request was admitted."""
     queue_s: float
     """How long the request waited before it was first admitted."""
     logprobs: list[TokenLogprob] = []
@@ -66,15 +68,17 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: BlockPool,
-        block_size: int,
+        blocks: BlockStore,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.config = config
-        self.pool = pool
-        self.block_size = block_size
+        self.blocks = blocks
+        self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
         self.num_preemptions = 0
+        self.num_cache_queries = 0
+        """Tokens of admitted texts, and (next) those of them whose K/V was there."""
+        self.num_cache_hits = 0
         self._waiting: list[Sequence] = []
         """Sorted by `_urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
@@ -117,7 +121,7 @@ class Scheduler:
             return False
         running = self._running.pop(sequence_id, None)
         if running is not None:
-            self.pool.release(running.block_ids)
+            self.blocks.release(running.block_ids)
         else:
             self._waiting = [s for s in self._waiting if s.sequence_id != sequence_id]
         return True
@@ -139,9 +143,13 @@ class Scheduler:
             if row.known and self._reserve(sequence, row):
                 rows[sequence.sequence_id] = row
                 budget -= row.num_tokens
+        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
+        for sequence_id, row in rows.items():
+            self._publish(sequence_id, row)
         while (admitted := self._admit(budget)) is not None:
             rows[admitted.sequence_id] = admitted
             budget -= admitted.num_tokens
+            self._publish(admitted.sequence_id, admitted)
         # A row may have lost its blocks to an earlier arrival after it was planned.
         kept = []
         for sequence_id, row in rows.items():
@@ -167,9 +175,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when blocks and sequences contradict each other."""
-        self.pool.check_invariants()
-        held = [block for s in self._running.values() for block in s.block_ids]
-        assert len(held) == len(set(held)) == self.pool.num_used, "a block is shared or lost"
+        self.blocks.check_invariants(block for s in self._running.values() for block in s.block_ids)
         assert not any(s.block_ids for s in self._waiting), "a waiting sequence holds blocks"
         ids = {s.sequence_id for s in self._waiting} | set(self._running)
         assert ids == set(self._sequence_ids.values()), "a request is lost"
@@ -200,9 +206,11 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             # Each of these tokens needs a row of logits: few at a time.
             chunk = min(budget, _PROMPT_LOGPROBS + nodes)
-        samples = sequence.num_missing + nodes <= chunk
-        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, chunk))
         first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
+        # Where the draft model has more to catch up on than the target, it takes the budget.
+        lag = max(0, first - draft_first) if speculation.num_drafts else 0
+        samples = sequence.num_missing + max(nodes, lag) <= chunk
+        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, chunk - lag))
         end = first + count
         drafting = bool(branching if samples else speculation.num_drafts)
         return Row(
@@ -232,13 +240,46 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         return Text(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
 
+    def _take_cached(self, sequence: Sequence) -> None:
+        """Begin behind what is there of the text already; at least its last token is computed."""
+        if sequence.wants_prompt_logprobs:
+            return  # each of its tokens needs a row of logits
+        keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
+        sequence.block_ids, num_drafted = self.blocks.take_known(keys)
+        if sequence.request.speculation.num_drafts:
+            # The draft model catches up in the first step: no further than what fits the budget of a few.
+            most = num_drafted + self.config.max_num_batched_tokens // 4 // self.block_size
+            self.blocks.release(sequence.block_ids[most:])
+            del sequence.block_ids[most:]
+            sequence.num_draft_computed = min(num_drafted, most) * self.block_size
+        sequence.num_target_computed = len(sequence.block_ids) * self.block_size
+        sequence.num_published_blocks = len(sequence.block_ids)
+        sequence.num_drafted_blocks = num_drafted
+
+    def _publish(self, sequence_id: int, row: Row) -> None:
+        """Let others use the blocks that are full once the row has been computed."""
+        sequence = self._running.get(sequence_id)
+        if sequence is not None:
+            num_drafted = row.draft_first_index + len(row.draft_known)
+            self._publish_blocks(sequence, row.end, num_drafted)
+
+    def _publish_blocks(self, sequence: Sequence, num_target: int, num_draft: int) -> None:
+        full, drafted = num_target // self.block_size, min(num_target, num_draft) // self.block_size
+        if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
+            return
+        keys = sequence.block_keys(full, self.block_size)
+        for number in {*range(sequence.num_published_blocks, full), *range(sequence.num_drafted_blocks, drafted)}:
+            self.blocks.publish(sequence.block_ids[number], keys[number], number < drafted)
+        sequence.num_published_blocks = max(full, sequence.num_published_blocks)
+        sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
+
     def _reserve(self, sequence: Sequence, row: Row) -> bool:
         """Give the sequence blocks for the row, preempting later arrivals; False if it has been preempted."""
         while sequence.sequence_id in self._running:
             missing = self._num_blocks_missing(sequence, row)
-            if missing <= self.pool.num_free:
+            if missing <= self.blocks.num_free:
                 after = sequence.block_ids[-1] if sequence.block_ids else None
-                sequence.block_ids += self.pool.allocate(missing, after)
+                sequence.block_ids += self.blocks.allocate(missing, after)
                 return True
             self._preempt(max(self._running.values(), key=_urgency))
         return False
@@ -249,7 +290,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
-        self.pool.release(victim.forget_computed())
+        self.blocks.release(victim.forget_computed())
         insort(self._waiting, victim, key=_urgency)
         self.num_preemptions += 1
 
@@ -258,14 +299,18 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
         sequence = self._waiting[0]
+        self._take_cached(sequence)
         row = self._row(sequence, budget)
         room = len(sequence.tokens) + sum(level_widths(sequence.request.speculation.branching))
-        num_blocks = -(-room // self.block_size)
-        if not row.known or num_blocks > self.pool.num_free:
+        num_missing = -(-room // self.block_size) - len(sequence.block_ids)
+        if not row.known or num_missing > self.blocks.num_free:
+            self.blocks.release(sequence.forget_computed())
             return None
         self._waiting.pop(0)
         sequence.note_admission(time.monotonic())
-        sequence.block_ids = self.pool.allocate(num_blocks)
+        self.num_cache_queries += len(sequence.tokens)
+        self.num_cache_hits += sequence.num_target_computed
+        sequence.block_ids += self.blocks.allocate(num_missing, sequence.block_ids[-1] if sequence.block_ids else None)
         self._running[sequence.sequence_id] = sequence
         return row
 
@@ -280,6 +325,9 @@ class Scheduler:
         kept, finish_reason = self._cut(sequence, emitted)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         sequence.tokens += kept
+        # The last token's K/V is computed with what follows it, also where an accepted draft has been the last.
+        sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
+        sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
         sequence.layers = emission.layers
         if finish_reason is not None:
             self._finish(sequence)
@@ -292,6 +340,7 @@ class Scheduler:
             rule=row.speculation.rule,
             num_nodes=emission.num_nodes,
             num_accepted=min(len(emission.accepted), len(kept)),
+            num_cached=sequence.num_cached,
             queue_s=sequence.queue_s,
             logprobs=list(emission.logprobs[: len(kept)]),
             prompt_logprobs=prompt_logprobs,
@@ -310,7 +359,8 @@ class Scheduler:
         return emitted, None
 
     def _finish(self, sequence: Sequence) -> None:
+        self._publish_blocks(sequence, sequence.num_target_computed, sequence.num_draft_computed)
         del self._running[sequence.sequence_id]
         del self._sequence_ids[sequence.request.request_id]
-        self.pool.release(sequence.block_ids)
+        self.blocks.release(sequence.block_ids)
         sequence.block_ids = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.cache.store import Key, next_key, root_key
 from engine.plan import Grammar, TargetLayer
 from engine.request import Request, TokenLogprob
 
@@ -11,12 +12,16 @@ class Sequence:
 
     __slots__ = (
         "_arrived_s",
+        "_keys",
         "arrival",
         "block_ids",
         "grammar",
         "last_step",
         "layers",
+        "num_cached",
         "num_draft_computed",
+        "num_drafted_blocks",
+        "num_published_blocks",
         "num_target_computed",
         "prompt_logprobs",
         "queue_s",
@@ -34,6 +39,12 @@ class Sequence:
         self.num_target_computed = 0
         self.num_draft_computed = 0
         self.block_ids: list[int] = []
+        self.num_published_blocks = 0
+        self.num_drafted_blocks = 0
+        """How many of its blocks others may use: for the target, and for the draft model."""
+        self.num_cached = -1
+        """Prompt tokens whose K/V was there at the first admission; -1 before it."""
+        self._keys: list[Key] = []
         self.last_step = -1
         self.prompt_logprobs: list[TokenLogprob] = []
         self.layers: tuple[TargetLayer, ...] = ()
@@ -60,14 +71,23 @@ class Sequence:
         """Whether logprobs of the prompt are still to be reported: they come with the first emitted tokens."""
         return self.request.prompt_logprobs and not self.num_emitted
 
+    def block_keys(self, count: int, block_size: int) -> list[Key]:
+        """Keys of the first `count` blocks of its text, all of them full."""
+        for start in range(len(self._keys) * block_size, count * block_size, block_size):
+            before = self._keys[-1] if self._keys else root_key(self.request.cache_salt)
+            self._keys.append(next_key(before, self.tokens[start : start + block_size]))
+        return self._keys[:count]
+
     def note_admission(self, now_s: float) -> None:
-        """Remember how long the first admission took; later ones (after preemption) do not count."""
+        """Remember how the first admission went; later ones (after preemption) do not count."""
         if self.queue_s < 0:
             self.queue_s = now_s - self._arrived_s
+            self.num_cached = self.num_target_computed
 
     def forget_computed(self) -> list[int]:
         """Drop all K/V (preemption by recomputation) and return the blocks that held it."""
         block_ids, self.block_ids = self.block_ids, []
         self.num_target_computed = self.num_draft_computed = 0
+        self.num_published_blocks = self.num_drafted_blocks = 0
         self.prompt_logprobs = []
         return block_ids

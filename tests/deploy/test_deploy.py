@@ -45,6 +45,7 @@ def exported() -> str:
         rule="bv_race",
         num_nodes=3,
         num_accepted=1,
+        num_cached=0,
         queue_s=0.1,
     )
     stats = StepStats(
@@ -54,6 +55,8 @@ def exported() -> str:
         num_running=1,
         num_waiting=1,
         num_blocks_used=1,
+        num_cache_queries=0,
+        num_cache_hits=0,
         num_preemptions=1,
         num_steps=1,
     )

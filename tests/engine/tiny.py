@@ -149,7 +149,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> Run:
         result.num_steps += 1
         assert result.num_steps < 10_000, "the engine makes no progress"
     result.num_preemptions = engine.scheduler.num_preemptions
-    assert engine.scheduler.pool.num_used == 0, "blocks leaked"
+    assert engine.scheduler.blocks.num_used == 0, "blocks leaked"
     return result
 
 

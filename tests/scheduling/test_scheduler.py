@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.blocks import BlockPool
+from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Plan, Verdict
 from engine.request import Limits, Request, Speculation
@@ -18,16 +18,16 @@ BLOCK_SIZE = 4
 
 def build(budget: int = 24, num_blocks: int = 16, max_num_seqs: int = 4) -> Scheduler:
     config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
-    return Scheduler(config, BlockPool(num_blocks), BLOCK_SIZE, frozenset({99}))
+    return Scheduler(config, BlockStore(num_blocks, BLOCK_SIZE), frozenset({99}))
 
 
 def request(
-    name: str, length: int, max_tokens: int, drafts: int = 0, draft_length: int = 0, priority: int = 0
+    name: str, length: int, max_tokens: int, drafts: int = 0, draft_length: int = 0, priority: int = 0, first: int = 0
 ) -> Request:
     return Request(
         request_id=name,
         priority=priority,
-        prompt_token_ids=tuple(range(length)),
+        prompt_token_ids=tuple(range(first, first + length)),
         limits=Limits(max_tokens=max_tokens),
         speculation=Speculation(num_drafts=drafts, draft_length=draft_length),
     )
@@ -101,7 +101,7 @@ class Traffic(RuleBasedStateMachine):
                 break
             self.step(2, 7)
         assert not self.remaining, "a request never ended"
-        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.blocks.num_used == 0
 
 
 TestTraffic = Traffic.TestCase
@@ -139,8 +139,8 @@ def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
 
 def test_the_latest_arrival_is_preempted_and_recomputed_first() -> None:
     scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
-    for name, length in (("a", 5), ("b", 5)):
-        scheduler.submit(request(name, length, 9))
+    for name, first in (("a", 0), ("b", 50)):
+        scheduler.submit(request(name, 5, 9, first=first))
     preempted_after = None
     ended = []
     for step in range(40):

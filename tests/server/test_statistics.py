@@ -24,6 +24,8 @@ def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0
         num_running=1,
         num_waiting=0,
         num_blocks_used=1,
+        num_cache_queries=0,
+        num_cache_hits=0,
         num_preemptions=0,
         num_steps=1,
     )
@@ -40,6 +42,7 @@ def outcome(num_tokens: int, num_accepted: int, draft_length: int = LENGTH) -> O
         rule="bv_race",
         num_nodes=CHAINS * draft_length,
         num_accepted=num_accepted,
+        num_cached=0,
         queue_s=0.5,
     )
 
