@@ -5,10 +5,9 @@ No torch: the server imports it through `engine.api`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
-from engine.config import EngineFacts, RuleFacts, SpeculationConfig
+from engine.config import MODEL, PREDICTION, PROMPT_LOOKUP, EngineFacts, RuleFacts, SpeculationConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import Request, Speculation
 
@@ -37,6 +36,41 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
         raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
     _check_edits(request, facts)
     check_speculation(request.speculation, facts, limits)
+    _check_copies(request, facts)
+
+
+def _check_copies(request: Request, facts: EngineFacts) -> None:
+    """Drafts that are not drawn: known sources, and a rule that they go with."""
+    speculation = request.speculation
+    if unknown := [name for name in speculation.drafters if name not in (MODEL, PROMPT_LOOKUP, PREDICTION)]:
+        raise RequestError(
+            f"unknown drafter {unknown[0]!r}; choose from {MODEL}, {PROMPT_LOOKUP}, {PREDICTION}",
+            "speculation.drafters",
+        )
+    if request.prediction and PREDICTION not in speculation.drafters:
+        raise RequestError(
+            "prediction: speculation is off for this request, or its drafters leave the prediction out", "prediction"
+        )
+    if len(request.prediction) > facts.max_model_len:
+        raise RequestError(
+            f"the prediction has {len(request.prediction)} tokens, the model's context {facts.max_model_len}",
+            "prediction",
+        )
+    if bad := [token for token in request.prediction if not 0 <= token < facts.vocab_size]:
+        raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prediction")
+    if not speculation.copies:
+        return
+    if not facts.max_copied_tokens:
+        raise RequestError(
+            "the operator has switched prompt lookup and predictions off (--max-copied-tokens 0)",
+            "prediction" if request.prediction else "speculation.drafters",
+        )
+    if speculation.num_drafts and not facts.rules[speculation.rule].copies:
+        raise RequestError(
+            f"rule {speculation.rule!r} changes the targets of later positions and does not go with "
+            f"{' and '.join(name for name in speculation.drafters if name != MODEL)}; choose bv_race",
+            "speculation.rule",
+        )
 
 
 def _check_edits(request: Request, facts: EngineFacts) -> None:
@@ -77,11 +111,14 @@ def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
     return RequestError(f"unknown rule {rule!r}; choose off or one of {offered}", "speculation.rule")
 
 
-def default_speculation(limits: SpeculationConfig, rules: Mapping[str, RuleFacts]) -> Speculation:
-    """What a request gets that names nothing; plain decoding where the default rule is `off`."""
-    if limits.rule == "off":
+def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Speculation:
+    """What a request gets that names nothing; plain decoding where the default rule is `off`, or nothing drafts."""
+    drafters = tuple(name for name in limits.drafters if facts.has_draft or name != MODEL)
+    if limits.rule == "off" or not drafters:
         return Speculation()
-    most = rules[limits.rule].max_drafts
+    if MODEL not in drafters:
+        return Speculation(rule=limits.rule, drafters=drafters)
+    most = facts.rules[limits.rule].max_drafts
     num_drafts = prod(limits.tree) if limits.tree else min(limits.num_drafts, most or limits.num_drafts)
     return Speculation(
         rule=limits.rule,
@@ -89,17 +126,19 @@ def default_speculation(limits: SpeculationConfig, rules: Mapping[str, RuleFacts
         draft_length=len(limits.tree) or limits.draft_length,
         draft_method=limits.draft_method,
         tree=limits.tree,
+        drafters=drafters,
     )
 
 
 def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
     """Raise ConfigError where the default speculation would be refused, or would be biased."""
-    if not facts.has_draft:
-        return
     try:
-        check_speculation(default_speculation(limits, facts.rules), facts, limits)
+        speculation = default_speculation(limits, facts)
+        check_speculation(speculation, facts, limits)
+        _check_copies(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
     except RequestError as error:
         flags = f"--spec-rule {limits.rule}"
+        flags += f" --spec-drafters {','.join(limits.drafters)}" if limits.drafters != (MODEL,) else ""
         flags += f" --draft-method {limits.draft_method}" if limits.draft_method else ""
         flags += f" --draft-tree {','.join(map(str, limits.tree))}" if limits.tree else ""
         raise ConfigError(f"{flags}: {error}") from error

@@ -14,6 +14,9 @@ import msgspec
 
 from engine.admission import check_request, default_speculation, unknown_rule
 from engine.config import (
+    MODEL,
+    PREDICTION,
+    PROMPT_LOOKUP,
     CacheConfig,
     Device,
     Dtype,
@@ -134,7 +137,10 @@ def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.P
 
 
 __all__ = [
+    "MODEL",
     "PHASES",
+    "PREDICTION",
+    "PROMPT_LOOKUP",
     "Abort",
     "CacheConfig",
     "ConfigError",

@@ -9,7 +9,7 @@ import torch
 
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
-from engine.config import CacheConfig, EngineConfig, EngineFacts, RuleFacts
+from engine.config import MODEL, PROMPT_LOOKUP, CacheConfig, EngineConfig, EngineFacts, RuleFacts
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -17,6 +17,7 @@ from engine.execution.loading import LoadedModel, Progress, load_pair
 from engine.execution.probe import find_kv_shape, probe
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
+from engine.scheduling.copying import most_copied
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
@@ -62,6 +63,7 @@ def assemble(
         dtype=str(target.model.dtype).removeprefix("torch."),
         architecture=target.model_type,
         has_draft=draft is not None,
+        max_copied_tokens=config.scheduler.max_copied_tokens,
         rules=rule_facts(),
         memory_plan={
             "weights": target.weight_bytes,
@@ -86,6 +88,7 @@ def rule_facts() -> dict[str, RuleFacts]:
             max_drafts=rule.max_drafts,
             draft_methods=rule.draft_methods,
             trees=rule.trees,
+            copies=rule.copies,
             max_vocabulary=rule.max_vocabulary,
         )
         for name, rule in RULES.items()
@@ -99,6 +102,8 @@ def check_speculation(config: EngineConfig) -> None:
         raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULES)}")
     if wanted.draft_method and wanted.draft_method not in DRAFT_METHODS:
         raise ConfigError(f"--draft-method {wanted.draft_method}: unknown; choose one of {', '.join(DRAFT_METHODS)}")
+    if not wanted.drafters or not set(wanted.drafters) <= {MODEL, PROMPT_LOOKUP}:
+        raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {MODEL}, {PROMPT_LOOKUP}")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
         raise ConfigError(f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}")
     if not 1 <= wanted.draft_length <= wanted.max_draft_length:
@@ -107,14 +112,17 @@ def check_speculation(config: EngineConfig) -> None:
     if config.scheduler.max_num_batched_tokens < largest:
         raise ConfigError(
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: one request may verify {largest} "
-            f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}); raise it or lower the caps"
+            f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}, and --max-copied-tokens); "
+            "raise it or lower the caps"
         )
 
 
 def _lookahead(config: EngineConfig) -> int:
+    """Most tokens that one request drafts in a step."""
+    copied = most_copied(config.scheduler.max_copied_tokens)
     if config.model.draft is None:
-        return 0
-    return config.speculation.max_num_drafts * config.speculation.max_draft_length
+        return copied
+    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
 
 
 def _max_model_len(config: EngineConfig, models: list[LoadedModel]) -> int:

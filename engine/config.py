@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+MODEL, PROMPT_LOOKUP, PREDICTION = "model", "prompt_lookup", "prediction"
+"""Drafters: the draft model, the text itself, and what a request says its answer will probably be."""
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -53,6 +56,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that run at once."""
     max_num_batched_tokens: int = 2048
     """Tokens of one target pass, prompt chunks and drafted nodes together."""
+    max_copied_tokens: int = 32
+    """Longest chain copied from a prediction or from the text; 0 copies nothing."""
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 takes the model's own limit."""
 
@@ -70,6 +75,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the children of a node are drawn; empty is the rule's own method."""
     tree: tuple[int, ...] = ()
     """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
+    drafters: tuple[str, ...] = (MODEL,)
+    """Where drafts come from: `model`, `prompt_lookup`, or both."""
     max_over_acceptance: float = 0.0
     """Most lossy over-acceptance a request may ask for; 0 allows exact verification only."""
     observed_share: float = 0.01
@@ -102,6 +109,8 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Draft methods for which it is exact; the first is its own."""
     trees: bool = False
     """Whether nodes below the root may have several children."""
+    copies: bool = True
+    """Whether it goes with prompt lookup and predictions."""
     max_vocabulary: int | None = None
     """Largest vocabulary it can be computed for; None is no limit."""
 
@@ -118,6 +127,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     architecture: str
     has_draft: bool
+    max_copied_tokens: int
     rules: dict[str, RuleFacts]
     """What is known of every verification rule, by name."""
     memory_plan: dict[str, int]

@@ -152,7 +152,7 @@ class Engine:
             for depth in range(1, count + 1):
                 to = int(slots[row.end + depth - 1])
                 target_moves.append((int(slots[row.end + path[depth] - 1]), to))
-                if depth < row.draft_length:
+                if depth <= winner.emission.num_draft_kept:
                     draft_moves.append((int(slots[self.drafter.node_index(row, winner.rank, depth)]), to))
         self.target.keep([move for move in target_moves if move[0] != move[1]])
         self.drafter.keep([move for move in draft_moves if move[0] != move[1]])

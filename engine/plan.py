@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import Sampling, Speculation, TokenLogprob
+from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
 
 
 @lru_cache(maxsize=1024)
@@ -61,6 +61,15 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A chain that is not drawn: its tokens were found somewhere."""
+
+    source: str
+    """Which drafter found it."""
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step."""
 
@@ -77,7 +86,9 @@ class Row:
     speculation: Speculation
     """What the request asked for; `branching` is what this step drafts of it."""
     branching: tuple[int, ...]
-    """Children of every drafted node by depth; empty when the row does not speculate."""
+    """Children of every drawn node by depth; empty when nothing is drawn."""
+    copies: tuple[Copy, ...] = ()
+    """Chains beside the drawn ones."""
     layers: tuple[TargetLayer, ...] = ()
     """Changes of the target law that hold for this step, oldest first."""
     text: Text | None = None
@@ -94,23 +105,33 @@ class Row:
 
     @property
     def num_drafts(self) -> int:
-        """Chains drafted below the root; 0 when the row does not speculate."""
+        """Chains drawn below the root; 0 when nothing is drawn."""
         return prod(self.branching) if self.branching else 0
 
     @property
     def draft_length(self) -> int:
-        """Tokens in a chain."""
+        """Tokens in a drawn chain."""
         return len(self.branching)
 
     @property
+    def first_copy(self) -> int:
+        """How many chains stand before the copied ones: a row that draws none has one of length 0."""
+        return max(1, self.num_drafts)
+
+    @property
+    def longest_chain(self) -> int:
+        """Tokens of the longest chain, drawn or copied; 0 when the row does not speculate."""
+        return max([self.draft_length, *(len(copy.tokens) for copy in self.copies)])
+
+    @property
     def widths(self) -> tuple[int, ...]:
-        """Drafted nodes by depth, from 1 on."""
+        """Drawn nodes by depth, from 1 on."""
         return level_widths(self.branching)
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, equal ones not merged."""
-        return sum(self.widths)
+        """Drawn and copied nodes, equal ones not merged."""
+        return sum(self.widths) + sum(len(copy.tokens) for copy in self.copies)
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +164,10 @@ class Emission:
     next_token: int
     num_nodes: int
     """Drafted nodes the target verified for this row."""
+    num_draft_kept: int = 0
+    """How many of the accepted tokens the draft model has K/V of."""
+    copied: tuple[DrafterCount, ...] = ()
+    """What the copied chains gave."""
     layers: tuple[TargetLayer, ...] = ()
     """Changes of the target law that hold after these tokens, oldest first."""
     gap: float | None = None

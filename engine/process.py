@@ -113,7 +113,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     if config.calibrate:
         mailbox.send(Loading("measuring plain decoding"))
         engine.plain_times = measure_plain(engine)
-    speculation = default_speculation(config.speculation, engine.facts.rules)
+    speculation = default_speculation(config.speculation, engine.facts)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         short_check(engine, speculation, lambda text: mailbox.send(Loading(text)))
     mailbox.send(Ready(engine.facts))

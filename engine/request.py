@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.config import MODEL
+
 _MIN_TEMPERATURE = 1e-5
 
 
@@ -76,10 +78,17 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     tree: tuple[int, ...] = ()
     """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is chains that part at
     the root."""
+    drafters: tuple[str, ...] = (MODEL,)
+    """Where drafts come from: the draft model, `prompt_lookup`, the request's `prediction`."""
     over_acceptance: float = 0.0
     """Lossy: drafts are accepted as if the target law were larger by this much; 0 is exact."""
     over_acceptance_residual: Literal["optimal", "target"] = "optimal"
     """Lossy: where rejected drafts are drawn again from: `optimal` (Theorem 4 of Yin et al.) or `target`."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether chains may be copied instead of drawn."""
+        return self.drafters != (MODEL,)
 
     @property
     def branching(self) -> tuple[int, ...]:
@@ -100,6 +109,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """(token, logprob), likeliest first."""
 
 
+class DrafterCount(msgspec.Struct, frozen=True, array_like=True):
+    """What one drafter contributed to a step."""
+
+    name: str
+    num_chains: int
+    num_nodes: int
+    """Nodes the target verified, each counted for one drafter."""
+    num_accepted: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of one prompt."""
 
@@ -112,6 +131,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
     priority: int = 0
     """Lower is served earlier and preempted later; among equals the first come."""
+    prediction: tuple[int, ...] = ()
+    """What the answer will probably be."""
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
     prompt_logprobs: bool = False

@@ -6,25 +6,31 @@ Not for: deciding what is verified (`scheduling`), or the models (`execution`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.drafters.draft import Draft
 from engine.drafters.model import method_of
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
-from engine.request import TokenLogprob
+from engine.request import DrafterCount, TokenLogprob
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise, LawTable
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.layers import apply_layers
+from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
+from engine.speculation.verification.copies import Walk, below, refuse, walk
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
@@ -39,26 +45,82 @@ class Winner:
     emission: Emission
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What the rules verify, and what is accepted before them."""
+
+    chains: Chains
+    target: LawTable
+    noise: ChainNoise
+    origin_C: Ints
+    """Index of each chain in the draft's layout."""
+    walks: Mapping[int, Walk]
+    """By row number: how far it follows its copied chains."""
+    goes_on_R: Bools
+    """Whether drawn chains of the row are verified behind that."""
+
+
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Winner]:
     """What each sampling row emits, by the rule it asked for."""
     if draft is None:
         return []
     rows = plan.sampling_rows
-    target = _target_laws(rows, draft, logits_NV)
-    noise = _noise(draft, logits_NV.device)
+    task = _follow_copies(rows, draft, _target_laws(rows, draft, logits_NV), _noise(draft, logits_NV.device))
+    request_C = draft.layout.request_C[task.origin_C]
     winners: list[Winner | None] = [None] * len(rows)
-    parts = list(_parts(rows, logits_NV.shape[1]))
+    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1]))
     for verify, numbers in parts:
         if len(parts) == 1:
-            verdict = verify(draft.chains, target, noise)
-            chosen = np.arange(draft.layout.num_chains)
+            verdict = verify(task.chains, task.target, task.noise)
+            chosen = np.arange(len(request_C))
         else:
-            chosen = np.flatnonzero(np.isin(draft.layout.request_C, numbers))
+            chosen = np.flatnonzero(np.isin(request_C, numbers))
             index = torch.from_numpy(chosen).to(logits_NV.device)
-            verdict = verify(draft.chains.select(index), target.select(index), noise.select(index))
-        for number, winner in zip(numbers, _winners(draft, verdict, chosen), strict=True):
+            verdict = verify(task.chains.select(index), task.target.select(index), task.noise.select(index))
+        for number, winner in zip(numbers, _winners(rows, draft, task, verdict, chosen), strict=True):
             winners[number] = winner
     return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])
+
+
+def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable, noise: ChainNoise) -> _Task:
+    """Decide about the copied chains; the rules go on where the walks stop."""
+    layout = draft.layout
+    goes_on_R = np.array([bool(row.branching) for row in rows])
+    if not any(row.copies for row in rows):
+        return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
+    starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
+    offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
+    root_C = target.row_CX[:, 0].cpu().numpy()
+    walks = _walks(rows, draft, target.law_NV, starts)
+    stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
+    refuse(target.law_NV, stops, [taken.refused for taken in walks.values()])
+    for (number, taken), stop in zip(walks.items(), stops, strict=True):
+        drawn = draft.trees[number].paths[: rows[number].first_copy]
+        alive = [path[: taken.depth + 1] == taken.path and len(path) > taken.depth + 1 for path in drawn]
+        mine = np.flatnonzero(layout.request_C == number)
+        lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
+        goes_on_R[number] = any(alive)
+    rest = below(draft.chains, target, noise, offset_C, lives_C, root_C)
+    return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
+
+
+def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
+    """How far each row with copied chains follows them, by row number."""
+    numbers = [number for number, row in enumerate(rows) if row.copies]
+    nodes = {
+        number: sorted({node for path in draft.trees[number].paths[rows[number].first_copy :] for node in path[1:]})
+        for number in numbers
+    }
+    above = [starts[number] + draft.trees[number].parents[node - 1] for number in numbers for node in nodes[number]]
+    tokens = [draft.trees[number].tokens[node - 1] for number in numbers for node in nodes[number]]
+    found = iter(law_NV[above, tokens].tolist())
+    walks = {}
+    for number in numbers:
+        row = rows[number]
+        probability = {node: next(found) for node in nodes[number]}
+        uniform_L = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
+        walks[number] = walk(draft.trees[number], row.first_copy, probability, uniform_L.tolist())
+    return walks
 
 
 def split_prompts(
@@ -140,8 +202,8 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
     starts = np.cumsum([0, *counts[:-1]])
     node_CX = np.zeros((draft.layout.num_chains, draft.layout.max_length + 1), dtype=np.int64)
     chain = 0
-    for start, tree in zip(starts, draft.trees, strict=True):
-        for path in tree.paths:
+    for row, start, tree in zip(rows, starts, draft.trees, strict=True):
+        for path in tree.paths[: row.first_copy]:
             node_CX[chain, : len(path)] = path
             node_CX[chain] += start
             chain += 1
@@ -164,11 +226,11 @@ def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
     return places
 
 
-def _parts(rows: Sequence[Row], vocab_size: int) -> Iterator[tuple[Verify, list[int]]]:
+def _parts(rows: Sequence[Row], goes_on_R: Bools, vocab_size: int) -> Iterator[tuple[Verify, list[int]]]:
     """(rule, row numbers): the rows that are verified together, of one rule and within the memory for it."""
     by_rule: dict[Verify, list[int]] = {}
     for number, row in enumerate(rows):
-        by_rule.setdefault(_rule_of(row), []).append(number)
+        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number])), []).append(number)
     for verify, numbers in by_rule.items():
         part: list[int] = []
         size = 0
@@ -182,10 +244,10 @@ def _parts(rows: Sequence[Row], vocab_size: int) -> Iterator[tuple[Verify, list[
         yield verify, part
 
 
-def _rule_of(row: Row) -> Verify:
-    """How the row's chains are verified."""
+def _rule_of(row: Row, goes_on: bool) -> Verify:
+    """How the row's drawn chains are verified; any rule will do where none is left."""
     speculation = row.speculation
-    if not row.branching:
+    if not goes_on:
         return RULES["block"].verify
     if speculation.over_acceptance > 0:
         return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
@@ -214,19 +276,45 @@ def _noise(draft: Draft, device: torch.device) -> ChainNoise:
     )
 
 
-def _winners(draft: Draft, verdict: ChainVerdict, chosen: np.ndarray) -> list[Winner]:
-    """The verdict of one rule on the host; `chosen` are the chains the rule saw."""
-    winners = []
-    tokens_B = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), strict=True)
+def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:
+    """The verdict of one rule on the host, behind the copied tokens; `chosen` are the task's chains the rule saw."""
     layers = _layers(verdict)
     bias = [0.0] * len(layers) if verdict.bias_B is None else verdict.bias_B.tolist()
-    for i, (local_chain, accepted, next_token) in enumerate(tokens_B):
-        chain = int(chosen[local_chain])
-        tree = draft.trees[int(draft.layout.request_C[chain])]
-        rank = int(draft.layout.rank_C[chain])
-        tokens = tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1])
-        winners.append(Winner(rank, Emission(tokens, next_token, tree.num_nodes, layers=layers[i], bias=bias[i])))
-    return winners
+    verdicts = (verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist())
+    for i, (local_chain, accepted, next_token) in enumerate(zip(*verdicts, strict=True)):
+        chain = int(task.origin_C[chosen[local_chain]])
+        number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
+        row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
+        num_draft_kept = max(0, row.draft_length - 1)
+        if followed is not None:
+            accepted += followed.depth
+            if not task.goes_on_R[number]:
+                rank, num_draft_kept = followed.rank, 0
+        yield Winner(
+            rank,
+            Emission(
+                accepted=tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1]),
+                next_token=next_token,
+                num_nodes=tree.num_nodes,
+                # The draft model never ran on the last token of a chain.
+                num_draft_kept=min(accepted, num_draft_kept),
+                copied=() if followed is None else _copied(row, tree, followed),
+                layers=layers[i],
+                bias=bias[i],
+            ),
+        )
+
+
+def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
+    """What each copied chain gave; a node counts for the first of them through it, and not for the model."""
+    seen, credited = {0}, {0}
+    counts = []
+    for copy, path in zip(row.copies, tree.paths[row.first_copy :], strict=True):
+        accepted = set(path) & set(followed.path) - credited
+        counts.append(DrafterCount(copy.source, 1, len(set(path) - seen), len(accepted)))
+        seen.update(path)
+        credited |= accepted
+    return tuple(counts)
 
 
 def _layers(verdict: ChainVerdict) -> list[tuple[TargetLayer, ...]]:

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from engine.api import PolydraftError
 from server.errors import ErrorEnvelope, to_api_error
 from server.generation import Choice, Delta, Generation
-from server.protocol import Answer, Metrics, PromptTokensDetails, Usage
+from server.protocol import Answer, CompletionTokensDetails, Metrics, PromptTokensDetails, Usage
 from server.state import Server
 
 log = logging.getLogger("polydraft")
@@ -63,7 +63,13 @@ class AnswerOptions:
 def usage_of(generation: Generation) -> Usage:
     """Tokens so far."""
     prompt, answer = generation.num_prompt_tokens, generation.num_answer_tokens
-    return Usage(prompt, answer, prompt + answer, PromptTokensDetails(generation.num_cached_tokens))
+    return Usage(
+        prompt,
+        answer,
+        prompt + answer,
+        PromptTokensDetails(generation.num_cached_tokens),
+        CompletionTokensDetails(generation.num_predicted_tokens, generation.num_mispredicted_tokens),
+    )
 
 
 def metrics_of(generation: Generation) -> Metrics:

@@ -26,6 +26,7 @@ from server.protocol import (
     CompletionRequest,
     GenerationFields,
     Message,
+    TextPart,
 )
 from server.sampling_fields import (
     num_logprobs_of,
@@ -98,17 +99,21 @@ class CompletionShape:
         return [CompletionChoice(delta.index, delta.text, delta.finish_reason, logprobs)]
 
 
+def plain_text(content: str | list[TextPart], param: str) -> str:
+    """The text of a content; raises RequestError for parts that are not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{param}: parts of type {part.type!r} are not supported; send text", param, "unsupported_value"
+            )
+    return "".join(part.text or "" for part in content)
+
+
 def message_text(message: Message) -> dict[str, str]:
     """A message as chat templates want it; raises RequestError for parts that are not text."""
-    if isinstance(message.content, str):
-        content = message.content
-    else:
-        for part in message.content:
-            if part.type != "text" or part.text is None:
-                raise RequestError(
-                    f"message parts of type {part.type!r} are not supported; send text", "messages", "unsupported_value"
-                )
-        content = "".join(part.text or "" for part in message.content)
+    content = plain_text(message.content, "messages")
     role = "system" if message.role == "developer" else message.role
     # Templates that know names use them; the others ignore the key.
     return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
@@ -135,6 +140,7 @@ def engine_requests(
     max_tokens: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
+    prediction: tuple[int, ...] = (),
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
@@ -160,6 +166,7 @@ def engine_requests(
                 speculation=speculation,
                 num_logprobs=num_logprobs,
                 priority=body.priority,
+                prediction=prediction,
                 cache_salt=body.cache_salt or "",
                 prompt_logprobs=num_logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
             )
@@ -184,7 +191,11 @@ async def respond(
     if body.bad_words:
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
     grammar = await server.tokenizer.run(grammar_of, body)
-    requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar)
+    prediction: tuple[int, ...] = ()
+    if body.prediction is not None:
+        text = plain_text(body.prediction.content, "prediction")
+        prediction = tuple(await server.tokenizer.run(server.tokenizer.encode, text, False))
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
     options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens, echo)
     generation = Generation(requests, server.tokenizer, options, body.n)

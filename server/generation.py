@@ -48,6 +48,7 @@ class Choice:
         self.request = request
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_predicted = 0
         self.text = ""
         self.finish_reason: str | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
@@ -72,6 +73,7 @@ class Choice:
             text += self._cut.finish()
         text = echoed + text
         self.num_tokens += num_kept
+        self.num_predicted += min(outcome.num_predicted, num_kept)
         self.text += text
         self._spell(outcome, num_kept)
         self.speculation.add_step(outcome, stats, num_kept)
@@ -166,6 +168,16 @@ class Generation:
         """Those of them whose K/V was there before the call."""
         cached = [choice.num_cached for choice in self.choices]
         return sum(min(cached[i : i + self.num_choices]) for i in range(0, len(cached), self.num_choices))
+
+    @property
+    def num_predicted_tokens(self) -> int:
+        """Tokens of the answers that were foreseen by the prediction."""
+        return sum(choice.num_predicted for choice in self.choices)
+
+    @property
+    def num_mispredicted_tokens(self) -> int:
+        """Tokens of the prediction that did not come, over all answers."""
+        return sum(max(0, len(choice.request.prediction) - choice.num_predicted) for choice in self.choices)
 
     @property
     def num_answer_tokens(self) -> int:

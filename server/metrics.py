@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics import Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from engine.api import PHASES, EngineFacts, Step
+from engine.api import MODEL, PHASES, EngineFacts, Outcome, Step
 from server.version import VERSION
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -156,13 +156,18 @@ class ServerMetrics:
             self._shapes.labels(**labels, **shape).inc()
             if outcome.gap is not None:
                 self._gap.labels(**labels, rule=outcome.rule).observe(outcome.gap)
-            counts = {
-                "drafts": outcome.num_chains,
-                "draft_tokens": outcome.num_nodes,
-                "accepted_tokens": outcome.num_accepted,
-            }
-            for kind, count in counts.items():
-                self._drafter_counts[kind].labels(**labels, drafter="model").inc(count)
+            self._count_drafters(outcome)
+
+    def _count_drafters(self, outcome: Outcome) -> None:
+        counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.copied}
+        total = (outcome.num_chains, outcome.num_nodes, outcome.num_accepted)
+        drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))
+        if drawn[0]:
+            counts[MODEL] = (drawn[0], drawn[1], drawn[2])
+        for name, numbers in counts.items():
+            for kind, number in zip(self._drafter_counts, numbers, strict=True):
+                # After a cut inside a copied chain the rest of it counts nowhere.
+                self._drafter_counts[kind].labels(**self._labels, drafter=name).inc(max(0, number))
 
     def start(self, num_prompt_tokens: int) -> None:
         """A call's requests have been admitted."""

@@ -55,7 +55,21 @@ class SpeculationFields(Wire):
     tree: Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=1, max_length=256)] | None = None
     over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     over_acceptance_residual: Literal["optimal", "target"] | None = None
-    drafters: list[str] | None = None
+    drafters: Annotated[list[str], Field(min_length=1, max_length=3)] | None = None
+
+
+class TextPart(Wire):
+    """A part of a message's content."""
+
+    type: str
+    text: Text | None = None
+
+
+class Prediction(Wire):
+    """What the answer will probably be."""
+
+    type: Literal["content"]
+    content: Text | list[TextPart]
 
 
 class GenerationFields(Wire):
@@ -79,6 +93,8 @@ class GenerationFields(Wire):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     speculation: SpeculationFields | None = None
+    prediction: Prediction | None = None
+    """Drafts of the answer (OpenAI's Predicted Outputs)."""
     metrics: bool | None = None
     """Whether the answer carries `metrics`; the server's setting when left out."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -104,17 +120,9 @@ class GenerationFields(Wire):
 
     # Known, and refused unless neutral (server/sampling_fields.py).
     best_of: int | None = None
-    prediction: Any = None
     prompt_logprobs: Any = None
     reasoning_effort: Any = None
     use_beam_search: Any = None
-
-
-class TextPart(Wire):
-    """A part of a message's content."""
-
-    type: str
-    text: Text | None = None
 
 
 class Message(Wire):

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from engine.api import (
+    MODEL,
+    PREDICTION,
     EngineFacts,
     Request,
     RequestError,
@@ -21,13 +23,12 @@ from engine.api import (
     default_speculation,
     unknown_rule,
 )
-from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.protocol import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.tokenizer import GenerationDefaults
 
 # Fields that are known but not served, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "prediction": (None,),
     "prompt_logprobs": (None,),
     "reasoning_effort": (None, "none"),
     "use_beam_search": (None, False),
@@ -123,22 +124,32 @@ def num_logprobs_of(body: GenerationFields) -> int | None:
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
     """The request's speculation: its own wishes over the server's defaults. Not checked against the caps."""
-    asked = body.speculation
-    if asked is None:
-        return default_speculation(defaults, facts.rules) if facts.has_draft else Speculation()
-    if asked.drafters is not None and asked.drafters != ["model"]:
-        raise RequestError("drafters: only ['model'] is served", "speculation.drafters", "unsupported_value")
+    asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
+        return Speculation()
+    drafters = _drafters_of(body, defaults, facts)
+    if not drafters:
         return Speculation()
     rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
     if rule not in facts.rules:
         raise unknown_rule(rule, facts)
-    own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts.rules)
+    if MODEL not in drafters:
+        for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
+            if getattr(asked, name):
+                raise RequestError(
+                    f"{name} is about the draft model's chains, and 'model' is not among the drafters",
+                    f"speculation.{name}",
+                )
+        return Speculation(rule=rule, drafters=drafters)
+    if not facts.has_draft:
+        raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
+    defaults = msgspec.structs.replace(defaults, drafters=drafters)
+    own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts)
     # The server's tree and draft method belong to the server's rule, and to the server's shape.
     shaped = asked.num_drafts is not None or asked.draft_length is not None
     if rule != defaults.rule or (own.tree and shaped and not asked.tree):
         plain = msgspec.structs.replace(defaults, rule=rule, tree=(), draft_method="")
-        own = default_speculation(plain, facts.rules)
+        own = default_speculation(plain, facts)
     tree = tuple(asked.tree) if asked.tree else own.tree
     return Speculation(
         rule=rule,
@@ -146,9 +157,23 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         draft_length=asked.draft_length or (len(tree) if tree else own.draft_length),
         draft_method=asked.draft_method or own.draft_method,
         tree=tree,
+        drafters=drafters,
         over_acceptance=asked.over_acceptance or 0.0,
         over_acceptance_residual=asked.over_acceptance_residual or "optimal",
     )
+
+
+def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
+    """Where the request's drafts come from: as it says, else as usual, and its prediction; nothing decodes plainly."""
+    asked = body.speculation
+    if asked is not None and asked.drafters is not None:
+        return tuple(dict.fromkeys(asked.drafters))
+    usual = tuple(name for name in defaults.drafters if facts.has_draft or name != MODEL)
+    if asked is not None:
+        usual = usual or (MODEL,)
+    elif defaults.rule == "off":
+        usual = ()
+    return (*usual, PREDICTION) if body.prediction is not None else usual
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:

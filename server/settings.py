@@ -100,6 +100,10 @@ class Serve(BaseSettings):
     max_over_acceptance: float = Field(
         0.0, ge=0, le=1, description="most lossy over-acceptance a request may ask for; 0 allows exact answers only"
     )
+    spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
+    max_copied_tokens: NotNegative = Field(
+        32, description="longest chain copied from a prediction or the text; 0 refuses both"
+    )
     spec_observed_share: float = Field(
         0.01, ge=0, le=1, description="share of steps on which acceptance is compared with the optimum"
     )
@@ -192,6 +196,7 @@ class Serve(BaseSettings):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
+                max_copied_tokens=self.max_copied_tokens,
             ),
             speculation=SpeculationConfig(
                 rule=self.spec_rule,
@@ -199,6 +204,7 @@ class Serve(BaseSettings):
                 draft_length=self.draft_length,
                 draft_method=self.draft_method or "",
                 tree=tuple(int(part) for part in (self.draft_tree or "").split(",") if part),
+                drafters=tuple(dict.fromkeys(self.spec_drafters)),
                 max_over_acceptance=self.max_over_acceptance,
                 observed_share=self.spec_observed_share,
                 max_num_drafts=self.max_num_drafts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from engine.api import Outcome, StepStats
+from engine.api import MODEL, Outcome, StepStats
 from server.protocol import DrafterMetrics, Metrics, SpeculativeDecoding
 
 
@@ -25,6 +25,8 @@ class SpeculationCount:
         self.draft_s = 0.0
         self.bias = 0.0
         self.gaps: list[float] = []
+        self.copied: dict[str, Counter[str]] = {}
+        """By drafter beside the model: chains, nodes, accepted."""
 
     def add_step(self, outcome: Outcome, stats: StepStats, num_kept: int) -> None:
         """Count a step of which `num_kept` tokens are in the answer."""
@@ -39,12 +41,24 @@ class SpeculationCount:
             self.num_nodes += outcome.num_nodes
             self.num_emitted += num_kept
             self.bias += outcome.bias
+            self._add_copied(outcome, num_kept)
         if outcome.gap is not None:
             self.gaps.append(outcome.gap)
+
+    def _add_copied(self, outcome: Outcome, num_kept: int) -> None:
+        left = num_kept
+        for part in outcome.copied:
+            accepted = min(left, part.num_accepted)
+            left -= accepted
+            self.copied.setdefault(part.name, Counter()).update(
+                chains=part.num_chains, nodes=part.num_nodes, accepted=accepted
+            )
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another choice's count."""
         self.accepted_per_step.update(other.accepted_per_step)
+        for name, counts in other.copied.items():
+            self.copied.setdefault(name, Counter()).update(counts)
         for name in (
             "num_chains",
             "num_nodes",
@@ -84,21 +98,29 @@ class SpeculationCount:
         """The answer's `speculative_decoding`; None when it did not speculate."""
         if not self.num_steps:
             return None
-        drafter = DrafterMetrics(self.num_chains, self.num_nodes, self.num_accepted)
+        drafters = {name: DrafterMetrics(c["chains"], c["nodes"], c["accepted"]) for name, c in self.copied.items()}
+        if self.num_chains > sum(one.num_drafts for one in drafters.values()):
+            drafters[MODEL] = DrafterMetrics(
+                self.num_chains - sum(one.num_drafts for one in drafters.values()),
+                self.num_nodes - sum(one.num_draft_tokens for one in drafters.values()),
+                self.num_accepted - sum(one.num_accepted_tokens for one in drafters.values()),
+            )
+        # Copied chains may be longer than the drawn ones.
+        num_spec_tokens = max(self.num_spec_tokens, *self.accepted_per_step)
         return SpeculativeDecoding(
             mean_acceptance_length=self.acceptance_length,
             draft_acceptance_rate=self.num_accepted / self.num_nodes if self.num_nodes else None,
-            acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
+            acceptance_histogram=[self.accepted_per_step[length] for length in range(num_spec_tokens + 1)],
             num_spec_steps=self.num_steps,
             num_accepted_draft_tokens=self.num_accepted,
             num_draft_tokens=self.num_nodes,
-            num_spec_tokens=self.num_spec_tokens,
+            num_spec_tokens=num_spec_tokens,
             speedup=self.speedup,
             draft_time_share=self.draft_s / self.wall_s if self.wall_s else None,
             rule=self.rule,
             optimal_acceptance_gap=sum(self.gaps) / len(self.gaps) if self.gaps else None,
             bias_bound=self.bias,
-            drafters={"model": drafter},
+            drafters=drafters,
         )
 
 

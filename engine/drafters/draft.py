@@ -120,7 +120,7 @@ class Draft:
     layout: Layout
     chains: Chains
     trees: tuple[Tree, ...]
-    """One tree per sampling row; without nodes where the row does not speculate."""
+    """One tree per sampling row: its drawn chains, then its copied ones; without nodes where it does not speculate."""
 
 
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
@@ -129,4 +129,6 @@ def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ..
     rows = zip(tokens_CL.tolist(), layout.request_C, layout.length_C, strict=True)
     for tokens, request, length in rows:
         chains[request].append(tokens[:length])
+    for of_row, row in zip(chains, plan.sampling_rows, strict=True):
+        of_row += [list(copy.tokens) for copy in row.copies]
     return tuple(merge_chains(of_row) for of_row in chains)

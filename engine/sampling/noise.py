@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     CHOSEN_ACCEPT = 6
     CHOSEN_RESIDUAL = 7
     OBSERVE = 8
+    COPY = 9
 
 
 def _mix(word: Words) -> Words:

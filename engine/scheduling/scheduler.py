@@ -21,7 +21,8 @@ import msgspec
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
-from engine.request import Request, TokenLogprob
+from engine.request import DrafterCount, Request, TokenLogprob
+from engine.scheduling.copying import most_copied
 from engine.scheduling.sequence import Sequence
 
 # Prompt tokens a step computes of a row that reports their logprobs.
@@ -38,6 +39,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     draft_length: int
     """Longest chain this step drafted; 0 for a plain step."""
     num_chains: int
+    copied: list[DrafterCount]
+    """What the drafters beside the model contributed; they are part of the other counts."""
+    num_predicted: int
+    """Tokens among `token_ids` that the request's prediction has foreseen."""
     rule: str
     num_nodes: int
     """Drafted nodes verified for this request."""
@@ -200,8 +205,10 @@ class Scheduler:
         request = sequence.request
         speculation = request.speculation
         # One token must stay to be emitted after the drafts; both counts depend on the request alone.
-        branching = speculation.branching[: max(0, sequence.num_remaining - 1)]
-        nodes = sum(level_widths(branching))
+        most = max(0, sequence.num_remaining - 1)
+        branching = speculation.branching[:most]
+        copies = sequence.copier.copies(sequence.tokens, min(most, self.config.max_copied_tokens))
+        nodes = sum(level_widths(branching)) + sum(len(copy.tokens) for copy in copies)
         chunk = budget
         if sequence.wants_prompt_logprobs:
             # Each of these tokens needs a row of logits: few at a time.
@@ -224,6 +231,7 @@ class Scheduler:
             sampling=request.sampling,
             speculation=speculation,
             branching=branching if samples else (),
+            copies=copies if samples else (),
             layers=sequence.layers,
             text=self._text(sequence) if samples else None,
             num_logprobs=request.num_logprobs,
@@ -301,7 +309,9 @@ class Scheduler:
         sequence = self._waiting[0]
         self._take_cached(sequence)
         row = self._row(sequence, budget)
-        room = len(sequence.tokens) + sum(level_widths(sequence.request.speculation.branching))
+        drawn = sum(level_widths(sequence.request.speculation.branching))
+        copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
+        room = len(sequence.tokens) + drawn + copied
         num_missing = -(-room // self.block_size) - len(sequence.block_ids)
         if not row.known or num_missing > self.blocks.num_free:
             self.blocks.release(sequence.forget_computed())
@@ -318,12 +328,11 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
-        # The draft model never ran on the last token of a whole accepted chain.
-        if row.num_drafts:
-            sequence.num_draft_computed += min(len(emission.accepted), row.draft_length - 1)
+        sequence.num_draft_computed += emission.num_draft_kept
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = self._cut(sequence, emitted)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
+        num_predicted = sequence.copier.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept
         # The last token's K/V is computed with what follows it, also where an accepted draft has been the last.
         sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
@@ -335,8 +344,10 @@ class Scheduler:
             request_id=sequence.request.request_id,
             token_ids=kept,
             finish_reason=finish_reason,
-            draft_length=row.draft_length,
-            num_chains=row.num_drafts,
+            draft_length=row.longest_chain,
+            num_chains=row.num_drafts + len(row.copies),
+            copied=list(emission.copied),
+            num_predicted=num_predicted,
             rule=row.speculation.rule,
             num_nodes=emission.num_nodes,
             num_accepted=min(len(emission.accepted), len(kept)),

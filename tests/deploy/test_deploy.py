@@ -32,6 +32,7 @@ def exported() -> str:
             dtype="float32",
             architecture="llama",
             has_draft=True,
+            max_copied_tokens=32,
             rules={},
             memory_plan={},
         )
@@ -46,6 +47,8 @@ def exported() -> str:
         num_nodes=3,
         num_accepted=1,
         num_cached=0,
+        copied=[],
+        num_predicted=0,
         queue_s=0.1,
     )
     stats = StepStats(

@@ -21,6 +21,7 @@ FACTS = EngineFacts(
     dtype="float32",
     architecture="llama",
     has_draft=True,
+    max_copied_tokens=32,
     rules=rule_facts(),
     memory_plan={},
 )
@@ -52,7 +53,7 @@ def test_an_unknown_draft_method_is_refused() -> None:
 def test_every_rule_may_be_the_default(rule: str) -> None:
     limits = SpeculationConfig(rule=rule)
     check_defaults(FACTS, limits)
-    assert default_speculation(limits, FACTS.rules).num_drafts == {"token": 1, "block": 1, "greedy_block": 1}.get(
+    assert default_speculation(limits, FACTS).num_drafts == {"token": 1, "block": 1, "greedy_block": 1}.get(
         rule, 2 if rule == "spechub" else 4
     )
 

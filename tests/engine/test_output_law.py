@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -146,14 +147,16 @@ def sample(
     speculation: Speculation,
     sampling: dict[str, float],
     num_answers: int = NUM_ANSWERS,
+    **more: Any,
 ) -> Counter[tuple[int, ...]]:
-    """First three tokens of longer answers."""
-    engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192)
+    """First three tokens of longer answers; `more` are fields of the requests."""
+    engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8)
     engine.grammars = NoTokenTwice()  # type: ignore[assignment]
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)
     ]
+    requests = [msgspec.structs.replace(one, **more) for one in requests]
     return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in tiny.run(engine, requests).tokens.values())
 
 

@@ -91,6 +91,7 @@ def build(
     max_num_drafts: int = 4,
     max_draft_length: int = 5,
     max_over_acceptance: float = 0.0,
+    max_copied_tokens: int = 0,
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
@@ -98,7 +99,10 @@ def build(
             model=ModelConfig(target=target.name, draft=draft.name if draft else None),
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=SchedulerConfig(
-                max_num_batched_tokens=budget, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+                max_num_batched_tokens=budget,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_copied_tokens=max_copied_tokens,
             ),
             speculation=SpeculationConfig(
                 num_drafts=1,

@@ -100,7 +100,7 @@ def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Respons
         ({"allowed_token_ids": [5, -1]}, "allowed_token_ids"),
         ({"bad_words": "no"}, "bad_words"),
         # Known fields that are not served: refused, never dropped in silence.
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prediction": {"type": "static", "content": "x"}}, "prediction.type"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

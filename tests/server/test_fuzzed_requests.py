@@ -40,6 +40,8 @@ NEARLY_RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "stop": TEXT | st.lists(TEXT, max_size=3),
     "stop_token_ids": st.lists(st.integers(-2, 4100), max_size=4),
     "n": st.integers(0, 3),
+    "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": TEXT}),
+    "cache_salt": TEXT,
 }
 ENDPOINTS: dict[str, tuple[type[GenerationFields], str]] = {
     "/v1/chat/completions": (ChatRequest, "messages"),

@@ -26,6 +26,7 @@ FACTS = EngineFacts(
     dtype="float32",
     architecture="llama",
     has_draft=True,
+    max_copied_tokens=32,
     rules={},
     memory_plan={},
 )

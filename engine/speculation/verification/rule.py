@@ -41,6 +41,8 @@ class Rule:
     """Draft methods for which the rule is exact; the first is its own."""
     trees: bool = False
     """Whether nodes below the root may have several children; else chains must be independent."""
+    copies: bool = True
+    """Whether copied chains may come before its own: not where it changes the targets of later positions."""
     max_vocabulary: int | None = None
     """Largest vocabulary the rule can be computed for; None is no limit."""
 

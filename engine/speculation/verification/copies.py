@@ -1,0 +1,123 @@
+"""Chains that were not drawn but copied (prompt lookup, predictions), before any rule.
+
+Copied chains are certain: their draft law is the token itself, and together they are a tree. Walk down that tree: at a
+node with target law p and copied children D, go on to x of D with probability p(x); with the rest stop, knowing that
+the next token is none of D, so that its law is p without D, scaled to 1. There the request's own rule takes over: for
+the drawn chains that begin with the path so far (given that they do, the rest of them is drawn as ever), and with that
+law at the root. Every emitted token has the target's law given those before it, so this is lossless with every rule
+that is lossless for any target law; rules that change the targets of later steps are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.topology import Tree
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far a request follows its copied chains."""
+
+    path: list[int]
+    """Nodes of its tree, the root first."""
+    rank: int
+    """Path of the tree that begins with these nodes."""
+    refused: list[int]
+    """Tokens that the next one is not."""
+
+    @property
+    def depth(self) -> int:
+        """Copied tokens that are accepted."""
+        return len(self.path) - 1
+
+
+def edges_of(tree: Tree, first_copy: int) -> dict[int, list[int]]:
+    """Copied children of every node that has some, in the chains' order; those from `first_copy` on are copied."""
+    children: dict[int, list[int]] = {}
+    for path in tree.paths[first_copy:]:
+        for node, child in pairwise(path):
+            if child not in children.setdefault(node, []):
+                children[node].append(child)
+    return children
+
+
+def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
+    """Follow the copied chains; `probability` is each copied node's token's, `uniform_L` decides at each depth."""
+    children = edges_of(tree, first_copy)
+    path, refused = [0], [tree.tokens[child - 1] for child in children[0]]
+    while path[-1] in children:
+        mass, before = 0.0, len(path)
+        for child in children[path[-1]]:
+            mass += probability[child]
+            if uniform_L[before - 1] < mass:
+                path.append(child)
+                break
+        if len(path) == before:
+            break
+        refused = [tree.tokens[child - 1] for child in children.get(path[-1], ())]
+    rank = next(i for i, nodes in enumerate(tree.paths) if i >= first_copy and nodes[: len(path)] == path)
+    return Walk(path, rank, refused)
+
+
+def refuse(law_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
+    """Take tokens out of some laws, in place; where nothing else is left a law stays (that has probability zero)."""
+    row_M = torch.tensor(rows, device=law_NV.device)
+    rest_MV = law_NV[row_M].double()
+    pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
+    number_P, token_P = torch.tensor(pairs, dtype=torch.int64, device=law_NV.device).reshape(-1, 2).T
+    rest_MV[number_P, token_P] = 0.0
+    total_M1 = rest_MV.sum(1, keepdim=True)
+    law_NV[row_M] = torch.where(total_M1 > 0, rest_MV / total_M1, law_NV[row_M].double()).to(law_NV.dtype)
+
+
+@dataclass(frozen=True)
+class Below:
+    """What is left to verify below the walks."""
+
+    chains: Chains
+    target: LawTable
+    noise: ChainNoise
+    origin_C: np.ndarray
+    """Index of each chain among those that were drafted."""
+
+
+def below(
+    chains: Chains, target: LawTable, noise: ChainNoise, offset_C: np.ndarray, lives_C: np.ndarray, root_C: np.ndarray
+) -> Below:
+    """The chains from `offset_C` tokens on.
+
+    lives_C: which of them go on there; a request without any keeps its first chain, with length 0.
+    root_C: law row of the node where each chain's request stopped.
+    """
+    request_C = chains.request_C.cpu().numpy()
+    lively = np.isin(request_C, request_C[lives_C])
+    first = np.concatenate([[True], request_C[1:] != request_C[:-1]])
+    origin_C = np.flatnonzero(lives_C | (first & ~lively))
+    device = chains.length_C.device
+    index = torch.from_numpy(origin_C).to(device)
+    offset = torch.from_numpy(np.where(lives_C, offset_C, 0)[origin_C]).to(device)
+    lives = torch.from_numpy(lives_C[origin_C]).to(device)
+    kept, laws = chains.select(index), target.select(index)
+
+    def shifted(values_CX: Tensor) -> Tensor:
+        column_X = torch.arange(values_CX.shape[1], device=device)
+        return values_CX.gather(1, (column_X + offset.unsqueeze(1)).clamp(max=values_CX.shape[1] - 1))
+
+    row_CX = shifted(laws.row_CX)
+    row_CX[:, 0] = torch.from_numpy(root_C[origin_C]).to(device)
+    moved = replace(
+        kept,
+        tokens_CL=shifted(kept.tokens_CL),
+        length_C=torch.where(lives, kept.length_C - offset, 0),
+        draft=LawTable(kept.draft.law_NV, shifted(kept.draft.row_CX)),
+        leads_CL=None if kept.leads_CL is None else shifted(kept.leads_CL),
+    )
+    return Below(moved, LawTable(laws.law_NV, row_CX), noise.select(index), origin_C)

@@ -1,0 +1,168 @@
+"""Chains copied from predictions and from the text: exact beside every rule, useful when right, cheap when wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+
+import engine.verifying as verifying
+from engine.engine import Engine
+from engine.errors import RequestError
+from engine.execution.loading import LoadedModel
+from engine.request import Request, Speculation
+from engine.sampling.noise import Purpose, uniform
+from tests.engine import tiny
+from tests.engine.test_output_law import ALPHA, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+
+__all__ = ["pair"]
+
+BOTH = ("prompt_lookup", "prediction")
+ALL = ("model", *BOTH)
+SHAPES = {
+    "copies alone": Speculation(drafters=BOTH),
+    "token": drafts("token", 1, drafters=ALL),
+    "block": drafts("block", 1, length=3, drafters=ALL),
+    "bv_race": drafts("bv_race", 4, drafters=ALL),
+    "traversal tree": drafts("traversal", 4, tree=(2, 2), drafters=ALL),
+    "rrs_without_replacement": drafts("rrs_without_replacement", 3, drafters=ALL),
+    "greedy late": drafts("greedy", 3, tree=(1, 3), drafters=ALL),
+    "weighted_race": drafts("weighted_race", 3, drafters=ALL),
+}
+# The text repeats itself, so that there is something to look up; the prediction agrees with it in part.
+REPEATING = (1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 0)
+PREDICTION = (2, 0, 2, 1, 3)
+
+
+@pytest.fixture(autouse=True)
+def repeating_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engine.test_output_law.PROMPT", REPEATING)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [*((name, "plain") for name in SHAPES), *((name, "edited and filtered") for name in ("copies alone", "bv_race"))],
+)
+def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
+    assert PROMPT != REPEATING
+    counts = sample(pair, SHAPES[name], SAMPLINGS[sampling], prediction=PREDICTION)
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+
+
+@pytest.mark.parametrize("name", ["bv_race", "block"])
+def test_forgetting_what_was_refused_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
+    """The wrong variant: behind a refused copy the rule works with the whole law."""
+    with patch.object(verifying, "refuse", lambda *_: None):
+        counts = sample(pair, SHAPES[name], SAMPLINGS["plain"], prediction=PREDICTION)
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+def test_one_number_for_the_copy_and_the_draw_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """The wrong variant: what refused the copy draws the token, too."""
+
+    def shared(seed: Any, position: Any, purpose: Purpose, chain: Any = 0, depth: Any = 0) -> np.ndarray:
+        return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.COPY else purpose, chain, depth * 0)
+
+    with patch.object(verifying, "uniform", shared):
+        counts = sample(pair, SHAPES["copies alone"], SAMPLINGS["plain"], prediction=PREDICTION)
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+TARGET = tiny.llama(seed=1)
+DRAFT = tiny.perturbed(TARGET, seed=2, amount=0.05)
+PROMPT_TOKENS = tiny.prompts(101, [20])[0]
+BV_RACE = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
+
+
+def build(**more: Any) -> Engine:
+    return tiny.build(TARGET, DRAFT, **{"max_copied_tokens": 32, **more})
+
+
+def answer(speculation: Speculation, prediction: Sequence[int] = (), **sampling: Any) -> tuple[list[int], list[Any]]:
+    """(tokens, outcomes) of 60 tokens at temperature 0."""
+    one = tiny.request("x", PROMPT_TOKENS, speculation, 60, **sampling)
+    run = tiny.run(build(), [msgspec.structs.replace(one, prediction=tuple(prediction))])
+    return run.tokens["x"], run.outcomes["x"]
+
+
+def with_copies(speculation: Speculation, *names: str) -> Speculation:
+    return msgspec.structs.replace(speculation, drafters=names)
+
+
+@pytest.mark.parametrize("base", [BV_RACE, Speculation()])
+def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
+    """Also with one token replaced, left out or added."""
+    plain, steps = answer(base)
+    names = ("model", "prediction") if base.num_drafts else ("prediction",)
+    edits = {
+        "right": plain,
+        "replaced": [*plain[:20], 5, *plain[21:]],
+        "left out": [*plain[:20], *plain[21:]],
+        "added": [*plain[:20], 5, *plain[20:]],
+    }
+    for name, prediction in edits.items():
+        tokens, outcomes = answer(with_copies(base, *names), prediction)
+        assert tokens == plain, name
+        assert len(outcomes) <= len(steps) / 2.5, name
+        foreseen = sum(outcome.num_predicted for outcome in outcomes)
+        assert foreseen == 60 if name == "right" else 45 <= foreseen < 60, name
+        for outcome in outcomes:
+            assert sum(part.num_accepted for part in outcome.copied) <= outcome.num_accepted <= outcome.draft_length
+
+
+def test_a_useless_prediction_is_given_up() -> None:
+    plain, steps = answer(BV_RACE)
+    tokens, outcomes = answer(with_copies(BV_RACE, "model", "prediction"), tiny.prompts(101, [60], seed=9)[0])
+    assert tokens == plain
+    assert len(outcomes) <= len(steps) + 1
+    assert sum(outcome.num_nodes for outcome in outcomes) <= sum(outcome.num_nodes for outcome in steps) + 10
+
+
+def test_the_text_is_looked_up() -> None:
+    """With two tokens to say a text repeats itself, which the lookup finds."""
+    plain, steps = answer(Speculation(), allowed_token_ids=(5, 6))
+    tokens, outcomes = answer(Speculation(drafters=("prompt_lookup",)), allowed_token_ids=(5, 6))
+    assert tokens == plain
+    assert len(outcomes) < len(steps)
+    assert {part.name for outcome in outcomes for part in outcome.copied} == {"prompt_lookup"}
+
+
+def test_copies_beside_others_and_after_preemption() -> None:
+    """What a request gets does not depend on its neighbours, nor on losing its blocks."""
+    prompts = tiny.prompts(101, [40, 41, 42, 40])
+    wishes = [
+        msgspec.structs.replace(
+            tiny.request(str(n), prompt, with_copies(BV_RACE, *ALL), 80, temperature=1.0, seed=n),
+            prediction=tuple(prompt[:30]),
+        )
+        for n, prompt in enumerate(prompts)
+    ]
+    plain = tiny.request("plain", prompts[0], tiny.OFF, 80, temperature=1.0)
+    alone = [tiny.run(build(), [one]).tokens[one.request_id] for one in [*wishes, plain]]
+    tight = tiny.run(build(num_blocks=26, max_model_len=128), [*wishes, plain])
+    assert tight.num_preemptions, "the pool was not tight"
+    assert [tight.tokens[one.request_id] for one in [*wishes, plain]] == alone
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "words"),
+    [
+        ({"speculation": Speculation(drafters=("model", "oracle"))}, "unknown drafter"),
+        ({"speculation": BV_RACE, "prediction": (1,)}, "leave the prediction out"),
+        ({"speculation": with_copies(BV_RACE, "prediction"), "prediction": (1,) * 200}, "context"),
+        ({"speculation": with_copies(BV_RACE, "prediction"), "prediction": (101,)}, "outside the vocabulary"),
+        ({"speculation": drafts("spectr_gbv", 2, drafters=ALL)}, "does not go with"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(request_fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        build().submit(Request(request_id="x", prompt_token_ids=(1, 2), **request_fields))
+
+
+def test_the_operator_can_switch_copies_off() -> None:
+    with pytest.raises(RequestError, match="switched"):
+        build(max_copied_tokens=0).submit(tiny.request("x", (1, 2), with_copies(BV_RACE, *ALL)))
