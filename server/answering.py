@@ -19,9 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from engine.api import PolydraftError
+from server.answers import Answer, CompletionTokensDetails, Metrics, PromptTokensDetails, Usage
 from server.errors import ErrorEnvelope, to_api_error
 from server.generation import Choice, Delta, Generation
-from server.protocol import Answer, CompletionTokensDetails, Metrics, PromptTokensDetails, Usage
 from server.state import Server
 
 log = logging.getLogger("polydraft")

@@ -27,6 +27,7 @@ from server.metrics import ServerMetrics
 from server.settings import Serve
 from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
+from server.tools import format_of
 
 log = logging.getLogger("polydraft")
 
@@ -87,7 +88,8 @@ def run(settings: Serve) -> int:
         return EXIT_BIND
     client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
-    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name())
+    call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
+    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format)
     try:
         with listener:
             return uvloop.run(_Daemon(server, listener).serve())

@@ -14,20 +14,11 @@ from starlette.responses import Response
 from engine.api import Limits, RequestError, check_request, choice_seed
 from engine.api import Request as EngineRequest
 from server.answering import AnswerOptions, Shape, answer_stream, answer_whole
+from server.answers import AnsweredCall, AnsweredFunction, ChatChoice, ChatMessage, ChunkChoice, CompletionChoice
 from server.errors import model_not_found
-from server.generation import Choice, Delta, Generation, TextOptions
+from server.generation import CallPiece, Choice, Delta, Generation, TextOptions
 from server.logprobs import chat_logprobs, completion_logprobs
-from server.protocol import (
-    ChatChoice,
-    ChatMessage,
-    ChatRequest,
-    ChunkChoice,
-    CompletionChoice,
-    CompletionRequest,
-    GenerationFields,
-    Message,
-    TextPart,
-)
+from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.sampling_fields import (
     num_logprobs_of,
     refuse_unsupported,
@@ -38,6 +29,7 @@ from server.sampling_fields import (
 )
 from server.state import Server
 from server.structured import grammar_of
+from server.tools import ToolUse, plain_text, template_message, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
@@ -60,7 +52,12 @@ class ChatShape:
         """A whole message."""
         assert choice.finish_reason is not None
         logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
-        return ChatChoice(index, ChatMessage(choice.text), choice.finish_reason, logprobs)
+        calls: list[AnsweredCall] | msgspec.UnsetType = [
+            AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
+            for call_id, call in zip(choice.call_ids, choice.calls, strict=True)
+        ] or msgspec.UNSET
+        content = None if calls and not choice.text else choice.text
+        return ChatChoice(index, ChatMessage(content, tool_calls=calls), choice.finish_reason, logprobs)
 
     def opening(self, index: int) -> list[ChunkChoice]:
         """The role comes first."""
@@ -72,9 +69,19 @@ class ChatShape:
         chunks = []
         if delta.text or logprobs is not None:
             chunks.append(ChunkChoice(delta.index, {"content": delta.text}, None, logprobs))
+        for piece in delta.calls:
+            chunks.append(ChunkChoice(delta.index, {"tool_calls": [call_delta(piece)]}, None))
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks
+
+
+def call_delta(piece: CallPiece) -> dict[str, Any]:
+    """A piece of a call in OpenAI's shape."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
 
 
 class CompletionShape:
@@ -97,26 +104,6 @@ class CompletionShape:
         if not delta.text and delta.finish_reason is None and logprobs is None:
             return []
         return [CompletionChoice(delta.index, delta.text, delta.finish_reason, logprobs)]
-
-
-def plain_text(content: str | list[TextPart], param: str) -> str:
-    """The text of a content; raises RequestError for parts that are not text."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type != "text" or part.text is None:
-            raise RequestError(
-                f"{param}: parts of type {part.type!r} are not supported; send text", param, "unsupported_value"
-            )
-    return "".join(part.text or "" for part in content)
-
-
-def message_text(message: Message) -> dict[str, str]:
-    """A message as chat templates want it; raises RequestError for parts that are not text."""
-    content = plain_text(message.content, "messages")
-    role = "system" if message.role == "developer" else message.role
-    # Templates that know names use them; the others ignore the key.
-    return {"role": role, "content": content} | ({"name": message.name} if message.name else {})
 
 
 def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
@@ -183,6 +170,7 @@ async def respond(
     max_tokens: int | None,
     shape: Shape,
     id_prefix: str,
+    tools: ToolUse | None = None,
 ) -> Response:
     """Run a call that has been tokenized."""
     if body.stream_options is not None and not body.stream:
@@ -191,13 +179,19 @@ async def respond(
     if body.bad_words:
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
     grammar = await server.tokenizer.run(grammar_of, body)
+    if tools is not None:
+        if grammar:
+            raise RequestError("structured output and tools: ask for one, or for tool_choice none", "tools")
+        grammar = await server.tokenizer.run(tools.grammar)
     prediction: tuple[int, ...] = ()
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
         prediction = tuple(await server.tokenizer.run(server.tokenizer.encode, text, False))
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
-    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, body.skip_special_tokens, echo)
+    # Calls may be marked by special tokens.
+    skips = body.skip_special_tokens and (tools is None or "skip_special_tokens" in body.model_fields_set)
+    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, skips, echo, tools)
     generation = Generation(requests, server.tokenizer, options, body.n)
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
     stream_options = body.stream_options
@@ -240,7 +234,8 @@ def build_router(server: Server) -> APIRouter:
         check_model(server, body.model)
         refuse_unsupported(body)
         server.client.ready_facts()
-        messages = [message_text(message) for message in body.messages]
+        messages = [template_message(one, number) for number, one in enumerate(body.messages)]
+        tools = tool_use_of(body, server.call_format)
         if body.continue_final_message and messages[-1]["role"] != "assistant":
             raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
         prompt = await server.tokenizer.run(
@@ -249,9 +244,10 @@ def build_router(server: Server) -> APIRouter:
             True,
             body.continue_final_message,
             template_variables(body.chat_template_kwargs),
+            [] if tools is None else tools.for_template(),
         )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await respond(http, server, body, [prompt], max_tokens, chat_shape, "chatcmpl")
+        return await respond(http, server, body, [prompt], max_tokens, chat_shape, "chatcmpl", tools)
 
     @router.post("/v1/completions")
     async def create_completion(http: Request, body: CompletionRequest) -> Response:

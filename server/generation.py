@@ -6,6 +6,7 @@ speculation counts all agree about where the answer ends. Not for: HTTP shapes.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from server.metrics import ServerMetrics
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
+from server.tool_calls import Call, ToolCalls
+from server.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,18 @@ class TextOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     """Begin with the prompt."""
+    tools: ToolUse | None = None
+    """Functions that the answer may call."""
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """More of a function call; id and name come with its first piece."""
+
+    index: int
+    call_id: str | None
+    name: str | None
+    arguments: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Delta:
     finish_reason: str | None
     logprobs: Sequence[SpelledToken] | None = None
     """Of the step's tokens, where they were asked for."""
+    calls: Sequence[CallPiece] = ()
 
 
 class Choice:
@@ -60,9 +76,16 @@ class Choice:
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
+        self._calls = None if options.tools is None else ToolCalls(options.tools, tokenizer.response_template)
+        self.call_ids: list[str] = []
 
-    def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, float | None]:
-        """Take a step's tokens; (text to release, seconds per token since the last step)."""
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The function calls of the answer."""
+        return () if self._calls is None else self._calls.calls
+
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, list[CallPiece], float | None]:
+        """Take a step's tokens; (text to release, pieces of calls, seconds per token since the last step)."""
         self.num_cached = outcome.num_cached
         echoed = self._echo_prompt(outcome)
         text, num_kept = self._detokenize(outcome)
@@ -71,13 +94,29 @@ class Choice:
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
-        text = echoed + text
+        text, pieces = self._read_calls(echoed + text)
         self.num_tokens += num_kept
         self.num_predicted += min(outcome.num_predicted, num_kept)
         self.text += text
         self._spell(outcome, num_kept)
         self.speculation.add_step(outcome, stats, num_kept)
-        return text, self.clock.add(outcome, num_kept)
+        return text, pieces, self.clock.add(outcome, num_kept)
+
+    def _read_calls(self, text: str) -> tuple[str, list[CallPiece]]:
+        """(text outside calls, pieces of calls); the answer may end with its only call."""
+        if self._calls is None:
+            return text, []
+        found = self._calls.feed(text, self.finish_reason is not None)
+        if self.finish_reason is None and self._calls.is_over:
+            self.finish_reason = "stop"
+        if self.finish_reason == "stop" and self._calls.calls:
+            self.finish_reason = "tool_calls"
+        pieces = []
+        for index, name, arguments in found.pieces:
+            if name is not None:
+                self.call_ids.append(f"call_{uuid.uuid4().hex}")
+            pieces.append(CallPiece(index, self.call_ids[index] if name is not None else None, name, arguments))
+        return found.text, pieces
 
     def _echo_prompt(self, outcome: Outcome) -> str:
         """The prompt's text, before the first tokens; its logprobs are taken."""
@@ -139,24 +178,26 @@ class Generation:
                         if choice.finish_reason is not None:
                             continue
                         known = len(choice.logprobs or ())
-                        text = self._add(choice, outcome, stats, metrics)
+                        text, calls = self._add(choice, outcome, stats, metrics)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
                         new = None if choice.logprobs is None else choice.logprobs[known:]
-                        yield Delta(index, text, choice.finish_reason, new)
+                        yield Delta(index, text, choice.finish_reason, new, calls)
             finally:
                 metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
 
-    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> str:
+    def _add(
+        self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics
+    ) -> tuple[str, list[CallPiece]]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens
-        text, gap_s = choice.add(outcome, stats)
+        text, calls, gap_s = choice.add(outcome, stats)
         num_new = choice.num_tokens - before
         self.clock.add(outcome, num_new)
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
         if choice.finish_reason is not None:
             counted = choice.speculation
             metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
-        return text
+        return text, calls
 
     @property
     def num_prompt_tokens(self) -> int:

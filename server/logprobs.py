@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.api import TokenLogprob
-from server.protocol import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from server.tokenizer import Tokenizer
 
 _LEAST = -9999.0

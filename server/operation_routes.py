@@ -10,9 +10,10 @@ from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
 from server.errors import error_response
-from server.generate_routes import check_model, message_text
+from server.generate_routes import check_model
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.state import Server
+from server.tools import template_message
 from server.version import VERSION
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -104,8 +105,11 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         if body.prompt is not None:
             tokens = await tokenizer.run(tokenizer.encode, body.prompt, body.add_special_tokens)
         else:
-            messages = [message_text(message) for message in body.messages or []]
-            tokens = await tokenizer.run(tokenizer.encode_chat, messages, body.add_generation_prompt)
+            messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            tokens = await tokenizer.run(
+                tokenizer.encode_chat, messages, body.add_generation_prompt, False, None, tools
+            )
         length = client.facts.max_model_len if client.facts else None
         texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}

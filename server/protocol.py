@@ -1,4 +1,4 @@
-"""Wire models: what clients send (pydantic, strict) and what they get (msgspec, fast).
+"""Wire models of what clients send (pydantic, strict). What they get: `answers.py`.
 
 Unknown keys are ignored, because clients add keys monthly. A known key whose value is not
 supported is refused by name (`server/sampling_fields.py`); nothing is silently dropped.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
@@ -125,12 +124,60 @@ class GenerationFields(Wire):
     use_beam_search: Any = None
 
 
+class Function(Wire):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments."""
+    strict: bool | None = None
+    """Whether arguments must follow the schema also where the model chooses freely."""
+
+
+class Tool(Wire):
+    """A tool; functions only."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Wire):
+    """Which function."""
+
+    name: str
+
+
+class NamedChoice(Wire):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Wire):
+    """A call's function, its arguments as JSON in a string."""
+
+    name: Text
+    arguments: Text = ""
+
+
+class MadeCall(Wire):
+    """A call that the assistant has made."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Wire):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
+    tool_call_id: Text | None = None
 
 
 class ChatRequest(GenerationFields):
@@ -144,8 +191,11 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    """What the model may call: with `none` it is not told of the tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in an answer."""
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -173,6 +223,7 @@ class TokenizeRequest(Wire):
     model: str | None = None
     prompt: Text | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -183,151 +234,3 @@ class DetokenizeRequest(Wire):
 
     model: str | None = None
     tokens: list[int]
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """OpenAI's details of the prompt's tokens."""
-
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """OpenAI's details of the answer's tokens."""
-
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request, over all its choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
-    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
-
-
-class DrafterMetrics(msgspec.Struct, frozen=True):
-    """What one drafter contributed."""
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
-class SpeculativeDecoding(msgspec.Struct, frozen=True):
-    """What speculation did for one answer, counted after the cut at EOS, stop or length."""
-
-    mean_acceptance_length: float | None
-    draft_acceptance_rate: float | None
-    acceptance_histogram: list[int]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    speedup: float | None
-    draft_time_share: float | None
-    rule: str
-    optimal_acceptance_gap: float | None
-    """Mean of alpha* minus the rule's acceptance over the observed steps; None where none was observed."""
-    bias_bound: float
-    """0: exact. Else the distance from the target law that over-acceptance allowed, summed over positions."""
-    drafters: dict[str, DrafterMetrics]
-
-
-class Metrics(msgspec.Struct, frozen=True):
-    """Times and speculation of one answer."""
-
-    time_to_first_token_ms: float | None
-    generation_time_ms: float
-    queue_time_ms: float | None
-    mean_itl_ms: float | None
-    tokens_per_second: float | None
-    speculative_decoding: SpeculativeDecoding | None
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    """A likely token in OpenAI's chat shape."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """An emitted token in OpenAI's chat shape."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    """`logprobs` of a chat choice."""
-
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """`logprobs` of a completion choice."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """Null for the first token of an echoed prompt."""
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    """The answer of a chat."""
-
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    """One choice of a chat answer."""
-
-    index: int
-    message: ChatMessage
-    finish_reason: str
-    logprobs: ChatLogprobs | None = None
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
-    """One choice of a completion, whole or as a chunk."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-    logprobs: CompletionLogprobs | None = None
-
-
-class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice of a chat chunk."""
-
-    index: int
-    delta: dict[str, str]
-    finish_reason: str | None
-    logprobs: ChatLogprobs | None = None
-
-
-Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]
-
-
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A whole answer, or one chunk of a stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Any
-    usage: Any = msgspec.UNSET
-    """Usage, null or left out."""
-    metrics: Metrics | msgspec.UnsetType = msgspec.UNSET

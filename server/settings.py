@@ -69,6 +69,10 @@ class Serve(BaseSettings):
     served_model_name: str | None = Field(None, description="name that clients use; MODEL when left out")
     chat_template: str | None = Field(None, description="file with a Jinja chat template")
 
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "response_template"] = Field(
+        "auto", description="how the model writes calls of tools; auto: by its chat or response template"
+    )
+
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0 takes a free one")
     uds: str | None = Field(None, description="unix socket to listen on instead of host and port")

@@ -20,3 +20,5 @@ class Server:
     defaults: GenerationDefaults
     metrics: ServerMetrics
     model_name: str
+    call_format: str | None
+    """How the model writes calls of tools (`tools.py`); None where that is not known."""

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from engine.api import MODEL, Outcome, StepStats
-from server.protocol import DrafterMetrics, Metrics, SpeculativeDecoding
+from server.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
 
 class SpeculationCount:

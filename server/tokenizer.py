@@ -76,27 +76,39 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template.
 
         continue_final_message: leave the last message open. variables: more of them for the template.
+        tools: functions that the model may call; RequestError where the template does not show them.
         """
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
-        try:
-            text = self._fast.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **(variables or {}),
+
+        def render(tools: Sequence[dict[str, Any]]) -> str:
+            return str(
+                self._fast.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    **(variables or {}),
+                )
             )
+
+        try:
+            text = render(tools)
+            shows_tools = not tools or render(()) != text
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
+        if not shows_tools:
+            raise RequestError("the chat template of this model has no place for tools; see --chat-template", "tools")
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -135,6 +147,17 @@ class Tokenizer:
             "special_tokens": {name: str(token) for name, token in self._fast.special_tokens_map.items()},
             "chat_template": self._fast.chat_template,
         }
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template, "" where there is none."""
+        return str(self._fast.chat_template or "")
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the model's answers are read (transformers), where its tokenizer says so."""
+        found = getattr(self._fast, "response_template", None)
+        return found if isinstance(found, dict) else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder."""

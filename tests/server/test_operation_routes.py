@@ -86,6 +86,7 @@ def app(models: Any) -> FastAPI:
         GenerationDefaults(),
         ServerMetrics("tiny", compat=True),
         "tiny",
+        None,
     )
     app = build_app(server)
 

@@ -1,0 +1,301 @@
+"""Reads function calls out of an answer as it comes: text outside them, names, and arguments piece by piece.
+
+A call is announced as soon as its name is known, and its arguments are passed on as the model writes them. What only
+looked like a call (no JSON, an unknown name) is given back as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from server.tools import HERMES, LLAMA3_JSON, ToolUse
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_HERMES_TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "content": {"content": "text", "content_args": {"strip": False}},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "text",
+            "content_args": {"strip": False},
+            "repeats": True,
+        },
+    },
+}
+
+
+@dataclass
+class Call:
+    """One function call, complete when the answer is."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Found:
+    """What a piece of an answer gave."""
+
+    text: str = ""
+    pieces: list[tuple[int, str | None, str]] = field(default_factory=list)
+    """(number of the call, its name with its first piece, more of its arguments)."""
+
+
+class _Body:
+    """The JSON of one call while it is written."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name: str | None = None
+        self.is_complete = False
+        """Whether its object has ended."""
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._in_arguments = False
+
+    def feed(self, text: str) -> str:
+        """More of the call; what it adds to the arguments once the name is known."""
+        arguments = ""
+        for character in text:
+            opens = self._follow(character)
+            if opens and self._depth == 2 and self.name is None and (head := _HEAD.fullmatch(self.raw)):
+                self.name, self._in_arguments = json.loads(head[1]), True
+            self.raw += character
+            if self._in_arguments:
+                arguments += character
+                self._in_arguments = self._depth > 1
+        return arguments
+
+    def _follow(self, character: str) -> bool:
+        """Keep count of nesting; whether an object or list opens here."""
+        if self._in_string:
+            self._in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+            return True
+        elif character in "}]":
+            self._depth -= 1
+            self.is_complete = self._depth <= 0
+        return False
+
+
+def _whole(raw: str) -> tuple[str, str] | None:
+    """(name, arguments) of a call in any order of keys; None where it is none."""
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        return None
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+class Reader(Protocol):
+    """Takes an answer's text in pieces."""
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+
+
+class _Calls:
+    """The calls of one answer."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self.calls: list[Call] = []
+        self._body: _Body | None = None
+        self._announced = False
+
+    def begin(self) -> None:
+        """A call may begin here."""
+        self._body, self._announced = _Body(), False
+
+    def more(self, text: str, found: Found) -> None:
+        """More of it."""
+        assert self._body is not None
+        arguments = self._body.feed(text)
+        if self._body.name in self.names and arguments:
+            self._send(self._body.name or "", arguments, found)
+
+    def _send(self, name: str, arguments: str, found: Found) -> None:
+        first = not self._announced
+        if first:
+            self.calls.append(Call(name))
+            self._announced = True
+        self.calls[-1].arguments += arguments
+        found.pieces.append((len(self.calls) - 1, name if first else None, arguments))
+
+    def end(self, found: Found, before: str = "", after: str = "") -> None:
+        """The call has ended; what is none goes back to the text, with what stood around it."""
+        body, self._body = self._body, None
+        if body is None or self._announced:
+            return
+        whole = _whole(body.raw)
+        if whole is not None and whole[0] in self.names:
+            self._send(*whole, found)
+        else:
+            found.text += before + body.raw + after
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is being written."""
+        return self._body is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the object of the open call has ended."""
+        return self._body is not None and self._body.is_complete
+
+
+class RegionReader:
+    """Calls in regions that transformers' ResponseParser finds: hermes, or a tokenizer's own response template."""
+
+    def __init__(self, calls: _Calls, template: dict[str, Any], tools: Sequence[dict[str, Any]], is_raw: bool) -> None:
+        """is_raw: a region holds one call as JSON, which is read as it comes."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._calls = calls
+        self._parser = ResponseParser(template, prefix="", tools=list(tools))
+        self._is_raw = is_raw
+        self._raw = ""
+        self._is_broken = False
+        self._close = "</tool_call>"
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+        self._take(lambda: self._parser.feed(text), text, found)
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+        self._close = ""  # what closes now was not closed by the model
+        self._take(lambda: self._parser.finalize()[1], "", found)
+
+    def _take(self, step: Any, text: str, found: Found) -> None:
+        if self._is_broken:
+            found.text += text
+            return
+        self._raw += text
+        try:
+            events = step()
+        except (ValueError, KeyError, TypeError):
+            # The template's own parser cannot read a region: what has not been given yet is text.
+            self._is_broken = True
+            found.text += self._raw
+            return
+        for event in events:
+            self._event(event, found)
+
+    def _event(self, event: dict[str, Any], found: Found) -> None:
+        kind, region = event["type"], event["field"]
+        if region == "content":
+            if kind == "region_chunk":
+                found.text += event["text"]
+                self._raw = ""
+        elif region != "tool_calls":
+            return
+        elif self._is_raw:
+            if kind == "region_open":
+                self._calls.begin()
+            elif kind == "region_chunk":
+                self._calls.more(event["text"], found)
+            else:
+                self._calls.end(found, "<tool_call>", self._close)
+        elif kind == "region_close":
+            self._raw = ""
+            values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            for value in values:
+                self._calls.begin()
+                self._calls.more(json.dumps(value.get("function", value), ensure_ascii=False), found)
+                self._calls.end(found)
+
+
+class JsonReader:
+    """llama3_json: an answer that begins with { (or <|python_tag|>) is calls with ; between them, any other is text."""
+
+    _TAG = "<|python_tag|>"
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+        self._start: str | None = ""
+        """What came before it is known what the answer is; None from then on."""
+        self._is_text = False
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+        if self._start is not None:
+            self._start += text
+            start = self._start.lstrip()
+            if not start or (self._TAG.startswith(start) and start != self._TAG):
+                return
+            text = start.removeprefix(self._TAG)
+            self._is_text = not text.startswith("{") and start == text
+            text, self._start = self._start if self._is_text else text, None
+        for character in text:
+            if self._is_text:
+                found.text += character
+            elif self._calls.is_open or character == "{":
+                self._in_call(character, found)
+            elif character not in " \n\t;":
+                self._is_text = True
+                found.text += character
+
+    def _in_call(self, character: str, found: Found) -> None:
+        if not self._calls.is_open:
+            self._calls.begin()
+        self._calls.more(character, found)
+        if self._calls.is_complete:
+            self._calls.end(found)
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+        self._calls.end(found)
+        found.text += self._start or ""
+
+
+class ToolCalls:
+    """The calls and the text of one answer."""
+
+    def __init__(self, use: ToolUse, response_template: dict[str, Any] | None) -> None:
+        self._calls = _Calls(use.names)
+        self._most = None if use.parallel else 1
+        self._reader: Reader
+        if use.format == LLAMA3_JSON:
+            self._reader = JsonReader(self._calls)
+        else:
+            is_raw = use.format == HERMES
+            template = _HERMES_TEMPLATE if is_raw else response_template
+            assert template is not None
+            self._reader = RegionReader(self._calls, template, use.for_template(), is_raw)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls so far."""
+        return self._calls.calls
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the one call that is allowed has been made."""
+        return self._most is not None and len(self.calls) >= self._most and not self._calls.is_open
+
+    def feed(self, text: str, is_last: bool) -> Found:
+        """What more text of the answer gives."""
+        found = Found()
+        self._reader.feed(text, found)
+        if is_last:
+            self._reader.finish(found)
+        if self.calls and not found.text.strip():
+            found.text = ""  # line breaks between calls
+        return found

@@ -1,0 +1,173 @@
+"""Function tools of a chat request: what the model is told of them, and what its answer must follow.
+
+Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
+with name and parameters; Llama 3), and whatever a tokenizer's `response_template` describes (transformers). Forced
+calls and strict tools are followed by a grammar in the first two.
+
+Not for: reading calls out of an answer (`tool_calls.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+
+from engine.api import RequestError
+from server.protocol import ChatRequest, Message, NamedChoice, TextPart, Tool
+
+HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
+
+_GRAMMARS = {
+    HERMES: {
+        "call": 'call: "<tool_call>\\n" body "\\n</tool_call>"',
+        "between": '"\\n"',
+        "free": 'start: (trigger "\\n" body "\\n</tool_call>")* TEXT\n'
+        "trigger[lazy]: /(?s:.*)<tool_call>/\n"
+        "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
+    },
+    LLAMA3_JSON: {
+        "call": "call: body",
+        "between": '"; "',
+        "free": 'start: TEXT | body ("; " body)*\nTEXT: /(\\s*[^{\\s](?s:.*))?/',
+    },
+}
+_ARGUMENTS = {HERMES: "arguments", LLAMA3_JSON: "parameters"}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request."""
+
+    tools: tuple[Tool, ...]
+    """Those the model may call."""
+    format: str
+    parallel: bool
+    """Whether one answer may hold several calls."""
+    forced: bool
+    """Whether it must hold one."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions."""
+        return frozenset(tool.function.name for tool in self.tools)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as chat templates want them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def grammar(self) -> str:
+        """What the answer must follow; "" where the model is free. Not for the event loop."""
+        if not self.forced and not any(tool.function.strict for tool in self.tools):
+            return ""
+        if self.format not in _GRAMMARS:
+            raise RequestError(
+                f"calls in the format of this model ({self.format}) can be neither forced nor strict; use tool_choice "
+                "auto with tools that are not strict",
+                "tool_choice" if self.forced else "tools",
+            )
+        known = _GRAMMARS[self.format]
+        more = f" ({known['between']} call)*" if self.parallel else ""
+        head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
+        lark = f"{head}\nbody: %json {json.dumps({'anyOf': [self._schema(tool) for tool in self.tools]})}"
+        grammar = str(LLMatcher.grammar_from_lark(lark))
+        if fault := LLMatcher.validate_grammar(grammar, None):
+            raise RequestError(f"tools: a schema cannot be followed: {' '.join(fault.split())[:400]}", "tools")
+        return grammar
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        """The schema of a call."""
+        function, key = tool.function, _ARGUMENTS[self.format]
+        followed = self.forced or function.strict
+        arguments = (function.parameters if followed else None) or {"type": "object"}
+        return {
+            "type": "object",
+            "properties": {"name": {"const": function.name}, key: arguments},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+
+
+def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:
+    """How the model writes calls: as the setting says, else by its templates; None where that cannot be told."""
+    if setting != "auto":
+        return setting
+    if response_template is not None and "tool_calls" in response_template.get("fields", {}):
+        return RESPONSE_TEMPLATE
+    if "<tool_call>" in chat_template:
+        return HERMES
+    if '"parameters"' in chat_template and ("ipython" in chat_template or "python_tag" in chat_template):
+        return LLAMA3_JSON
+    return None
+
+
+def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
+    """The tools that a body's answer may call; None where it may call none. Raises RequestError."""
+    names = [tool.function.name for tool in body.tools or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"tools: there are two functions {twice!r}", "tools")
+    choice = body.tool_choice
+    if not body.tools:
+        if isinstance(choice, NamedChoice) or choice == "required":
+            raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if format_name is None:
+        raise RequestError("this server does not know how its model writes calls; see --tool-call-parser", "tools")
+    tools = tuple(body.tools)
+    if isinstance(choice, NamedChoice):
+        tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        if not tools:
+            raise RequestError(f"tool_choice: there is no function {choice.function.name!r}", "tool_choice")
+    forced = choice is not None and choice != "auto"
+    parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
+    return ToolUse(tools, format_name, parallel, forced)
+
+
+def plain_text(content: str | list[TextPart], param: str) -> str:
+    """The text of a content; raises RequestError for parts that are not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{param}: parts of type {part.type!r} are not supported; send text", param, "unsupported_value"
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def template_message(message: Message, number: int) -> dict[str, Any]:
+    """The `number`-th message as chat templates want it; raises RequestError where its parts do not fit its role."""
+    if message.content is None and not message.tool_calls:
+        raise RequestError("a message needs content, unless it has tool_calls", f"messages.{number}.content")
+    text = plain_text(message.content or "", "messages")
+    result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    # Templates that know names use them; the others ignore the key.
+    if message.name:
+        result["name"] = message.name
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise RequestError("messages: tool_calls belong to the assistant", "messages")
+        result["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        if not message.tool_call_id:
+            raise RequestError("messages: a tool's message needs the tool_call_id that it answers", "messages")
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _arguments(call: Any) -> dict[str, Any]:
+    """A call's arguments, which travel as a string, as the object that templates want."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError as error:
+        raise RequestError(f"messages: arguments of call {call.id!r} are not JSON ({error})", "messages") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(f"messages: arguments of call {call.id!r} are not an object", "messages")
+    return arguments

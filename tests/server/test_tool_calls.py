@@ -1,0 +1,110 @@
+"""Calls are read out of answers the same, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.protocol import Function, Tool
+from server.tool_calls import ToolCalls
+from server.tools import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, ToolUse
+
+TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "add"))
+TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "content": {"content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<call name=(?P<name>\w+)>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+PARIS, SUM = '{"city": "Par\\"}is"}', '{"a": [1, {"b": 2}], "c": "}{"}'
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+BOTH = [("weather", PARIS), ("add", SUM)]
+# (format, answer, its text, its calls)
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    (HERMES, "Just text, 1 < 2.", "Just text, 1 < 2.", []),
+    (HERMES, "Let me see. " + hermes("weather", PARIS), "Let me see. ", [BOTH[0]]),
+    (HERMES, hermes("weather", PARIS) + "\n" + hermes("add", SUM), "", BOTH),
+    (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "add"}</tool_call>', "", [("add", '{"x": 1}')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "", [("add", "{}")]),
+    (HERMES, "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    (HERMES, hermes("rm", "{}"), hermes("rm", "{}"), []),
+    (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    (HERMES, '<tool_call>\n{"na', '<tool_call>\n{"na', []),
+    (HERMES, "It begins <tool_ca", "It begins <tool_ca", []),
+    (LLAMA3_JSON, "Just text {not json}.", "Just text {not json}.", []),
+    (LLAMA3_JSON, llama("weather", PARIS), "", [BOTH[0]]),
+    (LLAMA3_JSON, "\n<|python_tag|>" + llama("weather", PARIS) + "; " + llama("add", SUM), "", BOTH),
+    (LLAMA3_JSON, llama("rm", "{}"), llama("rm", "{}"), []),
+    (LLAMA3_JSON, '{"answer": 42} is it', '{"answer": 42}is it', []),
+    (LLAMA3_JSON, llama("add", SUM)[:-4], "", [("add", SUM[:-3])]),
+    (LLAMA3_JSON, "<|pyth", "<|pyth", []),
+    (RESPONSE_TEMPLATE, f"Hm. <call name=add>{SUM}</call>", "Hm. ", [("add", SUM)]),
+    (RESPONSE_TEMPLATE, "<call name=add>{no</call> so", "<call name=add>{no</call> so", []),
+]
+
+
+def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
+    """(text, calls) of an answer that comes in pieces; what was passed on in pieces must be the calls themselves."""
+    reader = ToolCalls(ToolUse(TOOLS, form, parallel, forced=False), TEMPLATE)
+    text, streamed = "", []
+    for number, piece in enumerate(pieces):
+        found = reader.feed(piece, number == len(pieces) - 1)
+        text += found.text
+        for index, name, arguments in found.pieces:
+            if name is not None:
+                assert index == len(streamed)
+                streamed.append([name, ""])
+            streamed[index][1] += arguments
+    assert [[call.name, call.arguments] for call in reader.calls] == streamed
+    return text, [(name, arguments) for name, arguments in streamed]
+
+
+@pytest.mark.parametrize(("form", "answer", "text", "calls"), CASES)
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_pieces(form: str, answer: str, text: str, calls: list[tuple[str, str]], data: Any) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
+    pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    found_text, found_calls = read(form, pieces)
+    assert found_text.strip() == text.strip()
+    if form == RESPONSE_TEMPLATE:
+        assert [(name, json.loads(arguments)) for name, arguments in found_calls] == [
+            (name, json.loads(arguments)) for name, arguments in calls
+        ]
+    else:
+        assert found_calls == calls
+
+
+def test_arguments_come_before_the_call_is_whole() -> None:
+    reader = ToolCalls(ToolUse(TOOLS, HERMES, True, forced=False), None)
+    assert not reader.feed('<tool_call>\n{"name": "add", "arg', False).pieces
+    assert reader.feed('uments": {"a"', False).pieces == [(0, "add", '{"a"')]
+    assert reader.feed(": 1", False).pieces == [(0, None, ": 1")]
+
+
+def test_one_call_ends_an_answer_that_may_have_one() -> None:
+    reader = ToolCalls(ToolUse(TOOLS, HERMES, False, forced=False), None)
+    reader.feed(hermes("add", "{}")[:-3], False)
+    assert not reader.is_over
+    reader.feed(hermes("add", "{}")[-3:], False)
+    assert reader.is_over

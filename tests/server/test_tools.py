@@ -1,0 +1,171 @@
+"""Function tools over HTTP with the official client: told to the model, forced by grammars, streamed, sent back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.test_edited_logits import SHAPES
+
+TEMPLATES = Path(__file__).parent / "templates"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": PARAMETERS}}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3"])
+def tool_daemon(request: pytest.FixtureRequest, daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon whose chat template shows tools."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / f"{request.param}.jinja"))
+
+
+@pytest.fixture
+def client(tool_daemon: Daemon) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tool_daemon.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    fields = {"model": MODEL, "messages": [USER], "max_tokens": 200, "temperature": 1, "tools": [WEATHER, CLOCK]}
+    return client.chat.completions.create(**{**fields, **more})
+
+
+def check_call(name: str, arguments: str) -> None:
+    """Arguments follow the function's schema, checked by hand."""
+    values = json.loads(arguments)
+    if name == "weather":
+        assert set(values) == {"city", "unit"}
+        assert values["unit"] in "CF"
+        assert values["city"][0].isupper()
+    else:
+        assert (name, values) == ("clock", {})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_forced_call_follows_its_schema_on_every_branch(client: openai.OpenAI, shape: str) -> None:
+    """Several choices at temperature 1 by a random model; named: that function, once."""
+    answer = ask(client, tool_choice="required", n=4, seed=3, max_tokens=600, extra_body={"speculation": SHAPES[shape]})
+    for choice in answer.choices:
+        assert choice.message.tool_calls
+        for call in choice.message.tool_calls[: None if choice.finish_reason == "tool_calls" else -1]:
+            assert call.id.startswith("call_")
+            check_call(call.function.name, call.function.arguments)
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(client, tool_choice=named, n=4, seed=5, extra_body={"speculation": SHAPES[shape]})
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        check_call(call.function.name, call.function.arguments)
+
+
+def test_one_call_at_most(client: openai.OpenAI) -> None:
+    answer = ask(client, tool_choice="required", parallel_tool_calls=False, n=8, seed=1)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [1] * 8
+    assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+
+
+def test_a_stream_has_the_same_calls_in_pieces(client: openai.OpenAI) -> None:
+    whole = ask(client, tool_choice="required", seed=11).choices[0]
+    calls: list[dict[str, str]] = []
+    reasons, num_pieces = [], 0
+    for chunk in ask(client, tool_choice="required", seed=11, stream=True):
+        (choice,) = chunk.choices
+        reasons.append(choice.finish_reason)
+        for piece in choice.delta.tool_calls or []:
+            num_pieces += 1
+            if piece.id is not None:
+                assert piece.index == len(calls)
+                calls.append({"name": piece.function.name, "arguments": ""})
+            calls[piece.index]["arguments"] += piece.function.arguments
+    assert calls == [
+        {"name": call.function.name, "arguments": call.function.arguments} for call in whole.message.tool_calls
+    ]
+    assert num_pieces > len(calls), "no arguments came by themselves"
+    assert reasons[-1] == whole.finish_reason
+
+
+def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
+    """The call and its result are told to the model; the official client's own objects are taken back."""
+    message = ask(client, tool_choice="required", parallel_tool_calls=False, seed=2).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 C"}
+    answer = ask(client, messages=[USER, message, result], tool_choice="none", max_tokens=5)
+    longer = ask(client, messages=[USER, message, {**result, "content": "18 C " * 9}], tool_choice="none", max_tokens=5)
+    assert answer.choices[0].message.tool_calls is None
+    assert longer.usage.prompt_tokens > answer.usage.prompt_tokens + 8
+    told = ask(client, messages=[USER], max_tokens=5).usage.prompt_tokens
+    untold = ask(client, messages=[USER], tool_choice="none", max_tokens=5).usage.prompt_tokens
+    assert told > untold + 20, "tools are not in the prompt"
+
+
+def test_strict_tools_bind_a_free_answer(
+    client: openai.OpenAI, tool_daemon: Daemon, request: pytest.FixtureRequest
+) -> None:
+    """Text or calls as the model likes, but a call is a right one: the bias makes the random model begin some."""
+    with tool_daemon.client() as http:
+        bodies = [{"prompt": text, "add_special_tokens": False} for text in "{<"]
+        tokens = [http.post("/tokenize", json=body).json()["tokens"] for body in bodies]
+    bias = {str(token): 30 for (token,) in tokens}
+    answer = ask(client, tools=[STRICT, CLOCK], n=8, seed=1, max_tokens=300, logit_bias=bias)
+    for choice in answer.choices:
+        for call in choice.message.tool_calls or []:
+            if choice.finish_reason == "tool_calls":
+                check_call(call.function.name, call.function.arguments)
+    if "llama3" in request.node.name:
+        assert any(choice.message.tool_calls for choice in answer.choices), "nothing was called: nothing is shown"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        (
+            {
+                "messages": [
+                    USER,
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            "messages",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert (caught.value.param or "").startswith(param), caught.value
+
+
+def test_a_model_whose_template_has_no_tools_says_so(openai_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+        ask(openai_client)
