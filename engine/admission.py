@@ -80,6 +80,8 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
         raise RequestError(
             f"min_tokens must be at most max_tokens = {limits.max_tokens}, not {limits.min_tokens}", "min_tokens"
         )
+    if sampling.seed_stable and request.speculation.over_acceptance:
+        raise RequestError("seed_stable is exact and does not go with over_acceptance", "speculation.over_acceptance")
     if sampling.grammar and limits.ignore_eos:
         raise RequestError("ignore_eos does not go with structured output, which ends by itself", "ignore_eos")
     if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:

@@ -36,6 +36,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of tokens that may not be emitted."""
     grammar: str = ""
     """What the answer must follow, as llguidance reads it; empty is anything."""
+    seed_stable: bool = False
+    """The same seed gives the same answer whatever is drafted (`sampling/stable.py`)."""
     seed: int = 0
     """Every random number of the request is a function of this (64 bits)."""
 
@@ -48,6 +50,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     def edits_logits(self) -> bool:
         """Whether the logits are changed before temperature and filters."""
         return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether law and seed leave one token only: drafts are right or wrong, and no rule is needed."""
+        return self.is_greedy or self.seed_stable
 
     @property
     def is_greedy(self) -> bool:

@@ -17,11 +17,12 @@ from torch import Tensor
 from engine.drafters.draft import Draft
 from engine.drafters.model import method_of
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
-from engine.request import DrafterCount, TokenLogprob
+from engine.request import DrafterCount, Sampling, TokenLogprob
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
+from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.layers import apply_layers
@@ -172,7 +173,7 @@ def observe_gap(
         return verdict
     number = int(choice * len(rows))
     row, speculation = rows[number], rows[number].speculation
-    if not row.branching or row.sampling.is_greedy or speculation.over_acceptance:
+    if not row.branching or row.sampling.is_certain or speculation.over_acceptance:
         return verdict
     root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
     root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
@@ -210,7 +211,26 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
     row_N = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits_NV.device)
     parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
     edited_NV = edit(logits_NV, _places(rows, draft))
-    return LawTable(law(edited_NV, parameters.select(row_N)), torch.from_numpy(node_CX).to(logits_NV.device))
+    law_NV = law(edited_NV, parameters.select(row_N))
+    _race_stable(rows, draft, law_NV)
+    return LawTable(law_NV, torch.from_numpy(node_CX).to(logits_NV.device))
+
+
+def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
+    """Seed-stable rows: their laws become the winner's, in place."""
+    samplings: list[Sampling] = []
+    indices: list[int] = []
+    nodes: list[int] = []
+    start = 0
+    for row, tree in zip(rows, draft.trees, strict=True):
+        count = 1 + tree.num_nodes
+        if row.sampling.seed_stable:
+            samplings += [row.sampling] * count
+            indices += [row.end + depth for depth in (0, *tree.depths)]
+            nodes += range(start, start + count)
+        start += count
+    if nodes:
+        law_NV[nodes] = winners_only(race(law_NV[nodes], samplings, indices))
 
 
 def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
@@ -251,8 +271,8 @@ def _rule_of(row: Row, goes_on: bool) -> Verify:
         return RULES["block"].verify
     if speculation.over_acceptance > 0:
         return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
-    # At temperature 0 every rule accepts the longest exact match; this one takes any set of drafts.
-    return RULES["nss" if row.sampling.is_greedy and row.num_drafts > 1 else speculation.rule].verify
+    # Where laws are certain every rule accepts the longest exact match; this one takes any set of drafts.
+    return RULES["nss" if row.sampling.is_certain else speculation.rule].verify
 
 
 def _noise(draft: Draft, device: torch.device) -> ChainNoise:

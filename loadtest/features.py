@@ -1,8 +1,8 @@
-"""`python -m loadtest.features`: what predictions and the prefix cache give and cost, on the embedded pair.
+"""`python -m loadtest.features`: what predictions, seed-stable sampling and the prefix cache give and cost.
 
-Arms are interleaved in one run. Predictions: the model's own answer at temperature 0 with one word replaced (right to
-within one edit), somebody else's answer (useless), none. Prefix cache: cached tokens over a conversation of 20 turns
-with speculation on and off; and unshared prompts on two daemons, one without the cache.
+On the embedded pair, arms interleaved in one run. Predictions: the model's own answer at temperature 0 with one word
+replaced (right to within one edit), somebody else's text (useless), none. Prefix cache: cached tokens over a
+conversation of 20 turns with speculation on and off; and unshared prompts on two daemons, one without the cache.
 """
 
 from __future__ import annotations
@@ -87,6 +87,25 @@ def predictions(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, 
     return {name: _arm(found, counts["none"]) for name, found in counts.items()}
 
 
+def seed_stable(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, Any]:
+    """Tokens per pass at temperature 1 by rule, with seed-stable sampling and without."""
+    prompts = load("dialogues")[:num_prompts]
+    result = {}
+    for rule in ("block", "bv_race"):
+        for stable in (False, True):
+            emitted, steps = [], []
+            for seed, prompt in enumerate(tqdm(prompts, desc=f"{rule}, seed-stable {stable}")):
+                wish = {"temperature": 1, "max_tokens": max_tokens, "ignore_eos": True, "seed": seed}
+                answer = caller.call(prompt, **wish, seed_stable=stable, speculation={"rule": rule})
+                emitted.append(float(answer["usage"]["completion_tokens"]))
+                steps.append(float(answer["metrics"]["speculative_decoding"]["num_spec_steps"]))
+            result[f"{rule}, seed-stable" if stable else rule] = {
+                "tokens_per_pass": sum(emitted) / sum(steps),
+                "tokens_per_pass_interval": list(ratio_of_sums_interval(emitted, steps)),
+            }
+    return result
+
+
 def _arm(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
     speculation = [answer["metrics"]["speculative_decoding"] for answer in answers]
     emitted = [float(answer["usage"]["completion_tokens"]) for answer in answers]
@@ -160,10 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         caller = Caller(stack.enter_context(running_daemon([])))
         uncached = Caller(stack.enter_context(running_daemon(["--no-enable-prefix-caching"])))
         result = {
-            "what": "predictions at temperature 0, and the prefix cache, one request at a time over HTTP",
+            "what": "predictions at temperature 0, seed-stable sampling, prefix cache; one request at a time over HTTP",
             "options": {name: value for name, value in vars(options).items() if name != "output"},
             "environment": environment(caller.url),
             "predictions": predictions(caller, options.prompts, options.max_tokens),
+            "seed_stable": seed_stable(caller, 4 * options.prompts, options.max_tokens),
             "conversation": {name: conversation(caller, wish, options.turns) for name, wish in _SPECULATION.items()},
             "unshared_prompts": unshared_cost(caller, uncached, options.runs),
         }

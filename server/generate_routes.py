@@ -131,7 +131,7 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
-    sampling = sampling_of(body, server.defaults, bad_words, grammar)
+    sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable)
     speculation = speculation_of(body, server.client.config.speculation, facts)
     num_logprobs = num_logprobs_of(body)
     requests: list[EngineRequest] = []

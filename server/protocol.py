@@ -106,6 +106,8 @@ class GenerationFields(Wire):
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower is served earlier (vLLM's meaning)."""
+    seed_stable: bool | None = None
+    """Whether the seed alone decides the answer, whatever is drafted; the server's setting when left out."""
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     """K/V is shared among requests of the same salt only."""
 

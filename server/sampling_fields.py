@@ -86,10 +86,12 @@ def sampling_of(
     defaults: GenerationDefaults,
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
+    seed_stable: bool = False,
 ) -> Sampling:
     """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
 
-    bad_words: the words of the body as token ids. grammar: what its structured output follows.
+    bad_words: the words of the body as token ids. grammar: what its structured output follows. seed_stable: the
+    server's setting.
     """
     repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
     temperature = defaults.temperature if body.temperature is None else body.temperature
@@ -106,6 +108,7 @@ def sampling_of(
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         bad_words=bad_words,
         grammar=grammar,
+        seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )
 

@@ -116,6 +116,9 @@ class Serve(BaseSettings):
     calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
     selfcheck: bool = Field(False, description="check at start that the output keeps the target law (some seconds)")
 
+    seed_stable: bool = Field(
+        False, description="the same seed gives the same answer whatever is drafted; costs acceptance"
+    )
     generation_config: Literal["auto", "neutral"] = Field(
         "auto", description="sampling defaults: the model's generation_config.json, or neutral ones"
     )

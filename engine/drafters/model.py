@@ -20,6 +20,7 @@ from engine.plan import Plan, Row, level_widths
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
+from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, Layers, children
 from engine.speculation.verification import RULES
 
@@ -111,6 +112,7 @@ class ModelDrafter:
             logits_NV = edit(logits_NV, _places(rows, level, tokens_CL, depth))
             below_NV = law_NV[level.first_law_row : level.end_law_row]
             below_NV.copy_(law(logits_NV, parameters.select(torch.from_numpy(level.row_of_parent).to(self.device))))
+            logits_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
             self._draw_level(rows, level, depth, below_NV, logits_NV, tokens_CL[:, depth], uniform_CL[:, depth])
         return tokens_CL, table
 
@@ -176,9 +178,9 @@ def method_of(row: Row) -> str:
 def _method(row: Row, depth: int) -> tuple[str, int]:
     """(how, how many) children of the row's nodes of `depth` are drawn."""
     count, method = row.branching[depth], method_of(row)
-    if count == 1:
+    if count == 1 and not row.sampling.seed_stable:
         return "iid", 1
-    if row.sampling.is_greedy and method != "iid":
+    if row.sampling.seed_stable or (row.sampling.is_greedy and method != "iid"):
         return MOST_LIKELY, count
     return method, count
 
@@ -201,6 +203,19 @@ def _places(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) ->
         text = rows[number].text
         places.append(None if text is None else Place(rows[number].sampling, text, tuple(path)))
     return places
+
+
+def _race_stable(rows: Sequence[Row], level: Level, depth: int, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """For seed-stable rows: what orders their tokens instead of logits; their laws become the winner's, in place."""
+    numbers = [n for n, row in enumerate(level.row_of_parent.tolist()) if rows[row].sampling.seed_stable]
+    if not numbers:
+        return logits_NV
+    stable = [rows[row] for row in level.row_of_parent[numbers]]
+    race_MV = race(law_NV[numbers], [row.sampling for row in stable], [row.end + depth for row in stable])
+    law_NV[numbers] = winners_only(race_MV)
+    order_NV = logits_NV.clone()
+    order_NV[numbers] = race_MV.float()
+    return order_NV
 
 
 def _layers(rows: Sequence[Row], layout: Layout, device: torch.device) -> Layers | None:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
@@ -39,11 +39,12 @@ class Purpose(IntEnum):
     CHOSEN_RESIDUAL = 7
     OBSERVE = 8
     COPY = 9
+    CLOCK = 10
 
 
 def _mix(word: Words) -> Words:
-    word = (word ^ (word >> np.uint64(30))) * _MIX_1
-    word = (word ^ (word >> np.uint64(27))) * _MIX_2
+    word = (word ^ (word >> np.uint64(30))) * MIX_1
+    word = (word ^ (word >> np.uint64(27))) * MIX_2
     return word ^ (word >> np.uint64(31))
 
 
@@ -51,11 +52,12 @@ def _words(values: npt.ArrayLike) -> Words:
     return np.atleast_1d(np.asarray(values)).astype(np.int64).view(np.uint64)
 
 
-def _hash(seed: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+def hash_words(seed: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
+    """The word that a name's parts hash to; they broadcast."""
     with np.errstate(over="ignore"):
-        word = _mix(_words(seed) + _GOLDEN)
+        word = _mix(_words(seed) + GOLDEN)
         for part in parts:
-            word = _mix(word ^ (_words(part) + np.uint64(1)) * _GOLDEN)
+            word = _mix(word ^ (_words(part) + np.uint64(1)) * GOLDEN)
         return word
 
 
@@ -67,7 +69,7 @@ def uniform(
     depth: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.float64]:
     """Uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension)."""
-    word = _hash(seed, position, int(purpose), chain, depth)
+    word = hash_words(seed, position, int(purpose), chain, depth)
     return ((word >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
@@ -75,4 +77,4 @@ def choice_seed(seed: int, index: int) -> int:
     """Seed of the `index`-th of several choices; choice 0 keeps the request's own seed."""
     if index == 0:
         return seed
-    return int(_hash(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])
+    return int(hash_words(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])

@@ -81,6 +81,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "filtered": {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
     "edited": {"temperature": 1.0, **EDITS},
     "grammar": {"temperature": 1.0, "grammar": "no token twice in a row", "presence_penalty": 0.4},
+    "seed-stable": {"temperature": 1.0, "seed_stable": True},
     "edited and filtered": {"temperature": 0.8, "top_p": 0.95, "allowed_token_ids": (0, 1, 3), **EDITS},
 }
 
@@ -180,6 +181,7 @@ CASES = [
     *((name, "filtered") for name in FILTERED),
     *((name, "edited") for name in EDITED),
     *((name, "grammar") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
+    *((name, "seed-stable") for name in ("off", "token", "bv_race 4", "spectr_gbv 3", "traversal tree")),
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
 ]

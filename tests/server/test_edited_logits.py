@@ -92,3 +92,14 @@ def test_a_request_that_bans_everything_still_ends(http: httpx.Client) -> None:
     """Masks that leave nothing are lifted for that position; nothing breaks."""
     response = http.post(COMPLETIONS, json={**CALL, "allowed_token_ids": [500], "logit_bias": {"500": -100}})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
+def test_seed_stable_answers_are_those_of_plain_decoding_at_any_temperature(http: httpx.Client, shape: str) -> None:
+    """The same seed, the same tokens, logprobs and all, whatever is drafted."""
+    wish = {"temperature": 1, "top_p": 0.95, "seed_stable": True, "logprobs": 1, "n": 3, "seed": 8}
+    plain, other = (answer_of(http, **wish, speculation=SHAPES[name]) for name in ("off", shape))
+    texts = [choice["text"] for choice in plain["choices"]]
+    assert [choice["text"] for choice in other["choices"]] == texts
+    assert len(set(texts)) == 3
+    assert texts != [choice["text"] for choice in answer_of(http, **{**wish, "seed_stable": False})["choices"]]
