@@ -84,10 +84,9 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
         raise RequestError("seed_stable is exact and does not go with over_acceptance", "speculation.over_acceptance")
     if sampling.grammar and limits.ignore_eos:
         raise RequestError("ignore_eos does not go with structured output, which ends by itself", "ignore_eos")
-    if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:
-        raise RequestError(
-            f"logprobs: between 0 and {MAX_LOGPROBS} alternatives, not {request.num_logprobs}", "logprobs"
-        )
+    for name, count in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)
     if not 0.01 <= sampling.repetition_penalty <= 10:
         raise RequestError(
             f"repetition_penalty must be from 0.01 to 10, not {sampling.repetition_penalty}", "repetition_penalty"

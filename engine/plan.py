@@ -95,6 +95,8 @@ class Row:
     """Set when the law depends on it."""
     num_logprobs: int | None = None
     """Likeliest tokens to report beside each emitted one; None reports nothing."""
+    num_prompt_logprobs: int = 0
+    """Likeliest tokens to report beside each of `prompt_next`."""
     prompt_next: tuple[int, ...] = ()
     """Prompt tokens that follow the first known ones, where their logprobs are asked for."""
 

@@ -142,5 +142,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer will probably be."""
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
-    prompt_logprobs: bool = False
-    """Report the prompt's tokens, too (all but the first)."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt's tokens (all but the first)."""

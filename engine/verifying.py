@@ -137,7 +137,7 @@ def split_prompts(
     for row in plan.rows:
         num_known = len(row.known) if row.prompt_next else int(row.samples)
         rows_NV = logits_NV[start : start + len(row.prompt_next)]
-        found.append(token_logprobs(rows_NV, row.prompt_next, row.num_logprobs or 0) if row.prompt_next else ())
+        found.append(token_logprobs(rows_NV, row.prompt_next, row.num_prompt_logprobs) if row.prompt_next else ())
         if row.samples:
             stop = start + num_known + next(trees).num_nodes
             nodes += range(start + num_known - 1, stop)

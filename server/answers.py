@@ -104,6 +104,19 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token at a place of the prompt, in vLLM's shape."""
+
+    logprob: float
+    decoded_token: str
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    """Where it is known: of the likeliest tokens."""
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place of the prompt, by token id; null for the first token."""
+
+
 class AnsweredFunction(msgspec.Struct, frozen=True):
     """The function of a call in an answer."""
 
@@ -135,6 +148,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -144,6 +158,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

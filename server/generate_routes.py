@@ -21,6 +21,7 @@ from server.logprobs import chat_logprobs, completion_logprobs
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.sampling_fields import (
     num_logprobs_of,
+    num_prompt_logprobs_of,
     refuse_unsupported,
     sampling_of,
     speculation_of,
@@ -57,7 +58,8 @@ class ChatShape:
             for call_id, call in zip(choice.call_ids, choice.calls, strict=True)
         ] or msgspec.UNSET
         content = None if calls and not choice.text else choice.text
-        return ChatChoice(index, ChatMessage(content, tool_calls=calls), choice.finish_reason, logprobs)
+        message = ChatMessage(content, tool_calls=calls)
+        return ChatChoice(index, message, choice.finish_reason, logprobs, choice.prompt_logprobs or msgspec.UNSET)
 
     def opening(self, index: int) -> list[ChunkChoice]:
         """The role comes first."""
@@ -92,7 +94,8 @@ class CompletionShape:
     def whole(self, index: int, choice: Choice) -> CompletionChoice:
         """A whole text."""
         logprobs = None if choice.logprobs is None else completion_logprobs(choice.logprobs)
-        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs)
+        of_prompt = choice.prompt_logprobs or msgspec.UNSET
+        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs, of_prompt)
 
     def opening(self, _: int) -> list[CompletionChoice]:
         """Nothing opens a completion."""
@@ -155,7 +158,7 @@ def engine_requests(
                 priority=body.priority,
                 prediction=prediction,
                 cache_salt=body.cache_salt or "",
-                prompt_logprobs=num_logprobs is not None and isinstance(body, CompletionRequest) and body.echo,
+                num_prompt_logprobs=num_prompt_logprobs_of(body, num_logprobs),
             )
             check_request(request, facts, server.client.config.speculation)
             requests.append(without_equal_chains(request, facts))
@@ -191,7 +194,7 @@ async def respond(
     echo = isinstance(body, CompletionRequest) and body.echo
     # Calls may be marked by special tokens.
     skips = body.skip_special_tokens and (tools is None or "skip_special_tokens" in body.model_fields_set)
-    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, skips, echo, tools)
+    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, skips, echo, tools, body.prompt_logprobs)
     generation = Generation(requests, server.tokenizer, options, body.n)
     with_metrics = server.settings.per_request_spec_decode_metrics == "detailed"
     stream_options = body.stream_options

@@ -11,9 +11,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.api import Outcome, Request, StepStats, TokenLogprob
+from server.answers import PromptLogprobs
 from server.engine_client import EngineClient
-from server.logprobs import SpelledToken, spell
+from server.logprobs import SpelledToken, prompt_logprobs, spell
 from server.metrics import ServerMetrics
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
@@ -33,6 +36,8 @@ class TextOptions:
     """Begin with the prompt."""
     tools: ToolUse | None = None
     """Functions that the answer may call."""
+    num_prompt_logprobs: int | None = None
+    """Report the prompt's tokens with this many of the likeliest ones."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Choice:
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self._num_prompt_logprobs = options.num_prompt_logprobs
         self._tokenizer = tokenizer
         self._offset = 0
         self._echo = options.echo
@@ -87,6 +94,9 @@ class Choice:
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, list[CallPiece], float | None]:
         """Take a step's tokens; (text to release, pieces of calls, seconds per token since the last step)."""
         self.num_cached = outcome.num_cached
+        if self._num_prompt_logprobs is not None and self.prompt_logprobs is None:
+            prompt, found = self.request.prompt_token_ids, outcome.prompt_logprobs
+            self.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, found, self._num_prompt_logprobs)
         echoed = self._echo_prompt(outcome)
         text, num_kept = self._detokenize(outcome)
         if self._cut.is_cut:
@@ -125,8 +135,10 @@ class Choice:
         self._echo = False
         prompt = self.request.prompt_token_ids
         if self.logprobs is not None:
+            most = self.request.num_logprobs or 0
             for token, found in zip(prompt, (None, *outcome.prompt_logprobs), strict=True):
-                self._add_logprob(self.logprobs, token, found)
+                shown = found and msgspec.structs.replace(found, top=found.top[:most])
+                self._add_logprob(self.logprobs, token, shown)
         return self._tokenizer.decode(prompt, self._skips_special)
 
     def _add_logprob(self, logprobs: list[SpelledToken], token: int, found: TokenLogprob | None) -> None:

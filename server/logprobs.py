@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.api import TokenLogprob
-from server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from server.answers import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from server.tokenizer import Tokenizer
 
 _LEAST = -9999.0
@@ -61,3 +68,20 @@ def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
         [None if token.logprob is None else {text: score for text, _, score in token.top} for token in tokens],
         [token.offset for token in tokens],
     )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprob], num_top: int
+) -> PromptLogprobs:
+    """`prompt_logprobs` of a choice: every token but the first, and the likeliest ones in its place."""
+    places: PromptLogprobs = [None]
+    for token, one in zip(prompt[1:], found, strict=True):
+        ranked = {other: (score, rank) for rank, (other, score) in enumerate(one.top[:num_top], start=1)}
+        place = {
+            str(other): PromptLogprob(max(score, _LEAST), tokenizer.spell(other)[0], rank)
+            for other, (score, rank) in ranked.items()
+        }
+        if token not in ranked:
+            place[str(token)] = PromptLogprob(max(one.logprob, _LEAST), tokenizer.spell(token)[0])
+        places.append(place)
+    return places

@@ -106,6 +106,8 @@ class GenerationFields(Wire):
     bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower is served earlier (vLLM's meaning)."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Report the prompt's tokens with this many of the likeliest ones (vLLM's field)."""
     seed_stable: bool | None = None
     """Whether the seed alone decides the answer, whatever is drafted; the server's setting when left out."""
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
@@ -121,7 +123,6 @@ class GenerationFields(Wire):
 
     # Known, and refused unless neutral (server/sampling_fields.py).
     best_of: int | None = None
-    prompt_logprobs: Any = None
     reasoning_effort: Any = None
     use_beam_search: Any = None
 

@@ -29,7 +29,6 @@ from server.tokenizer import GenerationDefaults
 # Fields that are known but not served, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "prompt_logprobs": (None,),
     "reasoning_effort": (None, "none"),
     "use_beam_search": (None, False),
     "functions": (None, []),
@@ -121,6 +120,15 @@ def num_logprobs_of(body: GenerationFields) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: true", "top_logprobs")
     return body.top_logprobs or 0 if body.logprobs else None
+
+
+def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
+    """The same for the prompt's tokens: asked for by name, or with an echoed prompt."""
+    asked = body.prompt_logprobs
+    if asked is not None and body.stream:
+        raise RequestError("prompt_logprobs are not streamed; ask for a whole answer", "prompt_logprobs")
+    echoed = num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    return echoed if asked is None else max(asked, echoed or 0)
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:

@@ -235,6 +235,7 @@ class Scheduler:
             layers=sequence.layers,
             text=self._text(sequence) if samples else None,
             num_logprobs=request.num_logprobs,
+            num_prompt_logprobs=request.num_prompt_logprobs or 0,
             prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
         )
 

@@ -73,7 +73,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt are still to be reported: they come with the first emitted tokens."""
-        return self.request.prompt_logprobs and not self.num_emitted
+        return self.request.num_prompt_logprobs is not None and not self.num_emitted
 
     def block_keys(self, count: int, block_size: int) -> list[Key]:
         """Keys of the first `count` blocks of its text, all of them full."""

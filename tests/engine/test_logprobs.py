@@ -26,7 +26,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
         msgspec.structs.replace(
             tiny.request(str(i), text, speculations[i % 3], temperature=1.0, seed=i, frequency_penalty=0.5),
             num_logprobs=(2, None)[i % 4 == 3],
-            prompt_logprobs=i % 4 in (0, 1),
+            num_prompt_logprobs=2 if i % 4 in (0, 1) else None,
         )
         for i, text in enumerate(tiny.prompts(101, [5 + 3 * i for i in range(8)] + [90]))
     ]
@@ -44,7 +44,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
         with torch.inference_mode():
             scores = target.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).cpu()
         prompt = one.prompt_token_ids
-        expected = prompt[1:] if one.prompt_logprobs else ()
+        expected = prompt[1:] if one.num_prompt_logprobs is not None else ()
         assert len(of_prompt) == len(expected)
         for entry, token, row in zip(of_prompt, expected, scores, strict=False):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)

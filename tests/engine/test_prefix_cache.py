@@ -127,7 +127,7 @@ def test_salts_and_prompt_logprobs() -> None:
     answer(machine, "a", prompt, SHAPES["bv_race"], salt="mine")
     assert answer(machine, "b", prompt, SHAPES["bv_race"]).outcomes["b"][0].num_cached == 0
     assert answer(machine, "c", prompt, SHAPES["bv_race"], salt="mine").outcomes["c"][0].num_cached == 32
-    reported = Request(request_id="d", prompt_token_ids=tuple(prompt), num_logprobs=0, prompt_logprobs=True)
+    reported = Request(request_id="d", prompt_token_ids=tuple(prompt), num_prompt_logprobs=0)
     outcome = tiny.run(machine, [reported]).outcomes["d"][0]
     assert outcome.num_cached == 0
     assert len(outcome.prompt_logprobs) == 39

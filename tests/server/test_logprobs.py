@@ -131,3 +131,23 @@ def test_a_streamed_echo(http: httpx.Client) -> None:
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
     assert tokens == whole["logprobs"]["tokens"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompt_logprobs_are_those_of_an_echo(http: httpx.Client, shape: str) -> None:
+    """vLLM's field: by place and token id, the likeliest ranked, nothing for the first token; chats have it, too."""
+    wish = {"temperature": 0, "max_tokens": 3, "speculation": SHAPES[shape]}
+    echoed = answer_of(http, **wish, echo=True, logprobs=0)["choices"][0]["logprobs"]["token_logprobs"]
+    tokens = http.post("/tokenize", json={"prompt": "Once upon"}).json()["tokens"]
+    (choice,) = answer_of(http, **wish, prompt_logprobs=2)["choices"]
+    assert choice["logprobs"] is None
+    first, *places = choice["prompt_logprobs"]
+    assert first is None
+    assert [place[str(token)]["logprob"] for place, token in zip(places, tokens[1:], strict=True)] == pytest.approx(
+        echoed[1 : len(tokens)], abs=1e-4
+    )
+    for place in places:
+        assert sorted(entry["rank"] for entry in place.values() if "rank" in entry) == [1, 2]
+    call = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 0}
+    body = http.post(CHAT, json=call).json()
+    assert len(body["choices"][0]["prompt_logprobs"]) == body["usage"]["prompt_tokens"]

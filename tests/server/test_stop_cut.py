@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from engine.api import Request
+from server.generation import Choice, TextOptions
 from server.stops import StopCut
+from server.tokenizer import Tokenizer
+from tests.server.test_statistics import outcome, stats
+from tests.server.tiny_models import TOKENIZER
 
 # Few letters, so that stop strings begin, break off and overlap all the time.
 TEXT = st.text("ab", max_size=40)
@@ -79,3 +86,50 @@ def test_the_first_complete_stop_string_wins(include: bool) -> None:
     assert cut.feed("cd") == ("abc" if include else "a")
     assert cut.is_cut
     assert cut.feed("more") == cut.finish() == ""
+
+
+NAMES = ["a", "b", "ab", "ba", "aab", "\u00e9", "\u6f22", "\U0001f600", " ", "\n"]
+
+
+def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[str], bool]:
+    """(tokens, stop strings, whether they are included): pieces of text, some ending within a character."""
+    text = "".join(random.choices(NAMES, k=random.randint(1, 12)))
+    tokens = tokenizer.encode(text, False)
+    if random.random() < 0.3:
+        # The first bytes of a character, and then something else.
+        cut = random.randrange(len(tokens) + 1)
+        tokens[cut:cut] = tokenizer.encode("\U0001f600", False)[: random.randint(1, 3)]
+    whole = tokenizer.decode(tokens)
+    stops = []
+    for _ in range(random.randint(0, 4)):
+        start = random.randrange(len(whole))
+        found = whole[start : start + random.randint(1, 4)]
+        stops.append("".join(random.choices(NAMES, k=random.randint(1, 3))) if random.random() < 0.4 else found)
+    return tokens, stops, random.random() < 0.3
+
+
+def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
+    """Tokens in random accepted runs through the server's own `Choice`: text, reason and count agree with the cut."""
+    random, tokenizer = Random(5), Tokenizer(str(TOKENIZER))
+    num_cut = 0
+    for _ in range(10_000):
+        tokens, stops, include = random_case(random, tokenizer)
+        choice = Choice(Request(request_id="x", prompt_token_ids=(1,)), tokenizer, TextOptions(stops, include))
+        left, released = list(tokens), ""
+        while left and choice.finish_reason is None:
+            count = random.randint(1, 6)
+            run, left = left[:count], left[count:]
+            reason = None if left else "length"
+            released += choice.add(replace(outcome(1, 0), token_ids=run, finish_reason=reason), stats())[0]
+        # The reference decodes token by token and looks at the whole text after each.
+        detokenizer, text, expected = tokenizer.detokenizer(), "", None
+        for number, token in enumerate(tokens, start=1):
+            text += detokenizer.step(token)
+            answer, is_cut = reference(text, stops, include)
+            if is_cut:
+                expected = (answer, "stop", number)
+                break
+        expected = expected or (text, "length", len(tokens))
+        assert (released, choice.finish_reason, choice.num_tokens) == expected
+        num_cut += expected[1] == "stop"
+    assert 3000 < num_cut < 9000
