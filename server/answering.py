@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,9 +26,9 @@ from server.state import Server
 
 log = logging.getLogger("polydraft")
 
-_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 _encoder = msgspec.json.Encoder()
 
 
@@ -81,49 +81,63 @@ async def answer_whole(
     http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
 ) -> Response:
     """Run to the end and answer at once."""
-    work = asyncio.create_task(_run_through(server, generation))
-    gone = asyncio.create_task(_disconnected(http))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return Response(status_code=499)
-        await work
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-    choices = [shape.whole(index, choice) for index, choice in enumerate(generation.choices)]
+    if not await run_through(http, server, generation):
+        return Response(status_code=499)
     metrics = metrics_of(generation)
     answer = Answer(
         options.answer_id,
         shape.object_whole,
         options.created,
         options.model,
-        choices,
+        [shape.whole(index, choice) for index, choice in enumerate(generation.choices)],
         usage_of(generation),
         metrics if options.with_metrics else msgspec.UNSET,
     )
-    return Response(_encoder.encode(answer), media_type="application/json", headers=_speculation_headers(metrics))
+    return Response(_encoder.encode(answer), media_type="application/json", headers=speculation_headers(metrics))
 
 
 async def answer_stream(
     server: Server, generation: Generation, shape: Shape, options: AnswerOptions
 ) -> StreamingResponse:
     """Answer step by step; raises what admission raises."""
+    deltas = await admitted(server, generation)
+    frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
+    return StreamingResponse(frames, media_type="text/event-stream", headers=SSE_HEADERS)
+
+
+async def admitted(server: Server, generation: Generation) -> AsyncGenerator[Delta, None]:
+    """The deltas of a generation that has been admitted; raises what admission raises."""
     deltas = generation.run(server.client, server.metrics)
     try:
         await anext(deltas)
     except BaseException:
         await deltas.aclose()
         raise
-    frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+    return deltas
 
 
-async def _run_through(server: Server, generation: Generation) -> None:
+async def run_through(
+    http: HttpRequest, server: Server, generation: Generation, take: Callable[[Delta], object] = lambda _: None
+) -> bool:
+    """Run to the end, every delta given to `take`; False when the client has left before."""
+    work = asyncio.create_task(_all_deltas(server, generation, take))
+    gone = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return False
+        await work
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+    return True
+
+
+async def _all_deltas(server: Server, generation: Generation, take: Callable[[Delta], object]) -> None:
     async with aclosing(generation.run(server.client, server.metrics)) as deltas:
-        async for _ in deltas:
-            pass
+        async for delta in deltas:
+            take(delta)
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -152,10 +166,10 @@ async def _frames(
             for choice in shape.opening(index):
                 yield frame([choice], running_usage())
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
-        async with aclosing(_with_silences(deltas, keep_alive_s)) as paced:
+        async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
-                    yield _KEEP_ALIVE
+                    yield KEEP_ALIVE
                     continue
                 for choice in shape.chunk(delta):
                     yield frame([choice], running_usage())
@@ -172,9 +186,7 @@ async def _frames(
     yield _DONE
 
 
-async def _with_silences(
-    deltas: AsyncGenerator[Delta, None], keep_alive_s: float
-) -> AsyncGenerator[Delta | None, None]:
+async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:
     """The deltas, and None for every `keep_alive_s` seconds without one."""
     upcoming: asyncio.Future[Delta] | None = None
     try:
@@ -191,7 +203,8 @@ async def _with_silences(
             await asyncio.gather(upcoming, return_exceptions=True)
 
 
-def _speculation_headers(metrics: Metrics) -> dict[str, str]:
+def speculation_headers(metrics: Metrics) -> dict[str, str]:
+    """Acceptance and speedup of a whole answer, as headers."""
     counted = metrics.speculative_decoding
     if counted is None:
         return {}

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
 from server.errors import error_response
-from server.generate_routes import check_model
+from server.preparing import check_model
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.state import Server
 from server.tools import template_message
