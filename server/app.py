@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from server import errors, generate_routes, operation_routes
+from server import errors, generate_routes, operation_routes, responses_route
 from server.middleware import RequestEnvelope
 from server.state import Server
 from server.version import VERSION
@@ -34,5 +34,6 @@ def build_app(server: Server) -> FastAPI:
     app = FastAPI(title="Polydraft", version=VERSION, root_path=settings.root_path, middleware=middleware)
     errors.install(app)
     app.include_router(generate_routes.build_router(server))
+    app.include_router(responses_route.build_router(server))
     app.include_router(operation_routes.build_router(server))
     return app

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.responses import ResponsesRequest
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import EventStream
 from tests.server.test_bad_requests import error_of
@@ -29,6 +30,8 @@ MESSAGE = st.fixed_dictionaries(
 NEARLY_RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just(MODEL),
     "messages": st.lists(MESSAGE, min_size=1, max_size=3),
+    "input": TEXT | st.lists(MESSAGE | st.fixed_dictionaries({"type": TEXT}), max_size=3),
+    "max_output_tokens": st.integers(0, 4),
     "prompt": TEXT | st.lists(TEXT, max_size=3) | st.lists(st.integers(-1, 5000), max_size=5),
     "max_tokens": st.integers(0, 4),
     "speculation": st.dictionaries(
@@ -46,7 +49,13 @@ NEARLY_RIGHT: dict[str, st.SearchStrategy[Any]] = {
 ENDPOINTS: dict[str, tuple[type[GenerationFields], str]] = {
     "/v1/chat/completions": (ChatRequest, "messages"),
     "/v1/completions": (CompletionRequest, "prompt"),
+    "/v1/responses": (ResponsesRequest, "input"),
 }
+
+
+def length_of(path: str) -> str:
+    """The field that limits an answer."""
+    return "max_output_tokens" if path == "/v1/responses" else "max_tokens"
 
 
 @st.composite
@@ -57,8 +66,8 @@ def calls(draw: st.DrawFn) -> tuple[str, Any]:
     if draw(st.integers(0, 9)) == 0:
         return path, draw(ANYTHING)
     # The length is always limited, so that no answer takes long.
-    body = {name: draw(NEARLY_RIGHT[name]) for name in ("model", what, "max_tokens")}
-    others = sorted(set(fields.model_fields) - {"max_tokens", "max_completion_tokens"})
+    body = {name: draw(NEARLY_RIGHT[name]) for name in ("model", what, length_of(path))}
+    others = sorted(set(fields.model_fields) - {"max_tokens", "max_completion_tokens", "max_output_tokens"})
     for name in draw(st.lists(st.sampled_from(others), max_size=4, unique=True)):
         values = NEARLY_RIGHT.get(name, NUMBERS)
         body[name] = draw(values if draw(st.booleans()) else ANYTHING)
@@ -78,6 +87,9 @@ def test_random_json_never_breaks_the_daemon(http: httpx.Client, call: tuple[str
     path, body = call
     headers = {"content-type": "application/json"}
     with http.stream("POST", path, content=json.dumps(body), headers=headers) as response:
+        if response.headers["content-type"].startswith("text/event-stream") and path == "/v1/responses":
+            assert "response.failed" not in response.read().decode()
+            return
         if response.headers["content-type"].startswith("text/event-stream"):
             stream = EventStream(response)
             assert not any("error" in chunk for chunk in stream.read())
@@ -85,7 +97,7 @@ def test_random_json_never_breaks_the_daemon(http: httpx.Client, call: tuple[str
             return
         response.read()
     if response.status_code == 200:
-        assert response.json()["choices"]
+        assert "output" in response.json() or response.json()["choices"]
     else:
         assert 400 <= response.status_code < 500, response.text
         error_of(response, response.status_code)
@@ -102,6 +114,6 @@ def test_numbers_too_long_to_read_are_refused(http: httpx.Client) -> None:
 def test_every_field_of_the_schema_can_be_null(http: httpx.Client, path: str) -> None:
     """Null means left out, for every field that need not be there."""
     fields, what = ENDPOINTS[path]
-    body = dict.fromkeys(fields.model_fields) | {"model": MODEL, "max_tokens": 1}
+    body = dict.fromkeys(fields.model_fields) | {"model": MODEL, length_of(path): 1}
     body[what] = [{"role": "user", "content": "x"}] if what == "messages" else "x"
     assert http.post(path, json=body).status_code == 200

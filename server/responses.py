@@ -1,0 +1,294 @@
+"""`POST /v1/responses`, stateless: the request as a chat, the answer as items and, in a stream, as events.
+
+Text and function tools. Nothing is stored: a conversation is sent whole (`previous_response_id`, `store: true` and
+`background` are refused).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from engine.api import PolydraftError, RequestError
+from server.answering import metrics_of, usage_of
+from server.errors import to_api_error
+from server.generation import Delta, Generation
+from server.protocol import ChatRequest, Count, GenerationFields, Wire
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+# Known, and refused unless neutral.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "background": (None, False),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "prompt": (None,),
+    "include": (None, []),
+    "reasoning": (None, {}),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "top_logprobs": (None, 0),
+    "max_tokens": (None,),
+    "n": (1,),
+    "stream_options": (None,),
+    "response_format": (None,),
+    "prompt_logprobs": (None,),
+}
+
+
+class TextConfig(Wire):
+    """How the text is to be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(GenerationFields):
+    """Body of `POST /v1/responses`; sampling and speculation as everywhere."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    store: Any = None
+    background: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    include: Any = None
+    reasoning: Any = None
+    truncation: Any = None
+    max_tool_calls: Any = None
+    top_logprobs: Any = None
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same wish as a chat; raises RequestError for what is not served."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(body, name)
+        if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
+            raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")
+    text = body.text or TextConfig()
+    if text.verbosity not in (None, "medium"):
+        raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")
+    own = {"input", "instructions", "max_output_tokens", "text", *_NEUTRAL} - {"n"}
+    fields = {name: value for name, value in body.model_dump(exclude_unset=True).items() if name not in own}
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields["messages"] = messages + _messages(body.input)
+    fields["stream"] = False
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if text.format is not None:
+        fields["response_format"] = _response_format(text.format)
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    if isinstance(body.tool_choice, dict):
+        choice = body.tool_choice
+        fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return ChatRequest.model_validate(fields)
+
+
+def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
+    if wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"tools of type {tool.get('type')!r} are not supported; send functions", "tools", "unsupported_value"
+        )
+    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input's items as messages; calls that follow each other are one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"), number)})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+        elif kind == "function_call_output":
+            content = _content(item.get("output"), number)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise RequestError(f"input items of type {kind!r} are not supported", f"input.{number}")
+    if not messages:
+        raise RequestError("the input is empty", "input")
+    return messages
+
+
+def _content(content: Any, number: int) -> Any:
+    """Content with its parts in chat's words."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise RequestError(f"input: parts of type {kind!r} are not supported; send text", f"input.{number}")
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+class Responder:
+    """Turns the deltas of a generation into items, and tells of each step as events."""
+
+    def __init__(self, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
+        self._body = body
+        self._generation = generation
+        self._with_metrics = with_metrics
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._num_events = 0
+        self.output: list[dict[str, Any]] = []
+        self._is_open = False
+        sampling = generation.choices[0].request.sampling
+        self._echoed = {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": sampling.temperature,
+            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The response object as it is now."""
+        ended = status in ("completed", "incomplete")
+        result: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._body.model,
+            "output": self.output,
+            "previous_response_id": None,
+            "store": False,
+            "usage": self._usage() if ended else None,
+            **self._echoed,
+        }
+        if ended and self._with_metrics:
+            result["metrics"] = msgspec.to_builtins(metrics_of(self._generation))
+        return result
+
+    def _usage(self) -> dict[str, Any]:
+        usage = usage_of(self._generation)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.total_tokens,
+        }
+
+    @property
+    def status(self) -> str:
+        """How the answer has ended."""
+        return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        response = self.response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events of a step."""
+        events = []
+        if delta.text:
+            events += self._text(delta.text)
+        for piece in delta.calls:
+            if piece.name is not None:
+                events += self._close() + self._open_call(piece.call_id or "", piece.name)
+            self.output[-1]["arguments"] += piece.arguments
+            events.append(self._of_item("response.function_call_arguments.delta", delta=piece.arguments))
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """Events after the last token."""
+        events = self._close("incomplete" if self.status == "incomplete" else "completed")
+        return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
+
+    def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
+        """Events of an error in a stream that has begun."""
+        body = to_api_error(error).body
+        failed = self.response("failed", {"code": "server_error", "message": body.message})
+        return [self._event("response.failed", response=failed)]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
+
+    def _open(self, item: dict[str, Any]) -> dict[str, Any]:
+        self.output.append(item)
+        self._is_open = True
+        return self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+
+    def _open_call(self, call_id: str, name: str) -> list[dict[str, Any]]:
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, "name": name}
+        return [self._open({**item, "arguments": "", "status": "in_progress"})]
+
+    def _text(self, text: str) -> list[dict[str, Any]]:
+        events = []
+        if not self._is_open or self.output[-1]["type"] != "message":
+            events += self._close()
+            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": "in_progress"}
+            events.append(self._open({**item, "content": []}))
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.output[-1]["content"] = [dict(part)]
+            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
+        self.output[-1]["content"][0]["text"] += text
+        delta = self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        return [*events, delta]
+
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """The open item has ended."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            events = [
+                self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+            ]
+        else:
+            events = [
+                self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+            ]
+        return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]

@@ -1,0 +1,162 @@
+"""`/v1/responses` with the official client: the same answers as a chat's, items, events, tools, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon
+from tests.server.test_edited_logits import SHAPES
+from tests.server.test_tools import PARAMETERS, check_call, tool_daemon
+
+__all__ = ["tool_daemon"]
+
+FUNCTION = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+CALL: dict[str, Any] = {"model": MODEL, "input": "A short story, please.", "max_output_tokens": 20}
+
+
+@pytest.fixture
+def tool_client(tool_daemon: Daemon) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tool_daemon.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> None:
+    """Instructions are the system's message, parts are text, sampling and speculation are the same."""
+    more = {"seed": 5, "ignore_eos": True, "speculation": SHAPES[shape]}
+    answer = openai_client.responses.create(
+        model=MODEL,
+        instructions="Be brief.",
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "A story"}]}],
+        max_output_tokens=20,
+        temperature=0.7,
+        extra_body=more,
+    )
+    chat = openai_client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "A story"}],
+        max_tokens=20,
+        temperature=0.7,
+        extra_body=more,
+    )
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None
+    assert chat.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 20)
+    assert answer.temperature == 0.7
+    counted = answer.model_dump()["metrics"]["speculative_decoding"]
+    assert (counted is None) == (shape == "off")
+
+
+def test_a_stream_tells_of_every_step(openai_client: openai.OpenAI) -> None:
+    """Numbered events that open and close the same item, and end with the whole response."""
+    wish = {**CALL, "temperature": 0}
+    whole = openai_client.responses.create(**wish)
+    events = list(openai_client.responses.create(**wish, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_the_clients_own_stream_helper_follows(openai_client: openai.OpenAI) -> None:
+    """It checks every event against what it has built up."""
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    with openai_client.responses.stream(**CALL, temperature=1, extra_body=choice) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text in ("yes", "no")
+
+
+def test_a_call_and_its_result_go_round(tool_client: openai.OpenAI) -> None:
+    """Function calls as items; the client sends its own objects back with the result."""
+    wish = {**CALL, "tools": [FUNCTION], "max_output_tokens": 200, "temperature": 1}
+    answer = tool_client.responses.create(**wish, tool_choice={"type": "function", "name": "weather"})
+    (call,) = answer.output
+    assert (call.type, answer.status) == ("function_call", "completed")
+    check_call(call.name, call.arguments)
+    back = [
+        {"role": "user", "content": CALL["input"]},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "18 C"},
+    ]
+    after = tool_client.responses.create(**{**wish, "input": back, "max_output_tokens": 5}, tool_choice="none")
+    before = tool_client.responses.create(**{**wish, "input": back[:1], "max_output_tokens": 5}, tool_choice="none")
+    assert after.usage.input_tokens > before.usage.input_tokens + 10
+
+
+def test_a_streamed_call_has_its_arguments_in_pieces(tool_client: openai.OpenAI) -> None:
+    wish = {**CALL, "tools": [FUNCTION], "max_output_tokens": 200, "temperature": 1, "extra_body": {"seed": 3}}
+    whole = tool_client.responses.create(**wish, tool_choice="required", parallel_tool_calls=False)
+    events = list(tool_client.responses.create(**wish, tool_choice="required", parallel_tool_calls=False, stream=True))
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == done.arguments == whole.output[0].arguments
+    assert events[-1].type == "response.completed"
+
+
+class Thing(pydantic.BaseModel):
+    """What a structured answer is parsed to."""
+
+    name: str = pydantic.Field(pattern="^[a-z]{2,6}$")
+    count: int = pydantic.Field(ge=0, le=9)
+
+
+def test_a_structured_answer_is_parsed(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.responses.parse(**{**CALL, "max_output_tokens": 200}, text_format=Thing, temperature=1)
+    assert isinstance(answer.output_parsed, Thing)
+    assert set(json.loads(answer.output_text)) == {"name", "count"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
+        ({"input": []}, "input"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
+        ({"extra_body": {"n": 2}}, "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    openai_client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.responses.create(**{**CALL, **fields})
+    assert caught.value.param == param, caught.value
