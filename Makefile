@@ -1,6 +1,7 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
 # make bench   set up and measure speculation on against off on the embedded pair
+# make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ else
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
 endif
 
-.PHONY: serve test bench clean
+.PHONY: serve test bench npm-check clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -26,6 +27,10 @@ test: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/polydraft bench $(ARGS)
+
+npm-check: $(VENV)/.dev
+	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund
+	$(BIN)/python -m pytest tests/server/test_npm_client.py
 
 $(VENV)/pyvenv.cfg:
 	@echo "creating $(VENV)"

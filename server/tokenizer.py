@@ -140,10 +140,13 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def describe(self) -> dict[str, Any]:
-        """What a client needs to do the same: class, size, special tokens, chat template."""
+        """What a client needs to do the same: class, size, special tokens (by name, as vLLM has it), chat template."""
+        named = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: getattr(self._fast, name, None) for name in named}
         return {
             "tokenizer_class": type(self._backend.model).__name__,
             "vocab_size": self.vocab_size,
+            **{name: None if token is None else str(token) for name, token in special.items()},
             "special_tokens": {name: str(token) for name, token in self._fast.special_tokens_map.items()},
             "chat_template": self._fast.chat_template,
         }
