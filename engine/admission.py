@@ -128,7 +128,15 @@ def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Specul
         draft_method=limits.draft_method,
         tree=limits.tree,
         drafters=drafters,
+        adaptive=may_adapt(limits.rule, limits.tree, limits, facts),
     )
+
+
+def may_adapt(rule: str, tree: tuple[int, ...], limits: SpeculationConfig, facts: EngineFacts) -> bool:
+    """Whether shapes may change from step to step: not for trees, nor where a rule's steps reach into later ones or
+    its drafts come in twos."""
+    method = limits.draft_method or facts.rules[rule].draft_methods[0]
+    return limits.adaptive and not tree and facts.rules[rule].copies and method != "spechub"
 
 
 def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:

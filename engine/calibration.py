@@ -9,18 +9,21 @@ from __future__ import annotations
 import statistics
 import time
 
+import msgspec
 import torch
 
 from engine.engine import Engine
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
+from engine.scheduling.costs import Curve, StepCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _POINT_BUDGET_S = 0.15
 _MIN_REPEATS, _MAX_REPEATS = 2, 15
 _PLAIN = Speculation()
+_COST_ROWS = (1, 4, 16, 64)
 
 
 @torch.inference_mode()
@@ -72,3 +75,41 @@ def median_s(engine: Engine, plan: Plan) -> float:
         engine.run_parts(plan)
         durations.append(time.perf_counter() - started)
     return statistics.median(durations)
+
+
+@torch.inference_mode()
+def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
+    """Parts of a step by size, from steps of a few shapes that the configured rule verifies."""
+    context = min(256, engine.facts.max_model_len // 2)
+    most_rows = engine.scheduler.config.max_num_seqs
+    plain: list[tuple[float, float]] = []
+    nodes: list[tuple[float, float]] = [(0, 0.0)]
+    draft_pass: list[tuple[float, float]] = []
+    for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
+        plain_s, _ = _median_phases(engine, made_up_plan(engine, num_rows, context))
+        plain.append((num_rows, plain_s))
+        for num_drafts, length in dict.fromkeys(((1, 3), (min(4, speculation.num_drafts), 3))):
+            num_nodes = num_rows * num_drafts * length
+            if num_rows + num_nodes > engine.scheduler.config.max_num_batched_tokens:
+                continue
+            shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
+            wall_s, phases_s = _median_phases(engine, made_up_plan(engine, num_rows, context, shape))
+            nodes.append((num_nodes, wall_s - phases_s["draft"] - plain_s))
+            if num_drafts == 1:
+                draft_pass.append((num_rows, phases_s["draft"] / length))
+            else:
+                first_s = Curve(draft_pass).at(num_rows)
+                draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (length - 1)))
+    return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
+
+
+def _median_phases(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
+    """(duration, durations by phase) of the middle one of a few steps."""
+    engine.run_parts(plan)
+    runs: list[tuple[float, dict[str, float]]] = []
+    began = time.perf_counter()
+    while len(runs) < _MIN_REPEATS + 1 or (len(runs) < 9 and time.perf_counter() - began < _POINT_BUDGET_S):
+        engine.stopwatch.start()
+        engine.run_parts(plan)
+        runs.append(engine.stopwatch.stop())
+    return sorted(runs, key=lambda run: run[0])[len(runs) // 2]

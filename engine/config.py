@@ -75,6 +75,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the children of a node are drawn; empty is the rule's own method."""
     tree: tuple[int, ...] = ()
     """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
+    adaptive: bool = False
+    """Choose the shape by load and acceptance, up to `num_drafts` and `draft_length`, for requests that name none."""
     drafters: tuple[str, ...] = (MODEL,)
     """Where drafts come from: `model`, `prompt_lookup`, or both."""
     max_over_acceptance: float = 0.0

@@ -23,6 +23,7 @@ from engine.metrics import PlainTimes, StepStats, Stopwatch
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
+from engine.scheduling.controller import PLAIN
 from engine.scheduling.scheduler import Outcome, Scheduler
 from engine.verifying import Winner, observe_gap, split_prompts, verify_chains
 
@@ -78,6 +79,7 @@ class Engine:
         outcomes = self.step()
         wall_s, phases_s = self.stopwatch.stop()
         self.num_steps += 1
+        self._note_time(wall_s)
         return StepResult(outcomes, self.stats(wall_s, self._plain_s(), phases_s))
 
     def stats(
@@ -97,6 +99,16 @@ class Engine:
             num_cache_hits=scheduler.num_cache_hits,
             num_steps=self.num_steps,
         )
+
+    def _note_time(self, wall_s: float) -> None:
+        """Tell the controller how long a step of its own choice took, where no other rows were in it."""
+        controller, plan = self.scheduler.controller, self.scheduler.last_plan
+        if controller is None or plan.has_prefill or not plan.rows:
+            return
+        drafting = [row for row in plan.rows if row.branching]
+        shapes = {(row.branching[0], row.draft_length) for row in drafting}
+        if len(shapes) <= 1 and not any(row.copies for row in plan.rows):
+            controller.note_time(len(plan.rows), len(drafting), next(iter(shapes), PLAIN), wall_s)
 
     def _plain_s(self) -> float | None:
         """Duration of a plain step over the last plan's batch and contexts, where that is known."""

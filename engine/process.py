@@ -105,7 +105,8 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     import torch
 
     from engine.building import build_engine
-    from engine.calibration import measure_plain
+    from engine.calibration import measure_costs, measure_plain
+    from engine.scheduling.controller import Controller
     from engine.selfcheck import short_check
 
     torch.set_num_threads(config.model.num_threads or max(1, (os.cpu_count() or 2) - 1))
@@ -114,6 +115,10 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         mailbox.send(Loading("measuring plain decoding"))
         engine.plain_times = measure_plain(engine)
     speculation = default_speculation(config.speculation, engine.facts)
+    if config.calibrate and speculation.adaptive and speculation.num_drafts:
+        mailbox.send(Loading("measuring speculative steps"))
+        costs = measure_costs(engine, speculation)
+        engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         short_check(engine, speculation, lambda text: mailbox.send(Loading(text)))
     mailbox.send(Ready(engine.facts))

@@ -87,6 +87,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     the root."""
     drafters: tuple[str, ...] = (MODEL,)
     """Where drafts come from: the draft model, `prompt_lookup`, the request's `prediction`."""
+    adaptive: bool = False
+    """Whether the engine chooses the shape by load and acceptance (`scheduling.controller`); the two counts above are
+    the most it drafts then."""
     over_acceptance: float = 0.0
     """Lossy: drafts are accepted as if the target law were larger by this much; 0 is exact."""
     over_acceptance_residual: Literal["optimal", "target"] = "optimal"

@@ -23,6 +23,7 @@ from server.sampling_fields import (
     sampling_of,
     speculation_of,
     stop_strings,
+    with_kept_shape,
     without_equal_chains,
 )
 from server.state import Server
@@ -66,7 +67,8 @@ def engine_requests(
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
     sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable)
-    speculation = speculation_of(body, server.client.config.speculation, facts)
+    wish = speculation_of(body, server.client.config.speculation, facts)
+    speculation = with_kept_shape(wish, sampling, body.seed is not None)
     num_logprobs = num_logprobs_of(body)
     requests: list[EngineRequest] = []
     for prompt in prompts:

@@ -167,6 +167,7 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         draft_method=asked.draft_method or own.draft_method,
         tree=tree,
         drafters=drafters,
+        adaptive=own.adaptive and not (shaped or asked.tree or asked.over_acceptance),
         over_acceptance=asked.over_acceptance or 0.0,
         over_acceptance_residual=asked.over_acceptance_residual or "optimal",
     )
@@ -183,6 +184,13 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
     elif defaults.rule == "off":
         usual = ()
     return (*usual, PREDICTION) if body.prediction is not None else usual
+
+
+def with_kept_shape(speculation: Speculation, sampling: Sampling, has_seed: bool) -> Speculation:
+    """A seed means the same answer under any load: shapes stay, unless they cannot change the answer."""
+    if not speculation.adaptive or not has_seed or sampling.is_certain:
+        return speculation
+    return msgspec.structs.replace(speculation, adaptive=False)
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:

@@ -95,6 +95,10 @@ class Serve(BaseSettings):
     kv_cache_memory_bytes: NotNegative = Field(0, description="memory for K/V; 0: 1 GiB on a CPU, 80 % of free on CUDA")
 
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
+    spec_shape: str = Field(
+        "adaptive",
+        description="adaptive: up to K chains of L by load and acceptance; fixed, or fixed:K,L: always those",
+    )
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
     draft_method: str | None = Field(None, description="how children of a node are drawn; default: the rule's own")
@@ -150,6 +154,13 @@ class Serve(BaseSettings):
             raise ValueError("a key must not be empty")
         return keys
 
+    @field_validator("spec_shape")
+    @classmethod
+    def _shape(cls, shape: str) -> str:
+        if not re.fullmatch(r"adaptive|fixed(:[1-9][0-9]*,[1-9][0-9]*)?", shape):
+            raise ValueError("must be adaptive, fixed, or fixed:K,L such as fixed:4,5")
+        return shape
+
     @field_validator("draft_tree")
     @classmethod
     def _whole_numbers(cls, tree: str | None) -> str | None:
@@ -183,6 +194,8 @@ class Serve(BaseSettings):
     def engine_config(self) -> EngineConfig:
         """What the engine process is told."""
         draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
+        _, _, fixed = self.spec_shape.partition(":")
+        num_drafts, draft_length = map(int, fixed.split(",")) if fixed else (self.num_drafts, self.draft_length)
         return EngineConfig(
             model=ModelConfig(
                 target=self.target(),
@@ -207,8 +220,9 @@ class Serve(BaseSettings):
             ),
             speculation=SpeculationConfig(
                 rule=self.spec_rule,
-                num_drafts=self.num_drafts,
-                draft_length=self.draft_length,
+                num_drafts=num_drafts,
+                draft_length=draft_length,
+                adaptive=self.spec_shape == "adaptive",
                 draft_method=self.draft_method or "",
                 tree=tuple(int(part) for part in (self.draft_tree or "").split(",") if part),
                 drafters=tuple(dict.fromkeys(self.spec_drafters)),

@@ -5,8 +5,8 @@ prompts, so that a long prompt is cut into chunks that ride along with the other
 priority, then by arrival. When the pool has no block left for a row, the least urgent sequence is preempted: it loses
 its K/V, goes back to the queue and is recomputed later, with the same output (its noise depends on positions only).
 
-How many tokens a row drafts depends on the request alone, never on its neighbours or on what
-was drafted: this keeps the law exact and an answer independent of the load.
+How many tokens a row drafts depends on the request alone, or on what the controller chose before the step, never on
+what is drafted: this keeps the law exact, and answers of the first kind independent of the load.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
 from engine.request import DrafterCount, Request, TokenLogprob
+from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
 from engine.scheduling.sequence import Sequence
 
@@ -80,6 +81,8 @@ class Scheduler:
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
+        self.controller: Controller | None = None
+        """Set once costs have been measured; without it adaptive requests draft all they may."""
         self.num_preemptions = 0
         self.num_cache_queries = 0
         """Tokens of admitted texts, and (next) those of them whose K/V was there."""
@@ -134,6 +137,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose this step's rows within the token budget and the pool."""
         self._step += 1
+        self._choose_shapes()
         budget = self.config.max_num_batched_tokens
         prompts_wait = bool(self._waiting) or any(s.num_missing > 1 for s in self._running.values())
         rows: dict[int, Row] = {}
@@ -204,9 +208,9 @@ class Scheduler:
         """The row of a sequence, its known tokens cut to `budget`; blocks are still to be reserved."""
         request = sequence.request
         speculation = request.speculation
-        # One token must stay to be emitted after the drafts; both counts depend on the request alone.
+        # One token must stay to be emitted after the drafts.
         most = max(0, sequence.num_remaining - 1)
-        branching = speculation.branching[:most]
+        branching = self._branching(sequence)[:most]
         copies = sequence.copier.copies(sequence.tokens, min(most, self.config.max_copied_tokens))
         nodes = sum(level_widths(branching)) + sum(len(copy.tokens) for copy in copies)
         chunk = budget
@@ -215,11 +219,12 @@ class Scheduler:
             chunk = min(budget, _PROMPT_LOGPROBS + nodes)
         first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
         # Where the draft model has more to catch up on than the target, it takes the budget.
-        lag = max(0, first - draft_first) if speculation.num_drafts else 0
+        lag = max(0, first - draft_first) if speculation.num_drafts and (branching or sequence.num_missing > 1) else 0
         samples = sequence.num_missing + max(nodes, lag) <= chunk
         count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, chunk - lag))
         end = first + count
-        drafting = bool(branching if samples else speculation.num_drafts)
+        # Of a prompt the draft model computes all, also where the controller draws nothing yet.
+        drafting = bool(branching) or (sequence.num_missing > 1 and speculation.num_drafts > 0)
         return Row(
             sequence_id=sequence.sequence_id,
             known=tuple(sequence.tokens[first:end]),
@@ -238,6 +243,25 @@ class Scheduler:
             num_prompt_logprobs=request.num_prompt_logprobs or 0,
             prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
         )
+
+    def _branching(self, sequence: Sequence) -> tuple[int, ...]:
+        """What the sequence draws: as its request says, or as the controller has chosen."""
+        speculation = sequence.request.speculation
+        if self.controller is None or not speculation.adaptive:
+            return speculation.branching
+        lag = sequence.num_target_computed - sequence.num_draft_computed
+        if lag > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
+            return ()  # its draft model is too far behind to catch up in a step
+        return self.controller.branching(sequence)
+
+    def _choose_shapes(self) -> None:
+        """Let the controller decide about the requests that decode."""
+        if self.controller is None:
+            return
+        decoding = [s for s in self._running.values() if s.num_missing == 1]
+        adaptive = [s for s in decoding if s.request.speculation.adaptive]
+        fixed = [s.request.speculation.branching for s in decoding if not s.request.speculation.adaptive]
+        self.controller.choose(adaptive, sum(1 + sum(level_widths(branching)) for branching in fixed))
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""
@@ -330,6 +354,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
         sequence.num_draft_computed += emission.num_draft_kept
+        if self.controller is not None and row.branching and row.speculation.adaptive:
+            self.controller.observe(sequence, row.branching[0], row.draft_length, len(emission.accepted))
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = self._cut(sequence, emitted)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []

@@ -13,6 +13,9 @@ class Sequence:
 
     __slots__ = (
         "_arrived_s",
+        "_drafts_expected",
+        "_drafts_taken",
+        "_drafts_weight",
         "_keys",
         "arrival",
         "block_ids",
@@ -49,6 +52,8 @@ class Sequence:
         self.num_cached = -1
         """Prompt tokens whose K/V was there at the first admission; -1 before it."""
         self._keys: list[Key] = []
+        self._drafts_taken = self._drafts_expected = 0.0
+        self._drafts_weight = 1.0
         self.last_step = -1
         self.prompt_logprobs: list[TokenLogprob] = []
         self.layers: tuple[TargetLayer, ...] = ()
@@ -74,6 +79,17 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt are still to be reported: they come with the first emitted tokens."""
         return self.request.num_prompt_logprobs is not None and not self.num_emitted
+
+    @property
+    def skill(self) -> float:
+        """Drafted tokens accepted over those expected of any request; near 1 while little is known."""
+        return (self._drafts_taken + self._drafts_weight) / (self._drafts_expected + self._drafts_weight)
+
+    def note_drafts(self, num_taken: int, expected: float, weight: float) -> None:
+        """Drafts have been verified; what lies further back fades. `weight`: how much it takes to believe it."""
+        self._drafts_taken = 0.95 * self._drafts_taken + num_taken
+        self._drafts_expected = 0.95 * self._drafts_expected + expected
+        self._drafts_weight = weight
 
     def block_keys(self, count: int, block_size: int) -> list[Key]:
         """Keys of the first `count` blocks of its text, all of them full."""

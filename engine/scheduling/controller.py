@@ -1,0 +1,185 @@
+"""Chooses how much each request drafts, by what it costs now and what has been accepted before; never slower.
+
+A menu of shapes (K chains of L tokens), plain decoding among them. For a shape the expected tokens of a step come from
+acceptance seen so far, by position, over all requests and for each request (shrunk to all); its duration from costs
+measured at start, corrected by the steps themselves. A step gets the shape with the most tokens a second; a request
+whose drafts are not worth their rows decodes plainly beside the others. To leave plain decoding, and to change a shape,
+the gain must be clear.
+
+Non-anticipating: a choice looks at sizes, times and tokens of the past, never at what is drafted or drawn next, so the
+law of the output stays the target's. Not for: requests that say their own shape, or whose seed must mean the same
+answer under any load (`Speculation.adaptive`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.scheduling.costs import StepCosts
+from engine.scheduling.sequence import Sequence
+
+Numbers = npt.NDArray[np.float64]
+Shape = tuple[int, int]
+"""(chains, tokens in a chain)."""
+
+PLAIN: Shape = (0, 0)
+_MENU = ((1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
+# What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
+_BELIEF, _GROWTH = 0.7, 0.25
+_BELIEF_WEIGHT, _REQUEST_WEIGHT = 6.0, 10.0
+_KEEP = 0.998
+"""Share of what is known that is kept from step to step; old observations fade."""
+_CLEAR_GAIN = 1.03
+_CHOOSE_EVERY = 8
+
+
+def with_chains(acceptance: float, num_drafts: int) -> float:
+    """Acceptance of a token by K chains, from that of one."""
+    return 1.0 - float((1.0 - acceptance) ** (num_drafts**_GROWTH))
+
+
+class Acceptance:
+    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before."""
+
+    def __init__(self, longest: int) -> None:
+        self._taken: dict[int, Numbers] = {}
+        self._tried: dict[int, Numbers] = {}
+        self._longest = longest
+
+    def fade(self) -> None:
+        """A step has passed."""
+        for counts in (*self._taken.values(), *self._tried.values()):
+            counts *= _KEEP
+
+    def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
+        """Of `num_tried` positions the first `num_taken` were accepted."""
+        taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
+        tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
+        taken[:num_taken] += 1
+        tried[:num_tried] += 1
+
+    def by_position(self, num_drafts: int) -> Numbers:
+        """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
+        belief = with_chains(self._of_one_chain(), num_drafts)
+        taken = self._taken.get(num_drafts, np.zeros(self._longest))
+        tried = self._tried.get(num_drafts, np.zeros(self._longest))
+        return np.minimum(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+
+    def _of_one_chain(self) -> float:
+        total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
+        for num_drafts, tried in self._tried.items():
+            count = float(tried.sum())
+            if count > 0:
+                mean = min(0.995, float(self._taken[num_drafts].sum()) / count)
+                total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
+                weight += count
+        return total / weight
+
+
+@dataclass
+class Choice:
+    """What the next steps draft."""
+
+    shape: Shape = PLAIN
+    drafting: frozenset[int] = frozenset()
+    """Sequences that draft; the other adaptive ones decode plainly."""
+    of: tuple[frozenset[int], int] = (frozenset(), -1)
+    """Adaptive sequences, and target rows of the others, that it was made for."""
+    age: int = 0
+
+
+@dataclass
+class _Correction:
+    """Measured over predicted seconds of steps of one kind."""
+
+    factor: float = 1.0
+
+    def note(self, measured_s: float, predicted_s: float) -> None:
+        # Single steps are noisy: a slow one may have met another process.
+        self.factor += 0.05 * (min(3.0, max(0.3, measured_s / predicted_s)) - self.factor)
+
+
+@dataclass
+class Controller:
+    """The shape of every adaptive row."""
+
+    costs: StepCosts
+    longest: int
+    """Most tokens of a chain."""
+    acceptance: Acceptance = field(init=False)
+    choice: Choice = field(default_factory=Choice)
+
+    def __post_init__(self) -> None:
+        self.acceptance = Acceptance(self.longest)
+        self._corrections = {True: _Correction(), False: _Correction()}
+
+    def choose(self, adaptive: Many[Sequence], num_other_rows: int) -> None:
+        """Decide for the running requests; before each step."""
+        self.acceptance.fade()
+        asked = (frozenset(sequence.sequence_id for sequence in adaptive), num_other_rows)
+        self.choice.age += 1
+        if not adaptive or (asked == self.choice.of and self.choice.age < _CHOOSE_EVERY):
+            return
+        skill = np.array([sequence.skill for sequence in adaptive])
+        limits = [sequence.request.speculation for sequence in adaptive]
+        most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
+        kept = self.choice.shape if asked[0] & self.choice.of[0] else None
+        num_rows = len(adaptive) + num_other_rows
+        plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN)
+        best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
+        for shape in menu(most.num_drafts, most.draft_length, self.longest):
+            tokens = self._expected(shape, skill)
+            extra_s = self._step_s(num_rows, len(adaptive), shape) - num_rows / plain_rate
+            mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
+            rate = self._rate(shape, tokens, mask, num_rows)
+            # What is being done has the advantage: another shape must be clearly better.
+            if rate * (1.0 if shape == kept else 1 / _CLEAR_GAIN) > best_rate:
+                best, best_rate, best_mask = shape, rate * (1.0 if shape == kept else 1 / _CLEAR_GAIN), mask
+        drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
+        self.choice = Choice(best if drafting else PLAIN, drafting, asked)
+
+    def branching(self, sequence: Sequence) -> tuple[int, ...]:
+        """What a sequence drafts next."""
+        num_drafts, length = self.choice.shape
+        # A request that has just come drafts like the others.
+        is_new = sequence.sequence_id not in self.choice.of[0]
+        if not length or not (is_new or sequence.sequence_id in self.choice.drafting):
+            return ()
+        return (min(num_drafts, sequence.request.speculation.num_drafts), *(1,) * (length - 1))
+
+    def observe(self, sequence: Sequence, num_drafts: int, draft_length: int, num_accepted: int) -> None:
+        """A row's drafts have been verified."""
+        tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
+        expected = self.acceptance.by_position(num_drafts)[:tried].sum()
+        self.acceptance.observe(num_drafts, tried, taken)
+        sequence.note_drafts(taken, float(expected), _REQUEST_WEIGHT)
+
+    def note_time(self, num_rows: int, num_drafting: int, shape: Shape, seconds: float) -> None:
+        """A step without prompts took this long."""
+        predicted = self.costs.step_s(num_rows, num_drafting, *shape)
+        self._corrections[num_drafting > 0].note(seconds, predicted)
+
+    def _step_s(self, num_rows: int, num_drafting: int, shape: Shape) -> float:
+        return self.costs.step_s(num_rows, num_drafting, *shape) * self._corrections[num_drafting > 0].factor
+
+    def _rate(self, shape: Shape, tokens: Numbers, mask: npt.NDArray[np.bool_], num_rows: int) -> float:
+        emitted = float(tokens[mask].sum()) + num_rows - int(mask.sum())
+        return emitted / self._step_s(num_rows, int(mask.sum()), shape)
+
+    def _expected(self, shape: Shape, skill: Numbers) -> Numbers:
+        """[requests] tokens of a step."""
+        by_position = self.acceptance.by_position(shape[0])[: shape[1]]
+        of_request = np.minimum(0.995, skill[:, None] * by_position)
+        expected: Numbers = 1.0 + of_request.cumprod(axis=1).sum(axis=1)
+        return expected
+
+
+def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:
+    """The shapes that stay within a request's chains, and its nodes."""
+    shapes = [(k, n) for k, n in _MENU if k <= num_drafts and n <= longest and k * n <= num_drafts * draft_length]
+    own = (num_drafts, draft_length)
+    return shapes if own in shapes else [*shapes, own]

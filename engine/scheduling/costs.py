@@ -1,0 +1,52 @@
+"""How long a step takes by its shape: measured points, piecewise linear between them, corrected by what is seen."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Curve:
+    """A cost that grows with a size: never falls, goes on straight behind its last point."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        """points: (size, seconds), any order; several of one size are averaged."""
+        by_size: dict[float, list[float]] = {}
+        for size, seconds in points:
+            by_size.setdefault(size, []).append(seconds)
+        self.sizes = sorted(by_size)
+        self.seconds: list[float] = []
+        for size in self.sizes:
+            mean = sum(by_size[size]) / len(by_size[size])
+            self.seconds.append(max(mean, self.seconds[-1] if self.seconds else 0.0))
+
+    def at(self, size: float) -> float:
+        """Seconds for a size."""
+        if len(self.sizes) == 1 or size <= self.sizes[0]:
+            return float(self.seconds[0])
+        upper = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        low, high = self.sizes[upper - 1], self.sizes[upper]
+        share = (size - low) / (high - low)
+        return float(self.seconds[upper - 1]) + share * (self.seconds[upper] - self.seconds[upper - 1])
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Parts of a step by size."""
+
+    plain: Curve
+    """A plain step, by requests."""
+    nodes: Curve
+    """What verifying drafted nodes adds (the target's pass, the rule, K/V moves), by all nodes of a step; from 0 on."""
+    draft_pass: Curve
+    """By rows of one pass of the draft model."""
+
+    def step_s(self, num_rows: int, num_drafting: int, num_drafts: int, draft_length: int) -> float:
+        """A step of `num_rows` requests, `num_drafting` of which draft K chains of L tokens."""
+        seconds = self.plain.at(num_rows)
+        if num_drafting and draft_length:
+            seconds += self.nodes.at(num_drafting * num_drafts * draft_length)
+            seconds += self.draft_pass.at(num_drafting)
+            seconds += (draft_length - 1) * self.draft_pass.at(num_drafting * num_drafts)
+        return seconds

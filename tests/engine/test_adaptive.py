@@ -1,0 +1,155 @@
+"""The law under a controller that changes shapes all the time; a choice that looks at the drafts is found out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+import engine.verifying as verifying
+from engine.engine import Engine
+from engine.execution.loading import LoadedModel
+from engine.plan import Plan
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.controller import Controller
+from engine.scheduling.costs import Curve, StepCosts
+from engine.scheduling.sequence import Sequence
+from tests.engine import tiny
+from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+
+__all__ = ["pair"]
+
+COSTS = StepCosts(Curve([(1, 1.0)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05)]))
+
+
+class Restless(Controller):
+    """Another shape at every step, by the last token and the number of running requests."""
+
+    def __init__(self) -> None:
+        super().__init__(COSTS, 16)
+
+    def branching(self, sequence: Sequence) -> tuple[int, ...]:
+        most = sequence.request.speculation.num_drafts
+        shapes = [(), (1, 1), (most, 1), (most,), (1,), (most, 1, 1)]
+        return shapes[(sequence.tokens[-1] + len(sequence.tokens) + len(self.choice.of[0])) % len(shapes)]
+
+
+def adaptive(rule: str, num_drafts: int) -> Speculation:
+    return Speculation(rule=rule, num_drafts=num_drafts, draft_length=3, adaptive=True)
+
+
+def sample_adaptively(
+    models: tuple[LoadedModel, LoadedModel], speculation: Speculation, sampling: dict[str, Any], num_answers: int = 2000
+) -> Counter[tuple[int, ...]]:
+    engine = tiny.build(*models, max_model_len=32, max_draft_length=3, max_num_seqs=40, budget=400)
+    engine.scheduler.controller = Restless()
+    requests = [
+        tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
+        for seed in range(num_answers)
+    ]
+    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in tiny.run(engine, requests).tokens.values())
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_drafts", "sampling"),
+    [("bv_race", 3, "plain"), ("block", 1, "plain"), ("weighted_race", 2, "plain"), ("bv_race", 3, "filtered")],
+)
+def test_joint_law_of_three_tokens(
+    pair: tuple[LoadedModel, LoadedModel], rule: str, num_drafts: int, sampling: str
+) -> None:
+    counts = sample_adaptively(pair, adaptive(rule, num_drafts), SAMPLINGS[sampling])
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
+
+
+def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """The wrong variant: chains that begin with a certain token are not verified."""
+    noise = verifying._noise
+
+    def anticipating(draft: Any, device: Any) -> Any:
+        if draft.layout.max_length:
+            draft.chains.length_C[draft.chains.tokens_CL[:, 0] == 1] = 0
+        return noise(draft, device)
+
+    with patch.object(verifying, "_noise", anticipating):
+        counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
+    assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
+
+
+TARGET = tiny.llama(seed=1)
+DRAFT = tiny.perturbed(TARGET, seed=2, amount=0.05)
+
+
+def build(**more: Any) -> Engine:
+    engine = tiny.build(TARGET, DRAFT, **more)
+    engine.scheduler.controller = Restless()
+    return engine
+
+
+def wishes(count: int, **more: Any) -> list[Request]:
+    lengths = [5 + 17 * (i % 4) for i in range(count)]
+    return [
+        Request(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            sampling=Sampling(temperature=0.0 if i % 2 else 1.0, seed=i, seed_stable=True),
+            limits=Limits(max_tokens=40),
+            speculation=adaptive("bv_race", 3),
+            **more,
+        )
+        for i, prompt in enumerate(tiny.prompts(101, lengths))
+    ]
+
+
+def test_certain_answers_do_not_depend_on_the_shapes() -> None:
+    """Mixed with chunked prompts, shared prefixes, preemption and neighbours; K/V of both models stays right."""
+    plain = tiny.run(tiny.build(TARGET, None), [
+        Request(request_id=one.request_id, prompt_token_ids=one.prompt_token_ids, sampling=one.sampling,
+                limits=one.limits) for one in wishes(8)
+    ])  # fmt: skip
+    roomy = tiny.run(build(), wishes(8))
+    tight = build(budget=40, num_blocks=25, max_model_len=128)
+    assert roomy.tokens == plain.tokens
+    for _ in range(2):
+        run = tiny.run(tight, wishes(8))
+        assert run.tokens == plain.tokens
+    assert run.num_preemptions, "the pool was not tight"
+    assert len({(outcome.num_chains, outcome.draft_length) for outcome in chain(*roomy.outcomes.values())}) >= 5
+
+
+def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
+    """The draft model catches up on what it has missed: its drafts are those of a model that has read everything."""
+
+    class Late(Restless):
+        def branching(self, sequence: Sequence) -> tuple[int, ...]:
+            return (1, 1, 1) if sequence.num_emitted >= 20 else ()
+
+    def accepted(controller: Controller | None) -> int:
+        engine = tiny.build(TARGET, DRAFT)
+        engine.scheduler.controller = controller
+        outcomes = chain(*tiny.run(engine, wishes(8)).outcomes.values())
+        return sum(outcome.num_accepted for outcome in outcomes)
+
+    late, whole = accepted(Late()), accepted(None)
+    assert 0.3 < late / whole < 0.8
+
+
+def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """End to end: with free nodes it drafts, with dear ones it stops, and steps are what it says."""
+    for node_s, drafts_much in ((0.0, True), (50.0, False)):
+        engine = tiny.build(TARGET, DRAFT)
+        costs = StepCosts(Curve([(1, 1e-2)]), Curve([(0, 0.0), (10, node_s)]), Curve([(1, 1e-5)]))
+        engine.scheduler.controller = Controller(costs, 5)
+        outcomes = chain(*tiny.run(engine, wishes(4)).outcomes.values())
+        share = np.mean([outcome.draft_length > 0 for outcome in outcomes])
+        assert (share > 0.8) if drafts_much else (share < 0.2)
+
+
+def test_a_plan_without_a_controller_drafts_all_it_may() -> None:
+    engine = tiny.build(TARGET, DRAFT)
+    engine.submit(wishes(1)[0])
+    plan: Plan = engine.scheduler.plan()
+    assert plan.rows[0].branching == (3, 1, 1)
