@@ -46,10 +46,12 @@ class ChatShape:
         """Text, and an empty delta with the finish reason."""
         logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
         chunks = []
-        if delta.text or logprobs is not None:
-            chunks.append(ChunkChoice(delta.index, {"content": delta.text}, None, logprobs))
-        for piece in delta.calls:
-            chunks.append(ChunkChoice(delta.index, {"tool_calls": [call_delta(piece)]}, None))
+        for part in delta.parts:
+            said = {"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]}
+            chunks.append(ChunkChoice(delta.index, said, None))
+        if logprobs is not None:
+            first = chunks[0].delta if chunks else {"content": ""}
+            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs)]
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks

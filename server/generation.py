@@ -21,7 +21,7 @@ from server.metrics import ServerMetrics
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
-from server.tool_calls import Call, ToolCalls
+from server.tool_calls import Call, Piece, ToolCalls
 from server.tools import ToolUse
 
 
@@ -55,11 +55,16 @@ class Delta:
     """What one step added to one choice."""
 
     index: int
-    text: str
+    parts: Sequence[str | CallPiece]
+    """Text, and pieces of function calls, in their order."""
     finish_reason: str | None
     logprobs: Sequence[SpelledToken] | None = None
     """Of the step's tokens, where they were asked for."""
-    calls: Sequence[CallPiece] = ()
+
+    @property
+    def text(self) -> str:
+        """Text outside calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 class Choice:
@@ -91,8 +96,8 @@ class Choice:
         """The function calls of the answer."""
         return () if self._calls is None else self._calls.calls
 
-    def add(self, outcome: Outcome, stats: StepStats) -> tuple[str, list[CallPiece], float | None]:
-        """Take a step's tokens; (text to release, pieces of calls, seconds per token since the last step)."""
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[str | CallPiece], float | None]:
+        """Take a step's tokens; (what to release, seconds per token since the last step)."""
         self.num_cached = outcome.num_cached
         if self._num_prompt_logprobs is not None and self.prompt_logprobs is None:
             prompt, found = self.request.prompt_token_ids, outcome.prompt_logprobs
@@ -104,29 +109,30 @@ class Choice:
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
-        text, pieces = self._read_calls(echoed + text)
+        parts = self._read_calls(echoed + text)
         self.num_tokens += num_kept
         self.num_predicted += min(outcome.num_predicted, num_kept)
-        self.text += text
+        self.text += "".join(part for part in parts if isinstance(part, str))
         self._spell(outcome, num_kept)
         self.speculation.add_step(outcome, stats, num_kept)
-        return text, pieces, self.clock.add(outcome, num_kept)
+        return parts, self.clock.add(outcome, num_kept)
 
-    def _read_calls(self, text: str) -> tuple[str, list[CallPiece]]:
-        """(text outside calls, pieces of calls); the answer may end with its only call."""
+    def _read_calls(self, text: str) -> list[str | CallPiece]:
+        """Text outside calls and pieces of calls; the answer may end with its only call."""
         if self._calls is None:
-            return text, []
+            return [text] if text else []
         found = self._calls.feed(text, self.finish_reason is not None)
         if self.finish_reason is None and self._calls.is_over:
             self.finish_reason = "stop"
         if self.finish_reason == "stop" and self._calls.calls:
             self.finish_reason = "tool_calls"
-        pieces = []
-        for index, name, arguments in found.pieces:
-            if name is not None:
-                self.call_ids.append(f"call_{uuid.uuid4().hex}")
-            pieces.append(CallPiece(index, self.call_ids[index] if name is not None else None, name, arguments))
-        return found.text, pieces
+        return [part if isinstance(part, str) else self._named(part) for part in found]
+
+    def _named(self, piece: Piece) -> CallPiece:
+        if piece.name is not None:
+            self.call_ids.append(f"call_{uuid.uuid4().hex}")
+        call_id = self.call_ids[piece.index] if piece.name is not None else None
+        return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
     def _echo_prompt(self, outcome: Outcome) -> str:
         """The prompt's text, before the first tokens; its logprobs are taken."""
@@ -183,33 +189,31 @@ class Generation:
             metrics.start(self.num_prompt_tokens)
             try:
                 # Admission succeeded: a stream may send its headers now.
-                yield Delta(-1, "", None)
+                yield Delta(-1, (), None)
                 async with aclosing(ticket.parts()) as parts:
                     async for index, outcome, stats in parts:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:
                             continue
                         known = len(choice.logprobs or ())
-                        text, calls = self._add(choice, outcome, stats, metrics)
+                        released = self._add(choice, outcome, stats, metrics)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
                         new = None if choice.logprobs is None else choice.logprobs[known:]
-                        yield Delta(index, text, choice.finish_reason, new, calls)
+                        yield Delta(index, released, choice.finish_reason, new)
             finally:
                 metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
 
-    def _add(
-        self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics
-    ) -> tuple[str, list[CallPiece]]:
+    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> list[str | CallPiece]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens
-        text, calls, gap_s = choice.add(outcome, stats)
+        parts, gap_s = choice.add(outcome, stats)
         num_new = choice.num_tokens - before
         self.clock.add(outcome, num_new)
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
         if choice.finish_reason is not None:
             counted = choice.speculation
             metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
-        return text, calls
+        return parts
 
     @property
     def num_prompt_tokens(self) -> int:

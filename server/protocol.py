@@ -6,9 +6,12 @@ supported is refused by name (`server/sampling_fields.py`); nothing is silently 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+
+from engine.api import RequestError
 
 
 def _encodable(text: str) -> str:
@@ -71,7 +74,23 @@ class Prediction(Wire):
     content: Text | list[TextPart]
 
 
-class GenerationFields(Wire):
+class Body(Wire):
+    """A whole body: every string of it is text, also where any object may stand."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _is_text(cls, body: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        checked = validate(body)
+        for name, value in body.items() if isinstance(body, dict) else ():
+            try:
+                json.dumps({name: value}, ensure_ascii=False, default=str).encode()
+            except (UnicodeEncodeError, RecursionError) as error:
+                reason = "half of a surrogate pair, or objects nested too deeply"
+                raise RequestError(f"{name} holds {reason}".encode(errors="replace").decode(), name) from error
+        return checked
+
+
+class GenerationFields(Body):
     """What chat and completions have in common."""
 
     model: str
@@ -220,7 +239,7 @@ class CompletionRequest(GenerationFields):
     suffix: str | None = None
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Body):
     """Body of `POST /tokenize`: a prompt, or a conversation."""
 
     model: str | None = None

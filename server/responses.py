@@ -225,13 +225,14 @@ class Responder:
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Events of a step."""
         events = []
-        if delta.text:
-            events += self._text(delta.text)
-        for piece in delta.calls:
-            if piece.name is not None:
-                events += self._close() + self._open_call(piece.call_id or "", piece.name)
-            self.output[-1]["arguments"] += piece.arguments
-            events.append(self._of_item("response.function_call_arguments.delta", delta=piece.arguments))
+        for part in delta.parts:
+            if isinstance(part, str):
+                events += self._text(part)
+                continue
+            if part.name is not None:
+                events += self._close() + self._open_call(part.call_id or "", part.name)
+            self.output[-1]["arguments"] += part.arguments
+            events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
         return events
 
     def end(self) -> list[dict[str, Any]]:

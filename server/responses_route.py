@@ -70,7 +70,9 @@ def checked_chat(body: ResponsesRequest) -> ChatRequest:
 def in_own_words(error: RequestError) -> RequestError:
     """The refusal of a chat, with the field's name as this endpoint has it."""
     param = _PARAMS.get(error.param or "", error.param)
-    message = str(error) if not error.param else str(error).replace(error.param, param or "")
+    message = str(error)
+    if error.param and message.startswith(error.param):
+        message = f"{param}{message.removeprefix(error.param)}"
     return RequestError(message, param, error.code)
 
 

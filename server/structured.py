@@ -16,7 +16,8 @@ from server.protocol import GenerationFields
 
 # vLLM's older names of the kinds of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_LONGEST = 1 << 16
+LONGEST_GRAMMAR = 1 << 16
+"""Characters."""
 
 
 def grammar_of(body: GenerationFields) -> str:
@@ -42,8 +43,8 @@ def grammar_of(body: GenerationFields) -> str:
         grammar.encode()
     except (UnicodeEncodeError, RecursionError) as error:
         raise RequestError(f"{param}: half characters or too much nesting ({type(error).__name__})", param) from error
-    if len(grammar) > _LONGEST:
-        raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {_LONGEST}", param)
+    if len(grammar) > LONGEST_GRAMMAR:
+        raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {LONGEST_GRAMMAR}", param)
     if fault := LLMatcher.validate_grammar(grammar, None):
         raise RequestError(f"{param}: {' '.join(fault.split())[:400]}", param)
     return grammar

@@ -104,6 +104,7 @@ class Tokenizer:
 
         try:
             text = render(tools)
+            text.encode()
             shows_tools = not tools or render(()) != text
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from server.tools import HERMES, LLAMA3_JSON, ToolUse
@@ -38,13 +38,27 @@ class Call:
     arguments: str = ""
 
 
-@dataclass
-class Found:
-    """What a piece of an answer gave."""
+@dataclass(frozen=True)
+class Piece:
+    """More of a call; its name comes with the first piece."""
 
-    text: str = ""
-    pieces: list[tuple[int, str | None, str]] = field(default_factory=list)
-    """(number of the call, its name with its first piece, more of its arguments)."""
+    index: int
+    name: str | None
+    arguments: str
+
+
+class Found:
+    """What a piece of an answer gave: text and pieces of calls, in their order."""
+
+    def __init__(self) -> None:
+        self.parts: list[str | Piece] = []
+
+    def say(self, text: str) -> None:
+        """Text outside calls."""
+        if self.parts and isinstance(self.parts[-1], str):
+            self.parts[-1] += text
+        elif text:
+            self.parts.append(text)
 
 
 class _Body:
@@ -65,7 +79,8 @@ class _Body:
         for character in text:
             opens = self._follow(character)
             if opens and self._depth == 2 and self.name is None and (head := _HEAD.fullmatch(self.raw)):
-                self.name, self._in_arguments = json.loads(head[1]), True
+                self.name = _string(head[1])
+                self._in_arguments = self.name is not None
             self.raw += character
             if self._in_arguments:
                 arguments += character
@@ -88,16 +103,25 @@ class _Body:
         return False
 
 
-def _whole(raw: str) -> tuple[str, str] | None:
-    """(name, arguments) of a call in any order of keys; None where it is none."""
+def _string(raw: str) -> str | None:
+    """A JSON string's value; None where it is none after all."""
     try:
         value = json.loads(raw)
     except ValueError:
         return None
+    return value if isinstance(value, str) else None
+
+
+def _whole(raw: str) -> tuple[str, str] | None:
+    """(name, arguments) of a call in any order of keys; None where it is none."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
     arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
     if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
         return None
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    return value["name"], json.dumps(arguments)
 
 
 class Reader(Protocol):
@@ -136,7 +160,7 @@ class _Calls:
             self.calls.append(Call(name))
             self._announced = True
         self.calls[-1].arguments += arguments
-        found.pieces.append((len(self.calls) - 1, name if first else None, arguments))
+        found.parts.append(Piece(len(self.calls) - 1, name if first else None, arguments))
 
     def end(self, found: Found, before: str = "", after: str = "") -> None:
         """The call has ended; what is none goes back to the text, with what stood around it."""
@@ -147,7 +171,7 @@ class _Calls:
         if whole is not None and whole[0] in self.names:
             self._send(*whole, found)
         else:
-            found.text += before + body.raw + after
+            found.say(before + body.raw + after)
 
     @property
     def is_open(self) -> bool:
@@ -176,34 +200,34 @@ class RegionReader:
 
     def feed(self, text: str, found: Found) -> None:
         """More text."""
-        self._take(lambda: self._parser.feed(text), text, found)
+        # A template's own parser may fail: character by character it is known what it has read before.
+        for piece in [text] if self._is_raw else text:
+            self._take(lambda piece=piece: self._parser.feed(piece), piece, found)  # type: ignore[misc]
 
     def finish(self, found: Found) -> None:
         """The answer has ended."""
         self._close = ""  # what closes now was not closed by the model
         self._take(lambda: self._parser.finalize()[1], "", found)
 
-    def _take(self, step: Any, text: str, found: Found) -> None:
+    def _take(self, step: Callable[[], list[dict[str, Any]]], text: str, found: Found) -> None:
         if self._is_broken:
-            found.text += text
+            found.say(text)
             return
         self._raw += text
         try:
-            events = step()
-        except (ValueError, KeyError, TypeError):
+            for event in step():
+                self._event(event, found)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # The template's own parser cannot read a region: what has not been given yet is text.
             self._is_broken = True
-            found.text += self._raw
-            return
-        for event in events:
-            self._event(event, found)
+            found.say(self._raw)
 
     def _event(self, event: dict[str, Any], found: Found) -> None:
         kind, region = event["type"], event["field"]
         if region == "content":
             if kind == "region_chunk":
-                found.text += event["text"]
-                self._raw = ""
+                found.say(event["text"])
+                self._raw = self._raw[len(event["text"]) :]
         elif region != "tool_calls":
             return
         elif self._is_raw:
@@ -214,11 +238,15 @@ class RegionReader:
             else:
                 self._calls.end(found, "<tool_call>", self._close)
         elif kind == "region_close":
-            self._raw = ""
             values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-            for value in values:
+            calls = [json.dumps(value.get("function", value)) for value in values]
+            raw, self._raw = self._raw, ""
+            if any((whole := _whole(call)) is None or whole[0] not in self._calls.names for call in calls):
+                found.say(raw)
+                return
+            for call in calls:
                 self._calls.begin()
-                self._calls.more(json.dumps(value.get("function", value), ensure_ascii=False), found)
+                self._calls.more(call, found)
                 self._calls.end(found)
 
 
@@ -245,12 +273,12 @@ class JsonReader:
             text, self._start = self._start if self._is_text else text, None
         for character in text:
             if self._is_text:
-                found.text += character
+                found.say(character)
             elif self._calls.is_open or character == "{":
                 self._in_call(character, found)
             elif character not in " \n\t;":
                 self._is_text = True
-                found.text += character
+                found.say(character)
 
     def _in_call(self, character: str, found: Found) -> None:
         if not self._calls.is_open:
@@ -262,7 +290,7 @@ class JsonReader:
     def finish(self, found: Found) -> None:
         """The answer has ended."""
         self._calls.end(found)
-        found.text += self._start or ""
+        found.say(self._start or "")
 
 
 class ToolCalls:
@@ -271,6 +299,9 @@ class ToolCalls:
     def __init__(self, use: ToolUse, response_template: dict[str, Any] | None) -> None:
         self._calls = _Calls(use.names)
         self._most = None if use.parallel else 1
+        self._held = ""
+        """White space behind a call: only text makes it text."""
+        self._is_behind_call = False
         self._reader: Reader
         if use.format == LLAMA3_JSON:
             self._reader = JsonReader(self._calls)
@@ -283,19 +314,35 @@ class ToolCalls:
     @property
     def calls(self) -> list[Call]:
         """The calls so far."""
-        return self._calls.calls
+        return self._calls.calls[: self._most]
 
     @property
     def is_over(self) -> bool:
         """Whether the one call that is allowed has been made."""
-        return self._most is not None and len(self.calls) >= self._most and not self._calls.is_open
+        return self._most is not None and (
+            len(self._calls.calls) > self._most or (len(self.calls) == self._most and not self._calls.is_open)
+        )
 
-    def feed(self, text: str, is_last: bool) -> Found:
-        """What more text of the answer gives."""
+    def feed(self, text: str, is_last: bool) -> list[str | Piece]:
+        """What more text of the answer gives: text outside calls, and pieces of calls."""
         found = Found()
         self._reader.feed(text, found)
         if is_last:
             self._reader.finish(found)
-        if self.calls and not found.text.strip():
-            found.text = ""  # line breaks between calls
-        return found
+        parts: list[str | Piece] = []
+        for part in found.parts:
+            if isinstance(part, Piece):
+                if self._most is not None and part.index >= self._most:
+                    break
+                self._held, self._is_behind_call = "", True
+                parts.append(part)
+                continue
+            part, self._held = self._held + part, ""
+            if self._is_behind_call and not part.strip():
+                self._held = part
+            elif self._is_behind_call and self._most is not None and self.is_over:
+                break  # the answer has ended with its call
+            else:
+                self._is_behind_call = False
+                parts.append(part)
+        return parts

@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 
 from engine.api import RequestError
 from server.protocol import ChatRequest, Message, NamedChoice, TextPart, Tool
+from server.structured import LONGEST_GRAMMAR
 
 HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
 
@@ -72,6 +73,8 @@ class ToolUse:
         more = f" ({known['between']} call)*" if self.parallel else ""
         head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
         lark = f"{head}\nbody: %json {json.dumps({'anyOf': [self._schema(tool) for tool in self.tools]})}"
+        if len(lark) > LONGEST_GRAMMAR:
+            raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
         grammar = str(LLMatcher.grammar_from_lark(lark))
         if fault := LLMatcher.validate_grammar(grammar, None):
             raise RequestError(f"tools: a schema cannot be followed: {' '.join(fault.split())[:400]}", "tools")
@@ -166,7 +169,7 @@ def _arguments(call: Any) -> dict[str, Any]:
     """A call's arguments, which travel as a string, as the object that templates want."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"messages: arguments of call {call.id!r} are not JSON ({error})", "messages") from error
     if not isinstance(arguments, dict):
         raise RequestError(f"messages: arguments of call {call.id!r} are not an object", "messages")

@@ -280,8 +280,8 @@ class Scheduler:
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
-            # The draft model catches up in the first step: no further than what fits the budget of a few.
-            most = num_drafted + self.config.max_num_batched_tokens // 4 // self.block_size
+            # The draft model catches up in the first step: no further than what fits what prompts may have of it.
+            most = num_drafted + self.config.max_num_batched_tokens // 8 // self.block_size
             self.blocks.release(sequence.block_ids[most:])
             del sequence.block_ids[most:]
             sequence.num_draft_computed = min(num_drafted, most) * self.block_size

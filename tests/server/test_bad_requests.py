@@ -301,3 +301,38 @@ def test_request_ids_are_echoed_or_made(http: httpx.Client) -> None:
     assert http.get("/nowhere", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
     assert len(http.get("/health", headers={"x-request-id": "x" * 5000}).headers["x-request-id"]) <= 128
     assert len({http.get("/health").headers["x-request-id"] for _ in range(3)}) == 3
+
+
+HALF = "\ud800"
+DEEP: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 20_000}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "x", "metadata": {"a": HALF}}),
+        ("/v1/responses", {"input": "x", "metadata": {"a": HALF}, "stream": True}),
+        ("/v1/responses", {"input": "x", "user": HALF}),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "text", "x": HALF}}}),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "[" * 20_000}]},
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "metadata": {HALF: 1}}),
+        (CHAT, {"messages": [{"role": "assistant", "content": "", "tool_calls": [DEEP]}]}),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {HALF: 1}}}],
+            },
+        ),
+        ("/tokenize", {"messages": [{"role": "assistant", "content": "", "tool_calls": [DEEP]}]}),
+    ],
+)
+def test_half_characters_and_deep_nesting_are_refused_everywhere(
+    http: httpx.Client, path: str, fields: dict[str, Any]
+) -> None:
+    """Also where any object may stand: 400, not an internal error."""
+    content = json.dumps({"model": MODEL, **fields})
+    error_of(http.post(path, content=content, headers={"content-type": "application/json"}), 400)

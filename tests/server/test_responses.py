@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import openai
 import pydantic
 import pytest
 
+from engine.api import Request
+from server.generation import CallPiece, Delta
+from server.responses import Responder, ResponsesRequest
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.test_edited_logits import SHAPES
 from tests.server.test_tools import PARAMETERS, check_call, tool_daemon
@@ -160,3 +164,18 @@ def test_what_is_not_served_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client.responses.create(**{**CALL, **fields})
     assert caught.value.param == param, caught.value
+
+
+def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:
+    """A step of several tokens may end a call and go on with text."""
+
+    class Generated:
+        choices = (types.SimpleNamespace(finish_reason="stop", request=Request(request_id="x", prompt_token_ids=(1,))),)
+
+    body = ResponsesRequest.model_validate({"model": "m", "input": "x"})
+    responder = Responder(body, Generated(), with_metrics=False)  # type: ignore[arg-type]
+    responder.take(Delta(0, ["Well: ", CallPiece(0, "call_1", "f", '{"a":1')], None))
+    events = responder.take(Delta(0, [CallPiece(0, None, None, "}"), " Hello"], None))
+    assert [item["type"] for item in responder.output] == ["message", "function_call", "message"]
+    assert responder.output[1]["arguments"] == '{"a":1}'
+    assert [event["output_index"] for event in events] == [1, 1, 1, 2, 2, 2]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.protocol import Function, Tool
-from server.tool_calls import ToolCalls
+from server.tool_calls import Piece, ToolCalls
 from server.tools import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, ToolUse
 
 TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "add"))
@@ -38,9 +38,12 @@ def llama(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
+UNKNOWN = "<call name=rm>{}</call>"
+HALF = '{"a": "\\ud800"}'
 BOTH = [("weather", PARIS), ("add", SUM)]
 # (format, answer, its text, its calls)
-CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+# ... stands for the answer itself.
+CASES: list[tuple[str, str, Any, list[tuple[str, str]]]] = [
     (HERMES, "Just text, 1 < 2.", "Just text, 1 < 2.", []),
     (HERMES, "Let me see. " + hermes("weather", PARIS), "Let me see. ", [BOTH[0]]),
     (HERMES, hermes("weather", PARIS) + "\n" + hermes("add", SUM), "", BOTH),
@@ -56,6 +59,25 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (LLAMA3_JSON, "\n<|python_tag|>" + llama("weather", PARIS) + "; " + llama("add", SUM), "", BOTH),
     (LLAMA3_JSON, llama("rm", "{}"), llama("rm", "{}"), []),
     (LLAMA3_JSON, '{"answer": 42} is it', '{"answer": 42}is it', []),
+    (HERMES, hermes("add", SUM) + "\n Hello big  world", "\n Hello big  world", [("add", SUM)]),
+    (HERMES, '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', ..., []),
+    (HERMES, "<tool_call>" + "[" * 3000 + "</tool_call>", ..., []),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "add"}</tool_call>',
+        "",
+        [("add", '{"a": "\\ud800"}')],
+    ),
+    (LLAMA3_JSON, '{"x":[' * 2000, ..., []),
+    (RESPONSE_TEMPLATE, "hi <call name=add>5</call> so", ..., []),
+    (
+        RESPONSE_TEMPLATE,
+        f"<call name=rm>{{}}</call> <call name=add>{SUM}</call>",
+        "<call name=rm>{}</call> ",
+        [("add", SUM)],
+    ),
+    (RESPONSE_TEMPLATE, "hi <call name=add>{bad json}</call> bye", ..., []),
+    (RESPONSE_TEMPLATE, "<call name=add>" + "[" * 3000 + "</call>", ..., []),
     (LLAMA3_JSON, llama("add", SUM)[:-4], "", [("add", SUM[:-3])]),
     (LLAMA3_JSON, "<|pyth", "<|pyth", []),
     (RESPONSE_TEMPLATE, f"Hm. <call name=add>{SUM}</call>", "Hm. ", [("add", SUM)]),
@@ -68,13 +90,14 @@ def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list
     reader = ToolCalls(ToolUse(TOOLS, form, parallel, forced=False), TEMPLATE)
     text, streamed = "", []
     for number, piece in enumerate(pieces):
-        found = reader.feed(piece, number == len(pieces) - 1)
-        text += found.text
-        for index, name, arguments in found.pieces:
-            if name is not None:
-                assert index == len(streamed)
-                streamed.append([name, ""])
-            streamed[index][1] += arguments
+        for part in reader.feed(piece, number == len(pieces) - 1):
+            if isinstance(part, str):
+                text += part
+                continue
+            if part.name is not None:
+                assert part.index == len(streamed)
+                streamed.append([part.name, ""])
+            streamed[part.index][1] += part.arguments
     assert [[call.name, call.arguments] for call in reader.calls] == streamed
     return text, [(name, arguments) for name, arguments in streamed]
 
@@ -86,7 +109,8 @@ def test_any_pieces(form: str, answer: str, text: str, calls: list[tuple[str, st
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
     found_text, found_calls = read(form, pieces)
-    assert found_text.strip() == text.strip()
+    text = answer if text is ... else text
+    assert found_text == text
     if form == RESPONSE_TEMPLATE:
         assert [(name, json.loads(arguments)) for name, arguments in found_calls] == [
             (name, json.loads(arguments)) for name, arguments in calls
@@ -97,9 +121,10 @@ def test_any_pieces(form: str, answer: str, text: str, calls: list[tuple[str, st
 
 def test_arguments_come_before_the_call_is_whole() -> None:
     reader = ToolCalls(ToolUse(TOOLS, HERMES, True, forced=False), None)
-    assert not reader.feed('<tool_call>\n{"name": "add", "arg', False).pieces
-    assert reader.feed('uments": {"a"', False).pieces == [(0, "add", '{"a"')]
-    assert reader.feed(": 1", False).pieces == [(0, None, ": 1")]
+    assert not reader.feed('<tool_call>\n{"name": "add", "arg', False)
+    assert reader.feed('uments": {"a"', False) == [Piece(0, "add", '{"a"')]
+    assert reader.feed(": 1", False) == [Piece(0, None, ": 1")]
+    assert reader.feed("}}\n</tool_call> Hello", False) == [Piece(0, None, "}"), " Hello"]
 
 
 def test_one_call_ends_an_answer_that_may_have_one() -> None:
@@ -108,3 +133,9 @@ def test_one_call_ends_an_answer_that_may_have_one() -> None:
     assert not reader.is_over
     reader.feed(hermes("add", "{}")[-3:], False)
     assert reader.is_over
+    for form, spell in ((HERMES, hermes), (LLAMA3_JSON, llama)):
+        reader = ToolCalls(ToolUse(TOOLS, form, False, forced=False), None)
+        parts = reader.feed(spell("add", "{}") + "\n" + spell("weather", "{}") + " and more", False)
+        assert [part.name for part in parts if isinstance(part, Piece)].count(None) == len(parts) - 1
+        assert len(reader.calls) == 1
+        assert reader.is_over
