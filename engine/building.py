@@ -14,7 +14,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Progress, load_pair
-from engine.execution.probe import find_kv_shape, probe
+from engine.execution.probe import find_kv_shape, probe_either
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
 from engine.scheduling.copying import most_copied
@@ -41,16 +41,17 @@ def assemble(
     check_speculation(config)
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
+    leans = []
     for model, shape in zip(models, shapes, strict=True):
         progress(f"probing {model.name}")
-        probe(model, shape)
+        leans.append(probe_either(model, shape))
     max_model_len = _max_model_len(config, models)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
     block_size = config.cache.block_size
     runners = [
-        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size)
-        for model, shape in zip(models, shapes, strict=True)
+        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, lean)
+        for model, shape, lean in zip(models, shapes, leans, strict=True)
     ]
     bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]
     facts = EngineFacts(

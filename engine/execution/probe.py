@@ -17,6 +17,7 @@ from engine.cache.tensors import KVShape
 from engine.errors import LoadError
 from engine.execution.attention import HOOK
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
+from engine.execution.lean import is_lean
 from engine.execution.loading import LoadedModel
 from engine.execution.runner import ModelRunner
 from engine.speculation.topology import merge_chains
@@ -53,15 +54,27 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe(loaded: LoadedModel, shape: KVShape) -> float:
-    """Largest relative logit difference between the hook path and plain transformers.
+def probe_either(loaded: LoadedModel, shape: KVShape) -> bool:
+    """Whether the model can be run lean; raises LoadError when it can be served neither way."""
+    if is_lean(loaded.model):
+        try:
+            probe(loaded, shape, lean=True)
+            return True
+        except LoadError:
+            pass  # transformers itself may be right
+    probe(loaded, shape)
+    return False
+
+
+def probe(loaded: LoadedModel, shape: KVShape, lean: bool = False) -> float:
+    """Largest relative logit difference between the hook path (or the lean decoder) and plain transformers.
 
     Raises LoadError when it is too large for the model's dtype.
     """
     tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, _PROMPT_LENGTH + 6)]
     prompt, rest = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
-    runner = ModelRunner(loaded.model, shape, num_blocks=8, block_size=8, vocab_size=loaded.vocab_size)
+    runner = ModelRunner(loaded.model, shape, num_blocks=8, block_size=8, vocab_size=loaded.vocab_size, lean=lean)
     paged = _paged_logits(runner, prompt, chains, rest[5])
     worst = 0.0
     with _attention(loaded.model, "eager"), torch.inference_mode():

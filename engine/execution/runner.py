@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.cache.tensors import KVShape, KVTensors
 from engine.execution.attention import Segment, Segments
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
+from engine.execution.lean import LeanDecoder
 
 
 class ModelRunner:
@@ -24,8 +25,12 @@ class ModelRunner:
     embedding for are read as token 0, which only changes what it proposes.
     """
 
-    def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, model: Any, shape: KVShape, num_blocks: int, block_size: int, vocab_size: int, lean: bool = False
+    ) -> None:
+        """lean: run the layers by `lean.py`, for a model that it accepts."""
         self.model = model
+        self._lean = LeanDecoder(model) if lean else None
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -38,16 +43,22 @@ class ModelRunner:
         batch = build(sequences, self.block_size)
         if self._num_embeddings < self.vocab_size:
             batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
-        wanted = to_device(batch.wanted, self.device)
-        output = self.model(
-            input_ids=to_device(batch.token_ids, self.device).unsqueeze(0),
-            position_ids=to_device(batch.positions, self.device).unsqueeze(0),
-            past_key_values=None,
-            use_cache=False,
-            segments=self._segments(batch),
-            logits_to_keep=wanted,
+        token_ids, positions, wanted = (
+            to_device(part, self.device) for part in (batch.token_ids, batch.positions, batch.wanted)
         )
-        logits_NV: Tensor = output.logits[0].float()
+        segments = self._segments(batch)
+        if self._lean is not None:
+            logits_NV = self._lean.logits(token_ids, positions, segments, wanted).float()
+        else:
+            output = self.model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                past_key_values=None,
+                use_cache=False,
+                segments=segments,
+                logits_to_keep=wanted,
+            )
+            logits_NV = output.logits[0].float()
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

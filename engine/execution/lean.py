@@ -1,0 +1,140 @@
+"""A decoder of the Llama kind without the layers' own Python: the same numbers in fewer calls.
+
+transformers takes 0.2 to 0.3 ms of Python a layer, which is most of a pass over a few tokens of a small model. Here a
+layer is about twenty tensor operations: q, k and v are one product, gate and up another (the modules' weights become
+views of the joined ones, so nothing is stored twice), and rotation works on q and k together. Attention goes through
+the same hook. Which models it takes is looked up in their modules; every start compares it with transformers
+(`probe.py`), and a model it does not reproduce runs through transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from engine.execution.attention import Segments, attend
+
+_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
+
+
+@dataclass
+class _Layer:
+    """Weights of one layer; [out, in] as `linear` wants them."""
+
+    layer_idx: int
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class LeanDecoder:
+    """Runs the passes of one model."""
+
+    def __init__(self, model: Any) -> None:
+        """Take over a model that `is_lean` accepts; its linear layers share their memory with this from now on."""
+        config, body = model.config, model.model
+        self._body = body
+        self._head = model.lm_head.weight
+        self._eps = float(config.rms_norm_eps)
+        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self._num_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._scaling = float(body.layers[0].self_attn.scaling)
+        half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
+        self._sign = torch.cat([-half, half])
+        self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
+
+    @staticmethod
+    def _layer(number: int, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [part.bias for part in parts if part.bias is not None]
+        return _Layer(
+            layer_idx=number,
+            attention_norm=layer.input_layernorm.weight,
+            qkv=_joined(parts),
+            qkv_bias=torch.cat(biases) if biases else None,
+            query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+            key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+            output=attention.o_proj.weight,
+            output_bias=attention.o_proj.bias,
+            mlp_norm=layer.post_attention_layernorm.weight,
+            gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+            down=mlp.down_proj.weight,
+        )
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
+        cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
+        cos_T1D, sin_T1D = cos_1TD[0].unsqueeze(1), (sin_1TD[0] * self._sign).unsqueeze(1)
+        for layer in self._layers:
+            hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, segments)
+            normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
+            gate_TM, up_TM = linear(normed_TD, layer.gate_up).chunk(2, -1)
+            hidden_TD = hidden_TD + linear(silu(gate_TM) * up_TM, layer.down)
+        hidden_ND = rms_norm(hidden_TD[wanted_N], hidden_TD.shape[-1:], self._body.norm.weight, self._eps)
+        return linear(hidden_ND, self._head)
+
+    def _attention(
+        self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, segments: Segments
+    ) -> Tensor:
+        normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.attention_norm, self._eps)
+        joined_TX = linear(normed_TD, layer.qkv, layer.qkv_bias)
+        heads_THD = joined_TX.view(len(joined_TX), -1, self._head_dim)
+        num_rotated = self._num_heads + self._num_kv_heads
+        rotated_THD, value_THD = heads_THD[:, :num_rotated], heads_THD[:, num_rotated:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query_THD, key_THD = rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :]
+            query_THD = rms_norm(query_THD, query_THD.shape[-1:], layer.query_norm, self._eps)
+            key_THD = rms_norm(key_THD, key_THD.shape[-1:], layer.key_norm, self._eps)
+            rotated_THD = torch.cat([query_THD, key_THD], 1)
+        # Rotating by halves: roll puts each half in the other's place, the sign is in `sin`.
+        rotated_THD = torch.addcmul(rotated_THD * cos_T1D, rotated_THD.roll(self._head_dim // 2, -1), sin_T1D)
+        query_1HTD, key_1HTD, value_1HTD = (
+            part.transpose(0, 1).unsqueeze(0)
+            for part in (rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :], value_THD)
+        )
+        attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, segments=segments)
+        return linear(attended[0].flatten(1), layer.output, layer.output_bias)
+
+
+def is_lean(model: Any) -> bool:
+    """Whether a model is of the kind that `LeanDecoder` computes."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return (
+        config.model_type in _MODEL_TYPES
+        and config.hidden_act == "silu"
+        and rope.get("rope_type") in _ROPE_TYPES
+        and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+        and not getattr(config, "mlp_bias", False)
+        and getattr(model.lm_head, "bias", None) is None
+        # Quantised layers are of other classes, or fewer.
+        and len(linears) == 7 * config.num_hidden_layers + 1
+        and all(type(module) is nn.Linear for module in linears)
+    )
+
+
+def _joined(modules: tuple[Any, ...]) -> Tensor:
+    """The modules' weights one below the other; the modules keep views of them."""
+    weight: Tensor = torch.cat([module.weight.data for module in modules])
+    start = 0
+    for module in modules:
+        stop = start + module.weight.shape[0]
+        module.weight.data = weight[start:stop]
+        start = stop
+    return weight

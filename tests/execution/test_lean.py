@@ -1,0 +1,99 @@
+"""The lean decoder: the same numbers as transformers, only for models it knows, and never instead of a right answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.execution import lean, probe
+from engine.execution.lean import LeanDecoder, is_lean
+from engine.execution.probe import find_kv_shape, probe_either
+from tests.engine import tiny
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LEAN: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama, biases": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "llama, tied, wide heads": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=16),
+    "llama3 rope": transformers.LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8),
+}
+OTHERS: dict[str, Any] = {
+    "gemma2": transformers.Gemma2Config(**SIZES),
+    "mistral, window": transformers.MistralConfig(**SIZES, sliding_window=16),
+    "llama, mlp biases": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "llama, gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+
+
+def randomised(config: Any, seed: int) -> Any:
+    """A model whose norms and biases are no neutral numbers either."""
+    loaded = tiny.load_model(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in loaded.model.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    return loaded
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_it_gives_transformers_numbers(name: str) -> None:
+    """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights are views now."""
+    loaded = randomised(LEAN[name], seed=3)
+    assert is_lean(loaded.model)
+    assert probe.probe(loaded, find_kv_shape(loaded), lean=True) < 1e-4
+    assert probe.probe(loaded, find_kv_shape(loaded), lean=False) < 1e-4
+    assert probe_either(loaded, find_kv_shape(loaded))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_run_through_transformers(name: str) -> None:
+    assert not is_lean(randomised(OTHERS[name], seed=3).model)
+
+
+def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: halves rotated the other way."""
+    loaded = randomised(LEAN["llama"], seed=3)
+    take_over = LeanDecoder.__init__
+
+    def turned(self: LeanDecoder, model: Any) -> None:
+        take_over(self, model)
+        self._sign = -self._sign
+
+    monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
+    assert not probe_either(loaded, find_kv_shape(loaded))
+
+
+def test_joining_weights_stores_nothing_twice() -> None:
+    loaded = randomised(LEAN["llama"], seed=3)
+    before = loaded.weight_bytes
+    LeanDecoder(loaded.model)
+    assert loaded.weight_bytes == before
+    attention = loaded.model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
