@@ -25,7 +25,7 @@ from loadtest.client import RunResult, closed_loop, whole_text
 from loadtest.statistics import paired_ratio, ratio_of_sums_interval
 from loadtest.workload import Prompt, load
 
-OFF = "off"
+OFF, ADAPTIVE, AGAIN = "off", "adaptive", "again"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,13 @@ _MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 
 
 def arms_of(rules: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
-    """Plain decoding, and each rule with as many drafts as it can use."""
+    """Plain decoding, and each rule with as many drafts as it can use; `adaptive` is whatever the server chooses, and
+    `again` plain decoding once more, which shows the noise."""
+    named = {ADAPTIVE: {}, AGAIN: {"enabled": False}}
     return {OFF: {"enabled": False}} | {
-        rule: {
+        rule: named[rule]
+        if rule in named
+        else {
             "rule": rule,
             "num_drafts": min(num_drafts, _MAX_DRAFTS.get(rule, num_drafts)),
             "draft_length": draft_length,
@@ -129,6 +133,8 @@ def _run_arm(
         "ignore_eos": True,
         "speculation": options.arms[arm],
     }
+    if arm == ADAPTIVE:
+        body["seed"] = None  # a seed would keep the shape
     return asyncio.run(closed_loop(url, model, prompts, concurrency, body))
 
 

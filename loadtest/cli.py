@@ -32,7 +32,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default 1)")
-    result.add_argument("--rules", default="block,bv_race", help="verification rules to compare with plain decoding")
+    result.add_argument(
+        "--rules",
+        default="block,bv_race,adaptive",
+        help="compared with plain decoding: rules, adaptive (the server's choice), again (plain once more: noise)",
+    )
     result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
@@ -72,7 +76,7 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
         output.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         report.plot(result, plot)
-    print(report.markdown(result) if len(result["options"]["arms"]) <= 3 else report.rules_markdown(result))
+    print(report.markdown(result) if len(result["options"]["arms"]) <= 5 else report.rules_markdown(result))
     exactness = result["exactness"]
     print(f"\n{exactness['equal_in_all_arms']} of {exactness['greedy_answers']} greedy answers equal in all arms\n")
     print(json.dumps(result))

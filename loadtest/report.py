@@ -24,7 +24,7 @@ def markdown(result: dict[str, Any]) -> str:
             measured = cell["arms"][arm]
             ratio = measured["ratio_to_off"]
             row.append(f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})")
-            row.append(f"{measured['mean_acceptance_length']:.2f}")
+            row.append(f"{measured['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in measured else "-")
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -37,7 +37,7 @@ def rules_markdown(result: dict[str, Any]) -> str:
     ]
     for cell in result["cells"]:
         for arm, measured in cell["arms"].items():
-            if arm == "off":
+            if "num_drafts" not in result["options"]["arms"][arm]:
                 continue
             low, high = measured["mean_acceptance_length_interval"]
             ratio = measured["ratio_to_off"]
