@@ -31,7 +31,7 @@ from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, Pol
 from engine.metrics import PHASES, StepStats
 from engine.request import Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.sampling.noise import choice_seed
-from engine.scheduling.scheduler import Outcome
+from engine.scheduling.outcome import Outcome
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
 # as anything else runs on one of their cores.

@@ -24,7 +24,8 @@ from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
 from engine.scheduling.controller import PLAIN
-from engine.scheduling.scheduler import Outcome, Scheduler
+from engine.scheduling.outcome import Outcome
+from engine.scheduling.scheduler import Scheduler
 from engine.verifying import Winner, observe_gap, split_prompts, verify_chains
 
 

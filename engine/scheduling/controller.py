@@ -130,15 +130,15 @@ class Controller:
         kept = self.choice.shape if asked[0] & self.choice.of[0] else None
         num_rows = len(adaptive) + num_other_rows
         plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN)
+        # What is being done has the advantage: another shape must be clearly better.
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(num_rows, len(adaptive), shape) - num_rows / plain_rate
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
-            rate = self._rate(shape, tokens, mask, num_rows)
-            # What is being done has the advantage: another shape must be clearly better.
-            if rate * (1.0 if shape == kept else 1 / _CLEAR_GAIN) > best_rate:
-                best, best_rate, best_mask = shape, rate * (1.0 if shape == kept else 1 / _CLEAR_GAIN), mask
+            rate = self._rate(shape, tokens, mask, num_rows) * (1.0 if shape == kept else 1 / _CLEAR_GAIN)
+            if rate > best_rate:
+                best, best_rate, best_mask = shape, rate, mask
         drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
         self.choice = Choice(best if drafting else PLAIN, drafting, asked)
 

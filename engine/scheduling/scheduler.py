@@ -16,51 +16,17 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import msgspec
-
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
-from engine.request import DrafterCount, Request, TokenLogprob
+from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
+from engine.scheduling.outcome import Outcome
 from engine.scheduling.sequence import Sequence
 
 # Prompt tokens a step computes of a row that reports their logprobs.
 _PROMPT_LOGPROBS = 64
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one request."""
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str | None
-    """`stop`, `length`, or None while the answer goes on."""
-    draft_length: int
-    """Longest chain this step drafted; 0 for a plain step."""
-    num_chains: int
-    copied: list[DrafterCount]
-    """What the drafters beside the model contributed; they are part of the other counts."""
-    num_predicted: int
-    """Tokens among `token_ids` that the request's prediction has foreseen."""
-    rule: str
-    num_nodes: int
-    """Drafted nodes verified for this request."""
-    num_accepted: int
-    """Drafted tokens among `token_ids`."""
-    num_cached: int
-    """Prompt tokens whose K/V was there when the request was admitted."""
-    queue_s: float
-    """How long the request waited before it was first admitted."""
-    logprobs: list[TokenLogprob] = []
-    """One per token, where the request asked for them."""
-    prompt_logprobs: list[TokenLogprob] = []
-    """With the first tokens: of the prompt's tokens but the first, where the request asked for them."""
-    gap: float | None = None
-    """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
-    bias: float = 0.0
-    """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.scheduler import Outcome
+from engine.scheduling.outcome import Outcome
 
 # The whole suite runs on this device; `gpu` runs set it to cuda.
 DEVICE = torch.device(os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu"))
