@@ -24,6 +24,8 @@ _POINT_BUDGET_S = 0.15
 _MIN_REPEATS, _MAX_REPEATS = 2, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
+_MOST_NODES = 256
+"""Beyond this a step's time grows in proportion."""
 
 
 @torch.inference_mode()
@@ -90,7 +92,7 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
         plain.append((num_rows, plain_s))
         for num_drafts, length in dict.fromkeys(((1, 3), (min(4, speculation.num_drafts), 3))):
             num_nodes = num_rows * num_drafts * length
-            if num_rows + num_nodes > engine.scheduler.config.max_num_batched_tokens:
+            if num_nodes > min(_MOST_NODES, engine.scheduler.config.max_num_batched_tokens - num_rows):
                 continue
             shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
             wall_s, phases_s = _median_phases(engine, made_up_plan(engine, num_rows, context, shape))

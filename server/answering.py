@@ -73,8 +73,11 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def metrics_of(generation: Generation) -> Metrics:
-    """Times and speculation of the whole call."""
-    return generation.clock.report(generation.speculation().report())
+    """Times and speculation of the whole call, and of each choice."""
+    metrics = generation.clock.report(generation.speculation().report())
+    if len(generation.choices) == 1:
+        return metrics
+    return msgspec.structs.replace(metrics, choices=[choice.speculation.report() for choice in generation.choices])
 
 
 async def answer_whole(

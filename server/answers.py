@@ -68,6 +68,9 @@ class Metrics(msgspec.Struct, frozen=True):
     mean_itl_ms: float | None
     tokens_per_second: float | None
     speculative_decoding: SpeculativeDecoding | None
+    """Over all choices."""
+    choices: list[SpeculativeDecoding | None] | msgspec.UnsetType = msgspec.UNSET
+    """Of each choice, where there are several."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -90,9 +90,17 @@ def test_a_calibrated_daemon_reports_the_speedup(one_seat_http: httpx.Client) ->
 
 
 def test_the_counts_of_several_choices_are_summed(http: httpx.Client) -> None:
-    """`n=3` is counted over all choices."""
+    """`n=3` is counted over all choices, and for each of them."""
     answer = answer_of(http, n=3)
-    counted = answer["metrics"]["speculative_decoding"]
+    counted, each = answer["metrics"]["speculative_decoding"], answer["metrics"]["choices"]
+    for one in each:
+        check_counts(one, 40)
+    for name in ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens"):
+        assert sum(one[name] for one in each) == counted[name]
+    assert "choices" not in answer_of(http)["metrics"]
+    with open_stream(http, COMPLETIONS, **CALL, n=3, stream_options={"include_usage": True}) as stream:
+        streamed = stream.read()[-1]["metrics"]
+    assert [one["acceptance_histogram"] for one in streamed["choices"]] == [one["acceptance_histogram"] for one in each]
     assert sum(counted["acceptance_histogram"]) == counted["num_spec_steps"]
     accepted = counted["num_accepted_draft_tokens"]
     assert accepted + counted["num_spec_steps"] >= 3 * 40 - 3
