@@ -1,0 +1,117 @@
+"""`python -m loadtest.soak`: many short requests, and what memory and the cache look like after them.
+
+A daemon on the embedded pair streams answers of a few tokens, some with several choices, predictions or a grammar; a
+tenth of the clients leave in the middle. The resident memory of both processes is read while nothing runs, and the
+cache must be free of holders then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from loadtest.bench import environment
+from loadtest.daemon import running_daemon
+from loadtest.workload import load
+
+_EXTRAS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"n": 2},
+    {"temperature": 0},
+    {"prediction": {"type": "content", "content": "I think that would be nice."}},
+    {"structured_outputs": {"regex": "(yes|no), [a-z]+"}},
+    {"logprobs": 2},
+    {"speculation": {"rule": "traversal", "tree": [2, 2, 1]}},
+]
+
+
+async def one_request(http: httpx.AsyncClient, body: dict[str, Any], leaves: bool) -> None:
+    """A stream that is read to its end, or left after its first frame."""
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        if response.status_code != 200:
+            raise RuntimeError((await response.aread()).decode())
+        async for line in response.aiter_lines():
+            if leaves and line:
+                return
+
+
+async def batch(url: str, model: str, count: int, concurrency: int, generator: random.Random) -> None:
+    """Some requests, `concurrency` at a time."""
+    prompts = [str(prompt.body["prompt"]) for prompt in load("gutenberg")]
+    left = count
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=concurrency)) as http:
+
+        async def worker() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                prompt = generator.choice(prompts)
+                start = generator.randrange(max(1, len(prompt) - 80))
+                body = {"model": model, "prompt": prompt[start : start + 80], "max_tokens": generator.randint(1, 8)}
+                await one_request(http, {**body, **generator.choice(_EXTRAS)}, generator.random() < 0.1)
+
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+
+
+def resident_bytes(pattern: str) -> int:
+    """Resident memory of the one process whose command line matches."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+            if re.search(pattern, command):
+                return int((folder / "statm").read_text().split()[1]) * 4096
+        except OSError:
+            continue
+    raise RuntimeError(f"no process matches {pattern}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print and write JSON; 1 when blocks are held by nobody."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20,000)")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default 32)")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    options = parser.parse_args(arguments)
+    generator, points = random.Random(1), []
+    with running_daemon(["--served-model-name", "soak"]) as url, tqdm(total=options.requests, unit="request") as bar:
+        step = max(1, options.requests // 20)
+        for done in range(0, options.requests + 1, step):
+            if done:
+                asyncio.run(batch(url, "soak", step, options.concurrency, generator))
+                bar.update(step)
+            points.append(
+                {
+                    "requests": done,
+                    "engine_mib": resident_bytes(r"-m engine\.process") >> 20,
+                    "server_mib": resident_bytes(r"serve --port 0 --served-model-name soak") >> 20,
+                }
+            )
+        metrics = httpx.get(f"{url}/metrics").text
+        usage = float(re.findall(r"^polydraft_kv_cache_usage_ratio\{.*\} (\S+)$", metrics, re.M)[0])
+        result = {
+            "what": "resident memory over many short requests, a tenth of them left by their client",
+            "options": {name: value for name, value in vars(options).items() if name != "output"},
+            "environment": environment(url),
+            "points": points,
+            "blocks_held_at_idle": usage,
+        }
+    text = json.dumps(result, indent=1)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+    print(text)
+    return int(usage != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
