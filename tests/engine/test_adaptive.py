@@ -138,11 +138,13 @@ def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
 
 
 def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """End to end: with free nodes it drafts, with dear ones it stops, and steps are what it says."""
+    """End to end: with free nodes it drafts, with dear ones it stops."""
     for node_s, drafts_much in ((0.0, True), (50.0, False)):
         engine = tiny.build(TARGET, DRAFT)
         costs = StepCosts(Curve([(1, 1e-2)]), Curve([(0, 0.0), (10, node_s)]), Curve([(1, 1e-5)]))
         engine.scheduler.controller = Controller(costs, 5)
+        # What this machine's steps take must not decide a test.
+        engine.scheduler.controller.note_time = lambda *_: None  # type: ignore[method-assign]
         outcomes = chain(*tiny.run(engine, wishes(4)).outcomes.values())
         share = np.mean([outcome.draft_length > 0 for outcome in outcomes])
         assert (share > 0.8) if drafts_much else (share < 0.2)
