@@ -199,8 +199,9 @@ def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:
     """What a person wants to know once the daemon serves."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
     speculation = server.client.config.speculation
+    up_to = "up to " if speculation.adaptive else ""
     drafting = (
-        f"{speculation.rule}, {speculation.num_drafts} drafts of {speculation.draft_length} tokens"
+        f"{speculation.rule}, {up_to}{speculation.num_drafts} drafts of {speculation.draft_length} tokens"
         if facts.has_draft and speculation.rule != "off"
         else "off"
     )
