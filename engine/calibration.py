@@ -6,7 +6,6 @@ pool holds nothing yet, so what is read and overwritten does not matter.
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import msgspec
@@ -21,7 +20,7 @@ from engine.scheduling.costs import Curve, StepCosts
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _POINT_BUDGET_S = 0.15
-_MIN_REPEATS, _MAX_REPEATS = 2, 15
+_MIN_REPEATS, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
@@ -66,51 +65,42 @@ def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Specu
 
 
 def median_s(engine: Engine, plan: Plan) -> float:
-    """Median duration of a step that carries out the plan."""
-    durations: list[float] = []
-    engine.run_parts(plan)
-    began = time.perf_counter()
-    while len(durations) < _MIN_REPEATS or (
-        len(durations) < _MAX_REPEATS and time.perf_counter() - began < _POINT_BUDGET_S
-    ):
-        started = time.perf_counter()
-        engine.run_parts(plan)
-        durations.append(time.perf_counter() - started)
-    return statistics.median(durations)
+    """Duration of a step that carries out the plan: the middle one of several."""
+    return _middle_step(engine, plan)[0]
 
 
 @torch.inference_mode()
 def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
     """Parts of a step by size, from steps of a few shapes that the configured rule verifies."""
     context = min(256, engine.facts.max_model_len // 2)
-    most_rows = engine.scheduler.config.max_num_seqs
+    most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
     plain: list[tuple[float, float]] = []
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
     for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
-        plain_s, _ = _median_phases(engine, made_up_plan(engine, num_rows, context))
+        plain_s, _ = _middle_step(engine, made_up_plan(engine, num_rows, context))
         plain.append((num_rows, plain_s))
-        for num_drafts, length in dict.fromkeys(((1, 3), (min(4, speculation.num_drafts), 3))):
+        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
             num_nodes = num_rows * num_drafts * length
-            if num_nodes > min(_MOST_NODES, engine.scheduler.config.max_num_batched_tokens - num_rows):
+            if num_rows > 1 and num_nodes > min(_MOST_NODES, engine.scheduler.config.max_num_batched_tokens - num_rows):
                 continue
             shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
-            wall_s, phases_s = _median_phases(engine, made_up_plan(engine, num_rows, context, shape))
+            wall_s, phases_s = _middle_step(engine, made_up_plan(engine, num_rows, context, shape))
             nodes.append((num_nodes, wall_s - phases_s["draft"] - plain_s))
             if num_drafts == 1:
                 draft_pass.append((num_rows, phases_s["draft"] / length))
-            else:
+            elif length > 1:
                 first_s = Curve(draft_pass).at(num_rows)
                 draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (length - 1)))
     return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
 
 
-def _median_phases(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
-    """(duration, durations by phase) of the middle one of a few steps."""
+def _middle_step(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
+    """(duration, durations by phase) of the step of median duration."""
     engine.run_parts(plan)
     runs: list[tuple[float, dict[str, float]]] = []
     began = time.perf_counter()
-    while len(runs) < _MIN_REPEATS + 1 or (len(runs) < 9 and time.perf_counter() - began < _POINT_BUDGET_S):
+    while len(runs) < _MIN_REPEATS or (len(runs) < _MAX_REPEATS and time.perf_counter() - began < _POINT_BUDGET_S):
         engine.stopwatch.start()
         engine.run_parts(plan)
         runs.append(engine.stopwatch.stop())

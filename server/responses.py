@@ -18,6 +18,7 @@ from server.answering import metrics_of, usage_of
 from server.errors import to_api_error
 from server.generation import Delta, Generation
 from server.protocol import ChatRequest, Count, GenerationFields, Wire
+from server.sampling_fields import refuse_all_but
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 # Known, and refused unless neutral.
@@ -73,10 +74,7 @@ class ResponsesRequest(GenerationFields):
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same wish as a chat; raises RequestError for what is not served."""
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name)
-        if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
-            raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")
+    refuse_all_but(body, _NEUTRAL)
     text = body.text or TextConfig()
     if text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")

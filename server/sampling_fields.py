@@ -6,6 +6,7 @@ Not for: prompts (`generate_routes.py`) or lengths that depend on the prompt (`a
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -52,7 +53,12 @@ MAX_STOPS = 16
 def refuse_unsupported(body: GenerationFields) -> None:
     """Raise RequestError for a known field with a value that is not served."""
     own = _NEUTRAL_IN_COMPLETIONS if isinstance(body, CompletionRequest) else {}
-    for name, neutral in (_NEUTRAL | own).items():
+    refuse_all_but(body, _NEUTRAL | own)
+
+
+def refuse_all_but(body: GenerationFields, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise RequestError for a field whose value is none of those that ask for nothing."""
+    for name, neutral in neutral_values.items():
         value = getattr(body, name, None)
         if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
             raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")

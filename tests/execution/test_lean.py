@@ -12,19 +12,9 @@ from engine.execution import lean, probe
 from engine.execution.lean import LeanDecoder, is_lean
 from engine.execution.probe import find_kv_shape, probe_either
 from tests.engine import tiny
+from tests.execution.test_architectures import COMMON
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 3}
 LEAN: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**SIZES),
     "llama, biases": transformers.LlamaConfig(**SIZES, attention_bias=True),
