@@ -142,6 +142,10 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
     asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
         return Speculation()
+    if asked.over_acceptance_residual is not None and not asked.over_acceptance:
+        raise RequestError(
+            "over_acceptance_residual goes with over_acceptance above 0", "speculation.over_acceptance_residual"
+        )
     drafters = _drafters_of(body, defaults, facts)
     if not drafters:
         return Speculation()

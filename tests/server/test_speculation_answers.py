@@ -170,6 +170,7 @@ def test_a_request_chooses_its_own_shape_and_rule(http: httpx.Client, speculatio
         ({"drafters": []}, "speculation.drafters"),
         ({"drafters": ["prompt_lookup"], "num_drafts": 2}, "speculation.num_drafts"),
         ({"num_drafts": 2.5}, "speculation.num_drafts"),
+        ({"over_acceptance_residual": "target"}, "speculation.over_acceptance_residual"),
         ([], "speculation"),
     ],
 )
