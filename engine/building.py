@@ -14,6 +14,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Progress, load_pair
+from engine.execution.packing import pack, take_over
 from engine.execution.probe import find_kv_shape, probe_either
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
@@ -41,17 +42,22 @@ def assemble(
     check_speculation(config)
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
-    leans = []
+    decoders = []
+    weight_bytes = []
     for model, shape in zip(models, shapes, strict=True):
         progress(f"probing {model.name}")
-        leans.append(probe_either(model, shape))
+        decoder = probe_either(model, shape)
+        progress(f"packing {model.name}")
+        packed_bytes = pack(decoder.products if decoder else take_over(model.model), config.model.prepack)
+        weight_bytes.append(packed_bytes + model.weight_bytes)
+        decoders.append(decoder)
     max_model_len = _max_model_len(config, models)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
     block_size = config.cache.block_size
     runners = [
-        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, lean)
-        for model, shape, lean in zip(models, shapes, leans, strict=True)
+        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, decoder)
+        for model, shape, decoder in zip(models, shapes, decoders, strict=True)
     ]
     bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]
     facts = EngineFacts(
@@ -67,8 +73,8 @@ def assemble(
         max_copied_tokens=config.scheduler.max_copied_tokens,
         rules=rule_facts(),
         memory_plan={
-            "weights": target.weight_bytes,
-            "draft_weights": draft.weight_bytes if draft is not None else 0,
+            "weights": weight_bytes[0],
+            "draft_weights": sum(weight_bytes[1:]),
             "kv_cache": bytes_by_model[0],
             "draft_kv_cache": sum(bytes_by_model[1:]),
             "workspace": _workspace_bytes(config, target.vocab_size),

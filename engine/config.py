@@ -15,6 +15,7 @@ MODEL, PROMPT_LOOKUP, PREDICTION = "model", "prompt_lookup", "prediction"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Prepack = Literal["auto", "always", "off"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the models run; auto is CUDA when there is a device."""
     num_threads: int = 0
     """CPU threads of the engine; 0 is all cores but one (at least one)."""
+    prepack: Prepack = "auto"
+    """Keep weights in oneDNN's layout on a CPU: where that is faster, always, or never."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,7 @@ class Serve(BaseSettings):
     dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
     device: Device = Field("auto", description="where the models run")
     num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
+    prepack: Prepack = Field("auto", description="weights in oneDNN's layout on a CPU; auto: where that is faster")
     max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
     max_num_seqs: Positive = Field(64, description="requests that run at once")
     max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
@@ -205,6 +206,7 @@ class Serve(BaseSettings):
                 dtype=self.dtype,
                 device=self.device,
                 num_threads=self.num_threads,
+                prepack=self.prepack,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

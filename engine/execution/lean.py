@@ -9,14 +9,16 @@ the same hook. Which models it takes is looked up in their modules; every start 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.execution.attention import Segments, attend
+from engine.execution.packing import Product
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -24,19 +26,17 @@ _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
 
 @dataclass
 class _Layer:
-    """Weights of one layer; [out, in] as `linear` wants them."""
+    """Weights and products of one layer."""
 
     layer_idx: int
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Product
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: Product
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Product
+    down: Product
 
 
 class LeanDecoder:
@@ -46,7 +46,8 @@ class LeanDecoder:
         """Take over a model that `is_lean` accepts; its linear layers share their memory with this from now on."""
         config, body = model.config, model.model
         self._body = body
-        self._head = model.lm_head.weight
+        tied = model.lm_head.weight is body.embed_tokens.weight
+        self._head = Product(model.lm_head.weight, modules=() if tied else (model.lm_head,))
         self._eps = float(config.rms_norm_eps)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -56,6 +57,12 @@ class LeanDecoder:
         self._sign = torch.cat([-half, half])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
+    @property
+    def products(self) -> list[Product]:
+        """Everything it multiplies by."""
+        layers = self._layers
+        return [self._head, *(part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down))]
+
     @staticmethod
     def _layer(number: int, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -64,15 +71,13 @@ class LeanDecoder:
         return _Layer(
             layer_idx=number,
             attention_norm=layer.input_layernorm.weight,
-            qkv=_joined(parts),
-            qkv_bias=torch.cat(biases) if biases else None,
+            qkv=_joined(parts, torch.cat(biases) if biases else None),
             query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-            output=attention.o_proj.weight,
-            output_bias=attention.o_proj.bias,
+            output=_joined((attention.o_proj,), attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight,
             gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-            down=mlp.down_proj.weight,
+            down=_joined((mlp.down_proj,)),
         )
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
@@ -83,16 +88,16 @@ class LeanDecoder:
         for layer in self._layers:
             hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, segments)
             normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
-            gate_TM, up_TM = linear(normed_TD, layer.gate_up).chunk(2, -1)
-            hidden_TD = hidden_TD + linear(silu(gate_TM) * up_TM, layer.down)
+            gate_TM, up_TM = layer.gate_up(normed_TD).chunk(2, -1)
+            hidden_TD = hidden_TD + layer.down(silu(gate_TM) * up_TM)
         hidden_ND = rms_norm(hidden_TD[wanted_N], hidden_TD.shape[-1:], self._body.norm.weight, self._eps)
-        return linear(hidden_ND, self._head)
+        return self._head(hidden_ND)
 
     def _attention(
         self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, segments: Segments
     ) -> Tensor:
         normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.attention_norm, self._eps)
-        joined_TX = linear(normed_TD, layer.qkv, layer.qkv_bias)
+        joined_TX = layer.qkv(normed_TD)
         heads_THD = joined_TX.view(len(joined_TX), -1, self._head_dim)
         num_rotated = self._num_heads + self._num_kv_heads
         rotated_THD, value_THD = heads_THD[:, :num_rotated], heads_THD[:, num_rotated:]
@@ -108,7 +113,7 @@ class LeanDecoder:
             for part in (rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :], value_THD)
         )
         attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, segments=segments)
-        return linear(attended[0].flatten(1), layer.output, layer.output_bias)
+        return layer.output(attended[0].flatten(1))
 
 
 def is_lean(model: Any) -> bool:
@@ -129,12 +134,14 @@ def is_lean(model: Any) -> bool:
     )
 
 
-def _joined(modules: tuple[Any, ...]) -> Tensor:
-    """The modules' weights one below the other; the modules keep views of them."""
-    weight: Tensor = torch.cat([module.weight.data for module in modules])
+def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> Product:
+    """The product of modules with their weights one below the other; the modules keep views of them."""
+    if len(modules) == 1:
+        return Product(modules[0].weight.data, bias, modules)
+    weight = torch.cat([module.weight.data for module in modules])
     start = 0
     for module in modules:
         stop = start + module.weight.shape[0]
         module.weight.data = weight[start:stop]
         start = stop
-    return weight
+    return Product(weight, bias, modules)

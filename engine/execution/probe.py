@@ -17,7 +17,7 @@ from engine.cache.tensors import KVShape
 from engine.errors import LoadError
 from engine.execution.attention import HOOK
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
-from engine.execution.lean import is_lean
+from engine.execution.lean import LeanDecoder, is_lean
 from engine.execution.loading import LoadedModel
 from engine.execution.runner import ModelRunner
 from engine.speculation.topology import merge_chains
@@ -54,19 +54,20 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_either(loaded: LoadedModel, shape: KVShape) -> bool:
-    """Whether the model can be run lean; raises LoadError when it can be served neither way."""
+def probe_either(loaded: LoadedModel, shape: KVShape) -> LeanDecoder | None:
+    """A lean decoder of the model, where it can be run by one; raises LoadError when it can be served neither way."""
     if is_lean(loaded.model):
         try:
-            probe(loaded, shape, lean=True)
-            return True
+            decoder = LeanDecoder(loaded.model)
+            probe(loaded, shape, decoder)
+            return decoder
         except LoadError:
             pass  # transformers itself may be right
     probe(loaded, shape)
-    return False
+    return None
 
 
-def probe(loaded: LoadedModel, shape: KVShape, lean: bool = False) -> float:
+def probe(loaded: LoadedModel, shape: KVShape, lean: LeanDecoder | None = None) -> float:
     """Largest relative logit difference between the hook path (or the lean decoder) and plain transformers.
 
     Raises LoadError when it is too large for the model's dtype.

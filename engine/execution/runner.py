@@ -26,11 +26,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Any, shape: KVShape, num_blocks: int, block_size: int, vocab_size: int, lean: bool = False
+        self,
+        model: Any,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        lean: LeanDecoder | None = None,
     ) -> None:
-        """lean: run the layers by `lean.py`, for a model that it accepts."""
+        """lean: what runs the model's layers instead of transformers."""
         self.model = model
-        self._lean = LeanDecoder(model) if lean else None
+        self._lean = lean
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size

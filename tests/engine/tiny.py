@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.building import assemble
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, Prepack, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
@@ -92,11 +92,12 @@ def build(
     max_draft_length: int = 5,
     max_over_acceptance: float = 0.0,
     max_copied_tokens: int = 0,
+    prepack: Prepack = "off",
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(target=target.name, draft=draft.name if draft else None),
+            model=ModelConfig(target=target.name, draft=draft.name if draft else None, prepack=prepack),
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

@@ -57,9 +57,9 @@ def test_it_gives_transformers_numbers(name: str) -> None:
     """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights are views now."""
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
-    assert probe.probe(loaded, find_kv_shape(loaded), lean=True) < 1e-4
-    assert probe.probe(loaded, find_kv_shape(loaded), lean=False) < 1e-4
-    assert probe_either(loaded, find_kv_shape(loaded))
+    assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 1e-4
+    assert probe.probe(loaded, find_kv_shape(loaded)) < 1e-4
+    assert probe_either(loaded, find_kv_shape(loaded)) is not None
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -77,7 +77,7 @@ def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: py
         self._sign = -self._sign
 
     monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
-    assert not probe_either(loaded, find_kv_shape(loaded))
+    assert probe_either(loaded, find_kv_shape(loaded)) is None
 
 
 def test_joining_weights_stores_nothing_twice() -> None:

@@ -1,0 +1,158 @@
+"""Linear layers with weights packed for oneDNN, where that is faster than the plain product.
+
+A plain product of several rows lays the weight out anew in every call. Packed once at start, a weight costs up to
+eight rows little more than one, which is what verification needs. From how many rows on weights of a shape are run
+packed is measured at start; where that is always, they are kept in this form only. CPU only. The operators are torch's
+private ones: without them, and where packed numbers are not the plain ones, everything stays plain.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from engine.config import Prepack
+
+_NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+_POINT_BUDGET_S = 0.03
+_MIN_REPEATS, _MAX_REPEATS = 3, 25
+# Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
+_MEASURED_BYTES = 128 << 20
+# A weight kept in one form only is worth so much of a product's time.
+_ONE_FORM = 1.05
+# Largest allowed difference from the plain product, as a share of the largest number in it.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+class Product:
+    """`rows @ weight.T + bias`, by whichever form of the weight is faster for the number of rows."""
+
+    __slots__ = ("_modules", "_packed", "_packed_from", "_plain", "bias", "shape")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
+        """modules: those whose weights are `weight`, and that nothing else runs."""
+        self.shape = tuple(weight.shape)
+        self.bias = bias
+        self._plain: Tensor | None = weight
+        self._packed: Tensor | None = None
+        self._packed_from = 0
+        self._modules = tuple(modules)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if self._plain is None or (self._packed is not None and rows.shape[:-1].numel() >= self._packed_from):
+            return _packed_linear(rows, self._packed, self.bias)
+        return linear(rows, self._plain, self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight; until it has been given up."""
+        assert self._plain is not None, "the weight is packed"
+        return self._plain
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed form."""
+        return 0 if self._packed is None else self._packed.nbytes
+
+    def pack(self, packed_from: int) -> None:
+        """Run packed from so many rows on; from one row on, the plain form is given up."""
+        self._packed, self._packed_from = reorder(self.weight), packed_from
+        if packed_from == 1:
+            self._plain = None
+            for module in self._modules:
+                module.weight.data = module.weight.data.new_empty(0)
+
+
+def take_over(model: Any) -> Iterator[Product]:
+    """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
+    shared = {id(model.get_input_embeddings().weight)}
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            own = () if id(module.weight) in shared else (module,)
+            product = Product(module.weight.detach(), module.bias, own)
+            module.forward = product  # type: ignore[method-assign, assignment]
+            yield product
+
+
+def pack(products: Iterable[Product], wanted: Prepack) -> int:
+    """Pack a model's products: `always` all of them, `auto` what is faster so; the memory that packed weights take."""
+    products = list(products)
+    if wanted == "off" or not products or not _is_supported(products[0].weight):
+        return 0
+    by_shape: dict[tuple[int, ...], list[Product]] = {}
+    for product in products:
+        by_shape.setdefault(product.shape, []).append(product)
+    for alike in by_shape.values():
+        packed_from = 1 if wanted == "always" else _fastest_from(alike)
+        if packed_from and _agrees(alike[0].weight):
+            for product in alike:
+                product.pack(packed_from)
+    return sum(product.packed_bytes for product in products)
+
+
+def reorder(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's own layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+    return packed
+
+
+def _packed_linear(rows: Tensor, packed: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return result
+
+
+def _is_supported(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        reorder(weight[:1])
+    except (AttributeError, RuntimeError):  # an operator that this torch or this processor lacks
+        return False
+    return True
+
+
+def _agrees(weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, weight.shape[1], generator=generator).to(weight.dtype)
+    plain, packed = linear(rows, weight), _packed_linear(rows, reorder(weight))
+    return bool((plain - packed).abs().max() <= _TOLERANCE[weight.dtype] * plain.abs().max())
+
+
+@torch.inference_mode()
+def _fastest_from(alike: Sequence[Product]) -> int:
+    """From how many rows on weights of one shape are run packed; 0 for never."""
+    count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
+    plain = [product.weight for product in alike[:count]]
+    packed = [reorder(weight) for weight in plain]
+    gains = []
+    for num_rows in _NUM_ROWS:
+        rows = torch.randn(num_rows, plain[0].shape[1]).to(plain[0].dtype)
+        plain_s, packed_s = _middle_s(linear, rows, plain), _middle_s(_packed_linear, rows, packed)
+        gains.append(math.log(plain_s / packed_s))
+    return choose_from(gains)
+
+
+def choose_from(gains: Sequence[float]) -> int:
+    """From how many rows on to run packed, given log(plain / packed seconds) at `_NUM_ROWS`; 0 for never."""
+    total = {0: 0.0} | {num_rows: sum(gains[index:]) for index, num_rows in enumerate(_NUM_ROWS)}
+    total[0] += len(gains) * math.log(_ONE_FORM)
+    total[1] += len(gains) * math.log(_ONE_FORM)
+    return max(total, key=total.__getitem__)
+
+
+def _middle_s(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Sequence[Tensor]) -> float:
+    """Time of the products of all weights: the middle one of several."""
+    runs: list[float] = []
+    while len(runs) < _MIN_REPEATS or (len(runs) < _MAX_REPEATS and sum(runs) < _POINT_BUDGET_S):
+        began = time.perf_counter()
+        for weight in weights:
+            product(rows, weight)
+        runs.append(time.perf_counter() - began)
+    return sorted(runs)[len(runs) // 2]
