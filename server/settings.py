@@ -27,6 +27,7 @@ from engine.api import (
     Dtype,
     EngineConfig,
     ModelConfig,
+    Prepack,
     SchedulerConfig,
     SpeculationConfig,
 )

@@ -35,6 +35,18 @@ class KVTensors:
         layout = (shape.num_layers, num_slots, shape.num_kv_heads)
         self.keys = torch.zeros((*layout, shape.key_dim), dtype=dtype, device=device)
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
+        self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer at `slots`, [slots, heads, dim]: valid until the next call, which uses the same memory."""
+        count = len(slots)
+        if len(self._gathered[0]) < count:
+            keys, values = self.keys, self.values
+            self._gathered = (keys.new_empty((count, *keys.shape[2:])), values.new_empty((count, *values.shape[2:])))
+        keys, values = self._gathered[0][:count], self._gathered[1][:count]
+        torch.index_select(self.keys[layer], 0, slots, out=keys)
+        torch.index_select(self.values[layer], 0, slots, out=values)
+        return keys, values
 
     def keep(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy slots (from, to), all read before any is written."""

@@ -8,8 +8,8 @@ transformers builds no mask at all. (transformers >= 5.17; `docs/architecture.md
 A *segment* is one sequence's part of a flat batch of T tokens: its queries, and the slots of all
 the keys they may look at (committed prefix first, then this pass's own tokens).
 
-This is the plain path: one scaled-dot-product call per segment, on any device. It is the oracle
-of every faster backend.
+The plain path is one call per segment, on any device. It is the oracle of every faster backend, such as segments that
+attend together (`batches.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.cache.tensors import KVTensors
+from engine.execution.batches import Batch, attend_batch
+from engine.execution.scaled import Kind, scaled_attention
 
 HOOK = "polydraft_tree"
 
@@ -62,6 +62,9 @@ class Segments:
     slots_T: Tensor | slice
     """Where the K/V of the pass's own tokens is written."""
     segments: list[Segment]
+    """Each attends in a call of its own,"""
+    batches: list[Batch] = field(default_factory=list)
+    """and these several sequences at once."""
 
 
 def attend(
@@ -82,51 +85,27 @@ def attend(
     keys, values = segments.storage.keys[module.layer_idx], segments.storage.values[module.layer_idx]
     keys[segments.slots_T] = key[0].transpose(0, 1)
     values[segments.slots_T] = value[0].transpose(0, 1)
-    outputs = []
-    for segment in segments.segments:
-        queries = query[:, :, segment.query]
-        segment_keys = keys[segment.slots].transpose(0, 1).unsqueeze(0)
-        segment_values = values[segment.slots].transpose(0, 1).unsqueeze(0)
-        mask = segment.mask(sliding_window)
-        if softcap is None and s_aux is None:
-            output = scaled_dot_product_attention(
-                queries,
-                segment_keys,
-                segment_values,
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=queries.shape[1] != segment_keys.shape[1],
-            )
-        else:
-            output = _explicit(queries, segment_keys, segment_values, mask, scaling, softcap, s_aux)
-        outputs.append(output.transpose(1, 2))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+    alone, batches, kind = segments.segments, segments.batches, Kind(softcap, s_aux)
+    if len(alone) == 1 and not batches:
+        return _attend_segment(alone[0], keys, values, query, scaling, kind, sliding_window), None
+    output = query.new_empty(1, query.shape[2], query.shape[1], values.shape[-1])
+    for segment in alone:
+        output[:, segment.query] = _attend_segment(segment, keys, values, query, scaling, kind, sliding_window)
+    for batch in batches:
+        part = attend_batch(batch, segments.storage, module.layer_idx, query, scaling, kind, sliding_window)
+        output[0].index_copy_(0, batch.rows, part)
+    return output, None
 
 
-def _explicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+def _attend_segment(
+    segment: Segment, keys: Tensor, values: Tensor, query: Tensor, scaling: float | None, kind: Kind, window: int | None
 ) -> Tensor:
-    """Attention by matrix products, for score softcapping and attention sinks."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return weights.to(value.dtype) @ value
+    """Attention of one segment out of a pass's queries: (1, queries, H, D_v)."""
+    segment_keys = keys[segment.slots].transpose(0, 1).unsqueeze(0)
+    segment_values = values[segment.slots].transpose(0, 1).unsqueeze(0)
+    queries = query[:, :, segment.query]
+    output = scaled_attention(queries, segment_keys, segment_values, segment.mask(window), scaling, kind)
+    return output.transpose(1, 2)
 
 
 def register() -> None:

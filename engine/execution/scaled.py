@@ -1,0 +1,54 @@
+"""Scaled dot-product attention with what some models add to it: score softcapping and attention sinks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Kind(NamedTuple):
+    """What a layer adds to plain attention."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """[H] a logit per head that takes its share of the weights and gives nothing."""
+
+
+def scaled_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: Kind
+) -> Tensor:
+    """query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
+
+    mask: bool (True: seen) or what is added to the scores. Where H_kv heads of folded queries come instead of H, the
+    sinks' heads are counted in the order of the folded queries.
+    """
+    if kind.softcap is not None or kind.sinks is not None:
+        return _explicit(query, key, value, mask, scaling, kind)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: Kind
+) -> Tensor:
+    """The same by matrix products."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if kind.sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    # [H] -> [H_kv, Q of this call]: folded queries lie group by group.
+    sinks = kind.sinks.float().view(query.shape[1], -1)
+    column = sinks.repeat_interleave(scores.shape[2] // sinks.shape[1], 1)[None, :, :, None].expand(
+        *scores.shape[:-1], 1
+    )
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,118 @@
+"""Packed products: the plain ones' numbers, given up where they are not, and chosen by measured time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.execution import packing
+from engine.execution.packing import Product, choose_from, pack, take_over
+from engine.execution.probe import find_kv_shape, probe, probe_either
+from engine.request import Speculation
+from tests.engine import tiny
+from tests.execution.test_architectures import CONFIGS
+from tests.execution.test_lean import LEAN, randomised
+
+CPU = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights are packed on a CPU only")
+BLOCK = Speculation(rule="block", num_drafts=1, draft_length=3)
+
+
+@CPU
+@pytest.mark.parametrize("name", LEAN)
+def test_a_lean_decoder_runs_packed(name: str) -> None:
+    loaded = randomised(LEAN[name], seed=3)
+    decoder = probe_either(loaded, find_kv_shape(loaded))
+    assert decoder is not None
+    plain_bytes = loaded.weight_bytes
+    runs = [tiny.run(tiny.build(loaded, None), [tiny.request("a", range(5, 25))]).tokens]
+    loaded = randomised(LEAN[name], seed=3)
+    engine = tiny.build(loaded, None, prepack="always")
+    runs.append(tiny.run(engine, [tiny.request("a", range(5, 25))]).tokens)
+    assert runs[0] == runs[1]
+    # Weights are there in one form only, but for a head that the embedding shares.
+    assert loaded.weight_bytes < 0.5 * plain_bytes
+    assert engine.facts.memory_plan["weights"] < 1.6 * plain_bytes
+
+
+@CPU
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_layers_run_packed(name: str) -> None:
+    """The hook path with packed layers against plain transformers, which is computed first."""
+    loaded = randomised(CONFIGS[name](), seed=3)
+    prompt = torch.arange(5, 25).unsqueeze(0)
+    loaded.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        before = loaded.model(input_ids=prompt, use_cache=False).logits
+        packed_bytes = pack(take_over(loaded.model), "always")
+        after = loaded.model(input_ids=prompt, use_cache=False).logits
+    assert packed_bytes > 0
+    assert torch.allclose(before, after, atol=1e-4, rtol=1e-4)
+    loaded.model.set_attn_implementation("polydraft_tree")
+    assert probe(loaded, find_kv_shape(loaded)) < 1e-3
+
+
+@CPU
+def test_speculation_gives_the_plain_answer_on_packed_weights() -> None:
+    target = tiny.llama(1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), prepack="always")
+    requests = [tiny.request("plain", range(5, 25)), tiny.request("block", range(5, 25), BLOCK)]
+    run = tiny.run(engine, requests)
+    assert run.tokens["plain"] == run.tokens["block"]
+    assert run.num_accepted > 0
+
+
+@CPU
+def test_wrong_packed_numbers_keep_a_model_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = packing._packed_linear
+    monkeypatch.setattr(packing, "_packed_linear", lambda rows, packed, bias=None: right(rows, packed, bias) * 1.01)
+    products = [Product(torch.randn(16, 8))]
+    assert pack(products, "always") == 0
+    assert products[0].weight.shape == (16, 8)
+
+
+def test_without_the_operators_a_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(packing, "reorder", missing)
+    assert pack([Product(torch.randn(16, 8))], "always") == 0
+
+
+@CPU
+def test_a_product_runs_plain_below_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Product(torch.randn(16, 8), torch.randn(16))
+    expected = {n: product(torch.ones(1, n, 8)) for n in (3, 4)}
+    product.pack(4)
+    used = []
+    right = packing._packed_linear
+    monkeypatch.setattr(packing, "_packed_linear", lambda rows, *rest: used.append(rows.shape) or right(rows, *rest))
+    for n, plain in expected.items():
+        assert torch.allclose(product(torch.ones(1, n, 8)), plain, atol=1e-5)
+    assert used == [(1, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([0.5] * 8, 1),
+        ([-0.5] * 8, 0),
+        ([-0.8, 0.3, 0.5, 0.5, 0.5, 0.5, 0.1, 0.1], 2),
+        # Two forms of a weight must be worth their memory.
+        ([-0.1, 0.3, 0.5, 0.5, 0.5, 0.5, 0.1, 0.1], 1),
+        ([0.01, -0.01] * 4, 0),
+        ([-2, -2, -2, -2, -2, -2, 0.1, 0.1], 0),
+    ],
+)
+def test_from_how_many_rows_on_it_is_packed(gains: list[float], expected: int) -> None:
+    assert len(gains) == len(packing._NUM_ROWS)
+    assert choose_from(gains) == expected
+
+
+@CPU
+def test_measuring_chooses_something_that_agrees() -> None:
+    products = [Product(torch.randn(64, 32)) for _ in range(3)]
+    plain = [product.weight.clone() for product in products]
+    pack(products, "auto")
+    rows = torch.randn(5, 32)
+    for product, weight in zip(products, plain, strict=True):
+        assert torch.allclose(product(rows), rows @ weight.T, atol=1e-4)
