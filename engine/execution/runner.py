@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cache.tensors import KVShape, KVTensors
 from engine.execution.attention import Segment, Segments
+from engine.execution.batches import Batch, group
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
 
@@ -41,6 +42,7 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
+        self._layer_bytes = shape.token_bytes(model.dtype) // shape.num_layers
         self.storage = KVTensors(shape, num_blocks * block_size, model.dtype, self.device)
 
     @torch.inference_mode()
@@ -77,7 +79,8 @@ class ModelRunner:
 
     def _segments(self, batch: PassInput) -> Segments:
         segments = []
-        for part in batch.segments:
+        batches, alone = group(batch.segments, self._layer_bytes)
+        for part in alone:
             segments.append(
                 Segment(
                     query=part.query,
@@ -87,4 +90,5 @@ class ModelRunner:
                     key_positions=to_device(part.key_positions, self.device),
                 )
             )
-        return Segments(self.storage, to_device(batch.slots, self.device), segments)
+        together = [Batch.of(part, self.device) for part in batches]
+        return Segments(self.storage, to_device(batch.slots, self.device), segments, together)
