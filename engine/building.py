@@ -5,6 +5,7 @@ Not for: running it (`process.py`), or measuring it (`calibration.py`).
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from engine.admission import check_defaults
@@ -24,6 +25,8 @@ from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
 
 _DEFAULT_CPU_BYTES = 1 << 30
+# Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
+_CPU_PROMPT_TOKENS = 512
 _DEFAULT_CUDA_SHARE = 0.8
 _LARGEST_DEFAULT_LENGTH = 32768
 
@@ -82,8 +85,16 @@ def assemble(
     )
     check_defaults(facts, config.speculation)
     blocks = BlockStore(num_blocks, block_size, config.cache.prefix_caching)
-    scheduler = Scheduler(config.scheduler, blocks, target.eos_token_ids)
-    drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
+    limits = config.scheduler
+    if not limits.max_prompt_tokens and target.model.device.type == "cpu":
+        limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
+    scheduler = Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
+    drafter = ModelDrafter(
+        runners[1] if draft is not None else None,
+        target.model.device,
+        target.vocab_size,
+        config.speculation.draft_window,
+    )
     grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
     return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
 
@@ -113,6 +124,11 @@ def check_speculation(config: EngineConfig) -> None:
         raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {MODEL}, {PROMPT_LOOKUP}")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
         raise ConfigError(f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}")
+    if not 0 <= wanted.draft_window <= config.scheduler.max_num_batched_tokens // 2:
+        raise ConfigError(
+            f"--draft-window {wanted.draft_window}: must be 0 (all of the text), or at most half of "
+            f"--max-num-batched-tokens ({config.scheduler.max_num_batched_tokens})"
+        )
     if not 1 <= wanted.draft_length <= wanted.max_draft_length:
         raise ConfigError(f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}")
     largest = 1 + _lookahead(config)

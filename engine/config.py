@@ -61,6 +61,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one target pass, prompt chunks and drafted nodes together."""
     max_copied_tokens: int = 32
     """Longest chain copied from a prediction or from the text; 0 copies nothing."""
+    max_prompt_tokens: int = 0
+    """Prompt tokens of a step in which others decode; 0 is 512 on a CPU, and elsewhere what the step has room for."""
     max_model_len: int = 0
     """Longest prompt plus answer in tokens; 0 takes the model's own limit."""
 
@@ -80,6 +82,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
     adaptive: bool = False
     """Choose the shape by load and acceptance, up to `num_drafts` and `draft_length`, for requests that name none."""
+    draft_window: int = 0
+    """Tokens the draft model sees, and computes of a long prompt; 0 is all."""
     drafters: tuple[str, ...] = (MODEL,)
     """Where drafts come from: `model`, `prompt_lookup`, or both."""
     max_over_acceptance: float = 0.0

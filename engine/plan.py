@@ -18,6 +18,7 @@ from math import prod
 from operator import mul
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -69,9 +70,8 @@ class Copy:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part of a step."""
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's part of a step. (A msgspec struct: made for every sequence in every step.)"""
 
     sequence_id: int
     known: tuple[int, ...]
@@ -80,6 +80,8 @@ class Row:
     draft_known: tuple[int, ...]
     """Tokens the draft model computes, at `draft_first_index` and on; ends where `known` ends."""
     draft_first_index: int
+    draft_start: int = 0
+    """Index of the first token whose draft K/V is there or will be; the draft model sees none before it."""
     block_ids: tuple[int, ...]
     samples: bool
     sampling: Sampling

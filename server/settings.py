@@ -90,6 +90,9 @@ class Serve(BaseSettings):
     max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
     max_num_seqs: Positive = Field(64, description="requests that run at once")
     max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
+    max_prompt_tokens_per_step: NotNegative = Field(
+        0, description="of these, prompt tokens while others decode; 0: 512 on a CPU, else all that fit"
+    )
     max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
     block_size: Positive = Field(16, description="tokens in a K/V block")
     num_gpu_blocks_override: NotNegative = Field(0, description="K/V blocks; 0 sizes the pool from memory")
@@ -109,6 +112,11 @@ class Serve(BaseSettings):
     )
     max_over_acceptance: float = Field(
         0.0, ge=0, le=1, description="most lossy over-acceptance a request may ask for; 0 allows exact answers only"
+    )
+    draft_window: NotNegative = Field(
+        0,
+        description="tokens of the text that the draft model sees, and computes of a long prompt; 0: all. With a "
+        "window, an answer with a seed may differ where a request is preempted",
     )
     spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
     max_copied_tokens: NotNegative = Field(
@@ -220,6 +228,7 @@ class Serve(BaseSettings):
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
                 max_copied_tokens=self.max_copied_tokens,
+                max_prompt_tokens=self.max_prompt_tokens_per_step,
             ),
             speculation=SpeculationConfig(
                 rule=self.spec_rule,
@@ -233,6 +242,7 @@ class Serve(BaseSettings):
                 observed_share=self.spec_observed_share,
                 max_num_drafts=self.max_num_drafts,
                 max_draft_length=self.max_draft_length,
+                draft_window=self.draft_window,
             ),
             calibrate=self.calibrate,
             self_check=self.selfcheck,

@@ -28,7 +28,9 @@ from engine.speculation.verification import RULES
 class ModelDrafter:
     """Draws every row's chains from a draft model; without a model, chains of length 0."""
 
-    def __init__(self, runner: ModelRunner | None, device: torch.device, vocab_size: int) -> None:
+    def __init__(self, runner: ModelRunner | None, device: torch.device, vocab_size: int, window: int = 0) -> None:
+        """window: tokens before its drafts that the model sees; 0 is all."""
+        self.window = window
         self.runner = runner
         self.device = device
         self.vocab_size = vocab_size
@@ -64,6 +66,11 @@ class ModelDrafter:
         width = row.widths[depth - 1]
         return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
 
+    def _first_key(self, row: Row) -> int:
+        """Index of the first token the model sees: at least all it computes now."""
+        nearest = min(row.draft_first_index, row.end - self.window) if self.window else 0
+        return max(row.draft_start, nearest)
+
     def _catch_up(self, plan: Plan) -> Tensor:
         """Logits below the root of every speculating row, after computing all missing known tokens."""
         parts = [
@@ -73,6 +80,7 @@ class ModelDrafter:
                 row.block_ids,
                 NO_NODES,
                 slice(len(row.draft_known) - bool(row.branching), None),
+                self._first_key(row),
             )
             for row in plan.rows
             if row.draft_known
@@ -165,7 +173,7 @@ class ModelDrafter:
                 cached_depths=[level for level in range(1, depth) for _ in range(row.widths[level - 1])],
                 ancestry=_ancestry(row.branching[:depth]),
             )
-            parts.append(SequenceInput((), row.end, row.block_ids, nodes, slice(None)))
+            parts.append(SequenceInput((), row.end, row.block_ids, nodes, slice(None), self._first_key(row)))
             start += count
         return self.runner.forward(parts)
 

@@ -48,6 +48,8 @@ class SequenceInput:
     nodes: Nodes
     wanted: slice
     """Which of the part's tokens need logits, counted within the part."""
+    first_key: int = 0
+    """Index of the first token that is seen at all."""
 
 
 @dataclass(frozen=True)
@@ -100,29 +102,30 @@ def _segment(part: SequenceInput, start: int, block_size: int) -> tuple[SegmentI
     end = part.first_index + num_known
     num_cached = len(nodes.cached_depths)
     node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
-    key_positions = np.concatenate([np.arange(end, dtype=np.int64), node_positions])
+    key_positions = np.concatenate([np.arange(part.first_key, end, dtype=np.int64), node_positions])
     query_positions = np.concatenate([np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]])
-    slots = slots_of(part.block_ids, block_size, 0, end + num_cached + num_nodes)
-    own_slots = np.concatenate([slots[part.first_index : end], slots[end + num_cached :]])
+    slots = slots_of(part.block_ids, block_size, part.first_key, end + num_cached + num_nodes)
+    num_seen = end - part.first_key
+    own_slots = np.concatenate([slots[num_seen - num_known : num_seen], slots[num_seen + num_cached :]])
     segment = SegmentInput(
         query=slice(start, start + num_known + num_nodes),
         slots=_as_slice(slots),
-        visible=_visible(part, end, num_cached),
+        visible=_visible(part, num_seen, num_cached),
         query_positions=query_positions,
         key_positions=key_positions,
     )
     return segment, own_slots
 
 
-def _visible(part: SequenceInput, end: int, num_cached: int) -> Bools | None:
-    """[queries, keys]; None for a lone decoding token, which sees everything."""
+def _visible(part: SequenceInput, num_seen: int, num_cached: int) -> Bools | None:
+    """[queries, keys]; None for a lone decoding token, which sees everything. `num_seen`: keys of known tokens."""
     num_known, num_nodes = len(part.known), len(part.nodes.tokens)
     if num_known == 1 and num_nodes == 0 and num_cached == 0:
         return None
-    visible = np.zeros((num_known + num_nodes, end + num_cached + num_nodes), dtype=np.bool_)
-    visible[:num_known, :end] = np.tri(num_known, end, part.first_index, dtype=np.bool_)
-    visible[num_known:, :end] = True
-    visible[num_known:, end:] = part.nodes.ancestry
+    visible = np.zeros((num_known + num_nodes, num_seen + num_cached + num_nodes), dtype=np.bool_)
+    visible[:num_known, :num_seen] = np.tri(num_known, num_seen, num_seen - num_known, dtype=np.bool_)
+    visible[num_known:, :num_seen] = True
+    visible[num_known:, num_seen:] = part.nodes.ancestry
     return visible
 
 

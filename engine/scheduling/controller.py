@@ -35,6 +35,8 @@ _KEEP = 0.998
 """Share of what is known that is kept from step to step; old observations fade."""
 _CLEAR_GAIN = 1.03
 _CHOOSE_EVERY = 8
+_CATCH_UP_STEPS = 32
+"""Steps over which it must pay that the draft model computes what it has missed."""
 
 
 def with_chains(acceptance: float, num_drafts: int) -> float:
@@ -49,18 +51,31 @@ class Acceptance:
         self._taken: dict[int, Numbers] = {}
         self._tried: dict[int, Numbers] = {}
         self._longest = longest
+        self._new: dict[tuple[int, int, int], int] = {}
+        self._totals: dict[int, list[float]] = {}
 
     def fade(self) -> None:
-        """A step has passed."""
+        """A step has passed: take in what it has shown, and let what lies further back fade."""
         for counts in (*self._taken.values(), *self._tried.values()):
             counts *= _KEEP
+        for (num_drafts, num_tried, num_taken), count in self._new.items():
+            taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
+            tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
+            taken[:num_taken] += count
+            tried[:num_tried] += count
+        self._new.clear()
+        self._totals.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Of `num_tried` positions the first `num_taken` were accepted."""
-        taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
-        tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
-        taken[:num_taken] += 1
-        tried[:num_tried] += 1
+        """Of `num_tried` positions the first `num_taken` were accepted; known from the next step on."""
+        seen = (num_drafts, num_tried, num_taken)
+        self._new[seen] = self._new.get(seen, 0) + 1
+
+    def expected(self, num_drafts: int, num_tried: int) -> float:
+        """How many of the first `num_tried` positions are accepted, each given those before."""
+        if num_drafts not in self._totals:
+            self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
+        return self._totals[num_drafts][num_tried]
 
     def by_position(self, num_drafts: int) -> Numbers:
         """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
@@ -117,8 +132,8 @@ class Controller:
         self.acceptance = Acceptance(self.longest)
         self._corrections = {True: _Correction(), False: _Correction()}
 
-    def choose(self, adaptive: Many[Sequence], num_other_rows: int) -> None:
-        """Decide for the running requests; before each step."""
+    def choose(self, adaptive: Many[Sequence], num_other_rows: int, num_behind: int = 0) -> None:
+        """Decide for the running requests; before each step. `num_behind`: tokens the draft model must catch up on."""
         self.acceptance.fade()
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), num_other_rows)
         self.choice.age += 1
@@ -131,12 +146,13 @@ class Controller:
         num_rows = len(adaptive) + num_other_rows
         plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN)
         # What is being done has the advantage: another shape must be clearly better.
+        catch_up_s = self.costs.catch_up_s(num_behind) / _CATCH_UP_STEPS
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(num_rows, len(adaptive), shape) - num_rows / plain_rate
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
-            rate = self._rate(shape, tokens, mask, num_rows) * (1.0 if shape == kept else 1 / _CLEAR_GAIN)
+            rate = self._rate(shape, tokens, mask, num_rows, catch_up_s) * (1.0 if shape == kept else 1 / _CLEAR_GAIN)
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
@@ -154,9 +170,8 @@ class Controller:
     def observe(self, sequence: Sequence, num_drafts: int, draft_length: int, num_accepted: int) -> None:
         """A row's drafts have been verified."""
         tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
-        expected = self.acceptance.by_position(num_drafts)[:tried].sum()
         self.acceptance.observe(num_drafts, tried, taken)
-        sequence.note_drafts(taken, float(expected), _REQUEST_WEIGHT)
+        sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried), _REQUEST_WEIGHT)
 
     def note_time(self, num_rows: int, num_drafting: int, shape: Shape, seconds: float) -> None:
         """A step without prompts took this long."""
@@ -166,9 +181,11 @@ class Controller:
     def _step_s(self, num_rows: int, num_drafting: int, shape: Shape) -> float:
         return self.costs.step_s(num_rows, num_drafting, *shape) * self._corrections[num_drafting > 0].factor
 
-    def _rate(self, shape: Shape, tokens: Numbers, mask: npt.NDArray[np.bool_], num_rows: int) -> float:
+    def _rate(
+        self, shape: Shape, tokens: Numbers, mask: npt.NDArray[np.bool_], num_rows: int, catch_up_s: float
+    ) -> float:
         emitted = float(tokens[mask].sum()) + num_rows - int(mask.sum())
-        return emitted / self._step_s(num_rows, int(mask.sum()), shape)
+        return emitted / (self._step_s(num_rows, int(mask.sum()), shape) + catch_up_s)
 
     def _expected(self, shape: Shape, skill: Numbers) -> Numbers:
         """[requests] tokens of a step."""

@@ -50,3 +50,7 @@ class StepCosts:
             seconds += self.draft_pass.at(num_drafting)
             seconds += (draft_length - 1) * self.draft_pass.at(num_drafting * num_drafts)
         return seconds
+
+    def catch_up_s(self, num_behind: int) -> float:
+        """What the draft model takes for tokens it has not seen, beside its first pass."""
+        return self.draft_pass.at(1 + num_behind) - self.draft_pass.at(1) if num_behind else 0.0

@@ -2,8 +2,9 @@
 
 A step has a budget of tokens. Rows that have waited longest come first, decoding rows before
 prompts, so that a long prompt is cut into chunks that ride along with the others' decoding. The queue is served by
-priority, then by arrival. When the pool has no block left for a row, the least urgent sequence is preempted: it loses
-its K/V, goes back to the queue and is recomputed later, with the same output (its noise depends on positions only).
+priority, then by arrival. When the pool has no block left for a row, the sequence of the lowest priority that loses
+least is preempted: it goes back to the queue and is recomputed later, with the same output (its noise depends on
+positions only).
 
 How many tokens a row drafts depends on the request alone, or on what the controller chose before the step, never on
 what is drafted: this keeps the law exact, and answers of the first kind independent of the load.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
@@ -23,15 +23,21 @@ from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
 from engine.scheduling.outcome import Outcome
+from engine.scheduling.rows import Part, draft_from, part_of, row_of
 from engine.scheduling.sequence import Sequence
 
-# Prompt tokens a step computes of a row that reports their logprobs.
-_PROMPT_LOGPROBS = 64
+# Waiting requests that are taken into account when a step's prompt tokens are shared out.
+_MOST_SHARING = 8
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:
-    """Order of admission; the last is preempted first."""
+    """Order of admission."""
     return sequence.request.priority, sequence.arrival
+
+
+def _expendability(sequence: Sequence) -> tuple[int, int, int]:
+    """The largest is preempted first: the least urgent, of these the one that loses least, of these the latest."""
+    return sequence.request.priority, -sequence.num_target_computed, sequence.arrival
 
 
 class Scheduler:
@@ -42,8 +48,10 @@ class Scheduler:
         config: SchedulerConfig,
         blocks: BlockStore,
         eos_token_ids: frozenset[int],
+        draft_window: int = 0,
     ) -> None:
         self.config = config
+        self.draft_window = draft_window
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
@@ -76,6 +84,11 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self._waiting or self._running)
 
+    @property
+    def _most_lag(self) -> int:
+        """Most tokens of a prompt that the draft model catches up on in one step."""
+        return max(self.config.max_num_batched_tokens // 8, self.draft_window)
+
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of a row."""
         return self._running[sequence_id]
@@ -105,34 +118,62 @@ class Scheduler:
         self._step += 1
         self._choose_shapes()
         budget = self.config.max_num_batched_tokens
-        prompts_wait = bool(self._waiting) or any(s.num_missing > 1 for s in self._running.values())
-        rows: dict[int, Row] = {}
-        for sequence in self._decoding():
-            reserved = self.config.max_num_batched_tokens // 4 if prompts_wait and rows else 0
-            row = self._row(sequence, budget - reserved)
-            if row.samples and self._reserve(sequence, row):
-                rows[sequence.sequence_id] = row
-                budget -= row.num_tokens
-        for sequence in self._prefilling():
-            row = self._row(sequence, budget)
-            if row.known and self._reserve(sequence, row):
-                rows[sequence.sequence_id] = row
-                budget -= row.num_tokens
-        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
-        for sequence_id, row in rows.items():
-            self._publish(sequence_id, row)
-        while (admitted := self._admit(budget)) is not None:
-            rows[admitted.sequence_id] = admitted
-            budget -= admitted.num_tokens
-            self._publish(admitted.sequence_id, admitted)
-        # A row may have lost its blocks to an earlier arrival after it was planned.
-        kept = []
-        for sequence_id, row in rows.items():
-            if (holder := self._running.get(sequence_id)) is not None:
-                holder.last_step = self._step
-                kept.append(replace(row, block_ids=tuple(holder.block_ids)))
-        self.last_plan = Plan(tuple(kept))
+        decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
+        prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
+        parts: dict[int, Part] = {}
+        for sequence in decoding:
+            reserved = self.config.max_num_batched_tokens // 4 if prompts_wait and parts else 0
+            part = self._part(sequence, budget - reserved)
+            if part.samples and self._reserve(part):
+                parts[sequence.sequence_id] = part
+                budget -= part.num_tokens
+        if prompts_wait:
+            self._plan_prompts(parts, budget)
+        # A sequence may have lost its blocks to a more urgent one after its part was planned.
+        rows = []
+        for sequence_id, part in parts.items():
+            if sequence_id in self._running:
+                part.sequence.last_step = self._step
+                rows.append(row_of(part, self._text(part.sequence) if part.samples else None))
+        self.last_plan = Plan(tuple(rows))
         return self.last_plan
+
+    def _plan_prompts(self, parts: dict[int, Part], budget: int) -> None:
+        """Add chunks of the running prompts, then admit; long prompts leave room for what is short, or waits."""
+        if parts and self.config.max_prompt_tokens:
+            budget = min(budget, max(self.config.max_prompt_tokens, 1 + self._most_lag))
+        prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
+        shares = self._shares(prompts, budget)
+        for sequence in prompts:
+            part = self._part(sequence, min(budget, shares[sequence.sequence_id]))
+            if part.num_known and self._reserve(part):
+                parts[sequence.sequence_id] = part
+                budget -= part.num_tokens
+        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
+        for part in parts.values():
+            self._publish(part)
+        while (admitted := self._admit(budget)) is not None:
+            parts[admitted.sequence.sequence_id] = admitted
+            budget -= admitted.num_tokens
+            self._publish(admitted)
+
+    def _shares(self, prompts: list[Sequence], budget: int) -> dict[int, int]:
+        """Most tokens of a step for each running prompt.
+
+        Within a priority all get the same, and what short ones leave. Requests that wait for a seat they could have
+        take part, so that a short prompt is computed beside a long one and not after it.
+        """
+        num_seats = min(self.config.max_num_seqs - len(self._running), _MOST_SHARING)
+        sharing = [*prompts, *self._waiting[:num_seats]]
+        sharing.sort(key=lambda s: (s.request.priority, s.num_missing))
+        shares = {}
+        for number, sequence in enumerate(sharing):
+            priority = sequence.request.priority
+            rivals = sum(other.request.priority == priority for other in sharing[number:])
+            share = max(1 + self._most_lag, budget // rivals)
+            shares[sequence.sequence_id] = share
+            budget -= min(sequence.num_missing, share)
+        return shares
 
     def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
         """Append what the step emitted, cut it where the answer ends, free what has ended."""
@@ -144,6 +185,7 @@ class Scheduler:
             sequence.prompt_logprobs += prompt_logprobs
             sequence.num_target_computed = row.end
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_known)
+            sequence.draft_start = row.draft_start
             if row.samples:
                 outcomes.append(self._append(sequence, row, next(emissions)))
         return outcomes
@@ -160,62 +202,20 @@ class Scheduler:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def _decoding(self) -> list[Sequence]:
-        return self._longest_waiting(s for s in self._running.values() if s.num_missing == 1)
-
-    def _prefilling(self) -> list[Sequence]:
-        return self._longest_waiting(s for s in self._running.values() if s.num_missing > 1)
-
     @staticmethod
-    def _longest_waiting(sequences: Iterable[Sequence]) -> list[Sequence]:
-        return sorted(sequences, key=lambda s: (s.last_step, s.arrival))
+    def _in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The most urgent first, among equals those that have waited longest for a row."""
+        return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.arrival))
 
-    def _row(self, sequence: Sequence, budget: int) -> Row:
-        """The row of a sequence, its known tokens cut to `budget`; blocks are still to be reserved."""
-        request = sequence.request
-        speculation = request.speculation
-        # One token must stay to be emitted after the drafts.
-        most = max(0, sequence.num_remaining - 1)
-        branching = self._branching(sequence)[:most]
-        copies = sequence.copier.copies(sequence.tokens, min(most, self.config.max_copied_tokens))
-        nodes = sum(level_widths(branching)) + sum(len(copy.tokens) for copy in copies)
-        chunk = budget
-        if sequence.wants_prompt_logprobs:
-            # Each of these tokens needs a row of logits: few at a time.
-            chunk = min(budget, _PROMPT_LOGPROBS + nodes)
-        first, draft_first = sequence.num_target_computed, sequence.num_draft_computed
-        # Where the draft model has more to catch up on than the target, it takes the budget.
-        lag = max(0, first - draft_first) if speculation.num_drafts and (branching or sequence.num_missing > 1) else 0
-        samples = sequence.num_missing + max(nodes, lag) <= chunk
-        count = sequence.num_missing if samples else max(0, min(sequence.num_missing - 1, chunk - lag))
-        end = first + count
-        # Of a prompt the draft model computes all, also where the controller draws nothing yet.
-        drafting = bool(branching) or (sequence.num_missing > 1 and speculation.num_drafts > 0)
-        return Row(
-            sequence_id=sequence.sequence_id,
-            known=tuple(sequence.tokens[first:end]),
-            first_index=first,
-            draft_known=tuple(sequence.tokens[draft_first:end]) if drafting else (),
-            draft_first_index=draft_first,
-            block_ids=(),
-            samples=samples,
-            sampling=request.sampling,
-            speculation=speculation,
-            branching=branching if samples else (),
-            copies=copies if samples else (),
-            layers=sequence.layers,
-            text=self._text(sequence) if samples else None,
-            num_logprobs=request.num_logprobs,
-            num_prompt_logprobs=request.num_prompt_logprobs or 0,
-            prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
-        )
+    def _part(self, sequence: Sequence, budget: int) -> Part:
+        config = self.config
+        return part_of(sequence, self._branching(sequence), budget, config.max_copied_tokens, self.draft_window)
 
     def _branching(self, sequence: Sequence) -> tuple[int, ...]:
         """What the sequence draws: as its request says, or as the controller has chosen."""
-        speculation = sequence.request.speculation
-        if self.controller is None or not speculation.adaptive:
-            return speculation.branching
-        lag = sequence.num_target_computed - sequence.num_draft_computed
+        if self.controller is None or not sequence.request.speculation.adaptive:
+            return sequence.branching
+        lag = sequence.num_target_computed - draft_from(sequence, self.draft_window)
         if lag > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
             return ()  # its draft model is too far behind to catch up in a step
         return self.controller.branching(sequence)
@@ -226,8 +226,9 @@ class Scheduler:
             return
         decoding = [s for s in self._running.values() if s.num_missing == 1]
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
-        fixed = [s.request.speculation.branching for s in decoding if not s.request.speculation.adaptive]
-        self.controller.choose(adaptive, sum(1 + sum(level_widths(branching)) for branching in fixed))
+        fixed = [s.branching for s in decoding if not s.request.speculation.adaptive]
+        lag = sum(s.num_target_computed - draft_from(s, self.draft_window) for s in adaptive)
+        self.controller.choose(adaptive, sum(1 + sum(level_widths(branching)) for branching in fixed), lag)
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""
@@ -247,7 +248,9 @@ class Scheduler:
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
             # The draft model catches up in the first step: no further than what fits what prompts may have of it.
-            most = num_drafted + self.config.max_num_batched_tokens // 8 // self.block_size
+            most = num_drafted + self._most_lag // self.block_size
+            if self.draft_window:
+                most = len(sequence.block_ids)  # it looks no further back than it can catch up on
             self.blocks.release(sequence.block_ids[most:])
             del sequence.block_ids[most:]
             sequence.num_draft_computed = min(num_drafted, most) * self.block_size
@@ -255,12 +258,11 @@ class Scheduler:
         sequence.num_published_blocks = len(sequence.block_ids)
         sequence.num_drafted_blocks = num_drafted
 
-    def _publish(self, sequence_id: int, row: Row) -> None:
-        """Let others use the blocks that are full once the row has been computed."""
-        sequence = self._running.get(sequence_id)
-        if sequence is not None:
-            num_drafted = row.draft_first_index + len(row.draft_known)
-            self._publish_blocks(sequence, row.end, num_drafted)
+    def _publish(self, part: Part) -> None:
+        """Let others use the blocks that are full once the part has been computed."""
+        if part.sequence.sequence_id in self._running:
+            in_one_piece = part.sequence.draft_start == 0 and part.draft_first == part.sequence.num_draft_computed
+            self._publish_blocks(part.sequence, part.end, part.draft_end if in_one_piece else 0)
 
     def _publish_blocks(self, sequence: Sequence, num_target: int, num_draft: int) -> None:
         full, drafted = num_target // self.block_size, min(num_target, num_draft) // self.block_size
@@ -272,20 +274,19 @@ class Scheduler:
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
         sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
 
-    def _reserve(self, sequence: Sequence, row: Row) -> bool:
-        """Give the sequence blocks for the row, preempting later arrivals; False if it has been preempted."""
+    def _reserve(self, part: Part) -> bool:
+        """Give the part's sequence blocks, preempting where none are free; False if it has been preempted itself."""
+        sequence = part.sequence
+        missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
         while sequence.sequence_id in self._running:
-            missing = self._num_blocks_missing(sequence, row)
+            if missing <= 0:
+                return True
             if missing <= self.blocks.num_free:
                 after = sequence.block_ids[-1] if sequence.block_ids else None
                 sequence.block_ids += self.blocks.allocate(missing, after)
                 return True
-            self._preempt(max(self._running.values(), key=_urgency))
+            self._preempt(max(self._running.values(), key=_expendability))
         return False
-
-    def _num_blocks_missing(self, sequence: Sequence, row: Row) -> int:
-        needed = -(-(row.end + row.num_nodes) // self.block_size)
-        return max(0, needed - len(sequence.block_ids))
 
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
@@ -293,18 +294,17 @@ class Scheduler:
         insort(self._waiting, victim, key=_urgency)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int) -> Row | None:
+    def _admit(self, budget: int) -> Part | None:
         """Start the head of the queue if a seat, some budget and blocks for its whole text are free."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
         sequence = self._waiting[0]
         self._take_cached(sequence)
-        row = self._row(sequence, budget)
-        drawn = sum(level_widths(sequence.request.speculation.branching))
+        part = self._part(sequence, budget)
         copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
-        room = len(sequence.tokens) + drawn + copied
+        room = len(sequence.tokens) + sum(level_widths(sequence.branching)) + copied
         num_missing = -(-room // self.block_size) - len(sequence.block_ids)
-        if not row.known or num_missing > self.blocks.num_free:
+        if not part.num_known or num_missing > self.blocks.num_free:
             self.blocks.release(sequence.forget_computed())
             return None
         self._waiting.pop(0)
@@ -313,7 +313,7 @@ class Scheduler:
         self.num_cache_hits += sequence.num_target_computed
         sequence.block_ids += self.blocks.allocate(num_missing, sequence.block_ids[-1] if sequence.block_ids else None)
         self._running[sequence.sequence_id] = sequence
-        return row
+        return part
 
     # -- committing -------------------------------------------------------------------------
 
@@ -363,7 +363,8 @@ class Scheduler:
         return emitted, None
 
     def _finish(self, sequence: Sequence) -> None:
-        self._publish_blocks(sequence, sequence.num_target_computed, sequence.num_draft_computed)
+        num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
+        self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
         del self._running[sequence.sequence_id]
         del self._sequence_ids[sequence.request.request_id]
         self.blocks.release(sequence.block_ids)

@@ -19,7 +19,9 @@ class Sequence:
         "_keys",
         "arrival",
         "block_ids",
+        "branching",
         "copier",
+        "draft_start",
         "grammar",
         "last_step",
         "layers",
@@ -45,6 +47,10 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0
+        self.draft_start = 0
+        """Index from which on the computed draft K/V has no gap."""
+        self.branching = request.speculation.branching
+        """What its request drafts in a step."""
         self.block_ids: list[int] = []
         self.num_published_blocks = 0
         self.num_drafted_blocks = 0
@@ -107,7 +113,7 @@ class Sequence:
     def forget_computed(self) -> list[int]:
         """Drop all K/V (preemption by recomputation) and return the blocks that held it."""
         block_ids, self.block_ids = self.block_ids, []
-        self.num_target_computed = self.num_draft_computed = 0
+        self.num_target_computed = self.num_draft_computed = self.draft_start = 0
         self.num_published_blocks = self.num_drafted_blocks = 0
         self.prompt_logprobs = []
         return block_ids

@@ -93,6 +93,7 @@ def build(
     max_over_acceptance: float = 0.0,
     max_copied_tokens: int = 0,
     prepack: Prepack = "off",
+    draft_window: int = 0,
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
@@ -111,6 +112,7 @@ def build(
                 max_num_drafts=max_num_drafts,
                 max_draft_length=max_draft_length,
                 max_over_acceptance=max_over_acceptance,
+                draft_window=draft_window,
             ),
         ),
         target,

@@ -132,6 +132,7 @@ def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chain
     before = acceptance.by_position(4)[0]
     for _ in range(300):
         acceptance.observe(1, 2, 1)
+        acceptance.fade()
     assert acceptance.by_position(1)[0] > 0.9
     assert acceptance.by_position(1)[1] < 0.2
     assert acceptance.by_position(4)[0] < before, "half of one chain's tokens fail"

@@ -137,10 +137,50 @@ def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
     assert max(counts) - min(counts) <= 1
 
 
-def test_the_latest_arrival_is_preempted_and_recomputed_first() -> None:
+def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
+    """The wrong variant serves prompts one after the other: the short one waits for 20 steps."""
+    scheduler = build(budget=16, num_blocks=256)
+    scheduler.submit(request("long", 300, 4))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("short", 10, 4, first=1000))
+    steps = 0
+    while not any(row.samples and row.end == 10 for row in plan.rows):
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+        assert any(not row.samples for row in plan.rows), "the long prompt stands still"
+        steps += 1
+    assert steps <= 3
+
+
+def test_prompt_tokens_are_limited_while_others_decode() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_prompt_tokens=10)
+    scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
+    scheduler.submit(request("alone", 100, 40))
+    assert [len(row.known) for row in scheduler.plan().rows] == [64]
+    scheduler.commit(scheduler.last_plan, verdict(scheduler.last_plan))
+    while not scheduler.last_plan.sampling_rows:
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("beside", 100, 4, first=1000))
+    assert sorted(len(row.known) for row in scheduler.plan().rows) == [1, 10]
+
+
+def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
+    scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
+    for i in range(4):
+        scheduler.submit(request(f"short{i}", 20, 500, drafts=4, draft_length=5, first=100_000 * (i + 1)))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("long", 16_384, 4))
+    for _ in range(16_384 // 512):
+        plan = scheduler.plan()
+        assert len(plan.sampling_rows) >= 4, "somebody waits for the long prompt"
+        assert sum(len(row.known) for row in plan.rows if not row.samples) <= 512
+        scheduler.commit(plan, verdict(plan))
+
+
+def test_who_loses_least_is_preempted_and_recomputed_first() -> None:
     scheduler = build(budget=64, num_blocks=4, max_num_seqs=3)
-    for name, first in (("a", 0), ("b", 50)):
-        scheduler.submit(request(name, 5, 9, first=first))
+    for name, length, first in (("little", 3, 0), ("much", 6, 50)):
+        scheduler.submit(request(name, length, 7, first=first))
     preempted_after = None
     ended = []
     for step in range(40):
@@ -150,9 +190,9 @@ def test_the_latest_arrival_is_preempted_and_recomputed_first() -> None:
                 ended.append(outcome.request_id)
         if scheduler.num_preemptions and preempted_after is None:
             preempted_after = step
-            assert [scheduler.running(row.sequence_id).request.request_id for row in plan.rows] == ["a"]
+            assert [scheduler.running(row.sequence_id).request.request_id for row in plan.rows] == ["much"]
     assert preempted_after is not None
-    assert ended == ["a", "b"]
+    assert ended == ["much", "little"]
 
 
 def test_the_queue_is_served_by_priority_then_by_arrival() -> None:
@@ -202,3 +242,26 @@ def test_a_request_cannot_be_submitted_twice() -> None:
     scheduler.submit(request("a", 2, 3))
     with pytest.raises(AssertionError):
         scheduler.submit(request("a", 2, 3))
+
+
+def drafted(scheduler: Scheduler, steps: int) -> list[tuple[int, int, int]]:
+    """(index of the first token that the draft model computes, how many, where its K/V begins) of a lone request."""
+    seen = []
+    for _ in range(steps):
+        plan = scheduler.plan()
+        seen += [(row.draft_first_index, len(row.draft_known), row.draft_start) for row in plan.rows]
+        scheduler.commit(plan, verdict(plan))
+    return seen
+
+
+def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4)
+    scheduler = Scheduler(config, BlockStore(64, BLOCK_SIZE), frozenset({99}), draft_window=10)
+    scheduler.submit(request("a", 40, 9, drafts=1, draft_length=2))
+    assert drafted(scheduler, 4) == [(0, 0, 0), (30, 2, 30), (32, 8, 30), (40, 1, 30)]
+    # Blocks of which the draft model has nothing are shared as such.
+    while scheduler.has_work:
+        drafted(scheduler, 1)
+    scheduler.submit(request("b", 40, 9, drafts=1, draft_length=2))
+    assert drafted(scheduler, 1) == [(30, 10, 30)]
+    assert scheduler.num_cache_hits == 36

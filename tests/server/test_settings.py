@@ -135,7 +135,8 @@ def test_the_engine_is_told_what_was_set() -> None:
         "m", "--draft-model", "d", "--dtype", "float32", "--device", "cpu", "--num-threads", "3", "--block-size", "8",
         "--num-gpu-blocks-override", "99", "--max-num-seqs", "5", "--max-num-batched-tokens", "777",
         "--max-model-len", "128", "--spec-rule", "block", "--num-drafts", "1", "--draft-length", "6",
-        "--max-num-drafts", "2", "--max-draft-length", "7", "--no-calibrate",
+        "--max-num-drafts", "2", "--max-draft-length", "7", "--no-calibrate", "--prepack", "always",
+        "--max-prompt-tokens-per-step", "44", "--draft-window", "33",
     ).engine_config()  # fmt: skip
     model, cache, scheduler, speculation = config.model, config.cache, config.scheduler, config.speculation
     assert (model.target, model.draft, model.dtype, model.device, model.num_threads) == ("m", "d", "float32", "cpu", 3)
@@ -143,6 +144,7 @@ def test_the_engine_is_told_what_was_set() -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_model_len) == (5, 777, 128)
     assert (speculation.rule, speculation.num_drafts, speculation.draft_length) == ("block", 1, 6)
     assert (speculation.max_num_drafts, speculation.max_draft_length) == (2, 7)
+    assert (scheduler.max_prompt_tokens, speculation.draft_window, model.prepack) == (44, 33, "always")
     assert not config.calibrate
 
 

@@ -1,0 +1,100 @@
+"""How much of a sequence a step takes: known tokens, the draft model's own, nodes; and the row made of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.plan import Copy, Row, Text, level_widths
+from engine.scheduling.sequence import Sequence
+
+# Prompt tokens a step computes of a row that reports their logprobs.
+_PROMPT_LOGPROBS = 64
+
+
+class Part(NamedTuple):
+    """What a step computes of one sequence, before its blocks are known to be free."""
+
+    sequence: Sequence
+    end: int
+    """Index after the last known token."""
+    samples: bool
+    branching: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    draft_first: int
+    draft_end: int
+    """Indices of the tokens that the draft model computes."""
+    num_nodes: int
+
+    @property
+    def num_known(self) -> int:
+        """Tokens the target computes."""
+        return self.end - self.sequence.num_target_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens it puts into a pass."""
+        return max(self.num_known + self.num_nodes, self.draft_end - self.draft_first)
+
+
+def part_of(
+    sequence: Sequence, branching: tuple[int, ...], budget: int, max_copied_tokens: int, draft_window: int
+) -> Part:
+    """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt."""
+    speculation = sequence.request.speculation
+    total, first = len(sequence.tokens), sequence.num_target_computed
+    num_missing = total - first
+    # One token must stay to be emitted after the drafts.
+    most = max(0, sequence.num_remaining - 1)
+    branching = branching[:most]
+    copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
+    nodes = sum(level_widths(branching)) if branching else 0
+    for copy in copies:
+        nodes += len(copy.tokens)
+    # Each token that reports its logprob needs a row of logits: few at a time.
+    chunk = min(budget, _PROMPT_LOGPROBS + nodes) if sequence.wants_prompt_logprobs else budget
+    # Of a prompt the draft model computes all it will see, also where the controller draws nothing yet.
+    drafting = bool(branching) or (num_missing > 1 and speculation.num_drafts > 0)
+    draft_first = draft_from(sequence, draft_window)
+    # Where the draft model has more to catch up on than the target, it takes the budget.
+    lag = max(0, first - draft_first) if drafting else 0
+    samples = num_missing + max(nodes, lag) <= chunk
+    end = total if samples else first + max(0, min(num_missing - 1, chunk - lag))
+    if not drafting or draft_first >= end:
+        draft_first = draft_end = sequence.num_draft_computed
+    else:
+        draft_end = end
+    if not samples:
+        branching, copies, nodes = (), (), 0
+    return Part(sequence, end, samples, branching, copies, draft_first, draft_end, nodes)
+
+
+def draft_from(sequence: Sequence, draft_window: int) -> int:
+    """Index of the first token that the draft model would compute: no further back than it sees."""
+    computed = sequence.num_draft_computed
+    return max(computed, len(sequence.tokens) - draft_window) if draft_window else computed
+
+
+def row_of(part: Part, text: Text | None) -> Row:
+    """The row of a part whose sequence holds its blocks."""
+    sequence, request = part.sequence, part.sequence.request
+    first, end = sequence.num_target_computed, part.end
+    moved = part.draft_first != sequence.num_draft_computed
+    return Row(
+        sequence_id=sequence.sequence_id,
+        known=tuple(sequence.tokens[first:end]),
+        first_index=first,
+        draft_known=tuple(sequence.tokens[part.draft_first : part.draft_end]),
+        draft_first_index=part.draft_first,
+        draft_start=part.draft_first if moved else sequence.draft_start,
+        block_ids=tuple(sequence.block_ids),
+        samples=part.samples,
+        sampling=request.sampling,
+        speculation=request.speculation,
+        branching=part.branching,
+        copies=part.copies,
+        layers=sequence.layers,
+        text=text,
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs or 0,
+        prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+    )

@@ -1,0 +1,114 @@
+"""The exactness gate with all of it at once: controller, preemption, prefix cache, chunks, mixed batches, draft window.
+
+The law is still the target's; and a wrong variant of what only shows then is found out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import engine.speculation.drafting as drafting
+from engine.engine import Engine
+from engine.execution.loading import LoadedModel, adopt
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling.draw import categorical
+from tests.engine import tiny
+from tests.engine.test_adaptive import Restless
+from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair
+
+__all__ = ["pair"]
+
+KINDS: dict[str, Speculation] = {
+    "off": tiny.OFF,
+    "adaptive": Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True),
+    "fixed": drafts("bv_race", 2),
+    "tree": drafts("traversal", 4, tree=(2, 2)),
+    "block": drafts("block", 1),
+    "copies": Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup")),
+}
+
+
+def build(pair: tuple[LoadedModel, LoadedModel], draft_window: int, num_blocks: int = 50) -> Engine:
+    # Packing gives the plain weights up.
+    own = [adopt(copy.deepcopy(loaded.model), loaded.name) for loaded in pair]
+    engine = tiny.build(
+        *own,
+        max_model_len=20,
+        max_draft_length=3,
+        max_num_seqs=48,
+        budget=150,
+        num_blocks=num_blocks,
+        block_size=4,
+        max_copied_tokens=4,
+        draft_window=draft_window,
+        prepack="always",
+    )
+    engine.scheduler.controller = Restless()
+    return engine
+
+
+def answers(
+    engine: Engine, num_answers: int, kinds: Collection[str] = tuple(KINDS)
+) -> dict[str, Counter[tuple[int, ...]]]:
+    """First tokens of the answers, by kind of request; kinds, priorities and lengths are mixed."""
+    requests = [
+        Request(
+            request_id=f"{number} {kind}",
+            prompt_token_ids=PROMPT,
+            sampling=Sampling(seed=number),
+            limits=Limits(max_tokens=NUM_TOKENS + 1 + number % 7),
+            speculation=speculation,
+            priority=number % 2,
+        )
+        for number in range(num_answers)
+        for kind, speculation in KINDS.items()
+        if kind in kinds
+    ]
+    counts: dict[str, Counter[tuple[int, ...]]] = {kind: Counter() for kind in kinds}
+    for name, tokens in tiny.run(engine, requests).tokens.items():
+        counts[name.split()[1]][tuple(tokens[:NUM_TOKENS])] += 1
+    return counts
+
+
+@pytest.mark.parametrize("draft_window", [0, 3])
+def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int) -> None:
+    engine = build(pair, draft_window)
+    law = exact_law(pair[0], {"temperature": 1.0})
+    counts = answers(engine, 600)
+    assert engine.scheduler.num_preemptions > 30
+    assert engine.scheduler.num_cache_hits > 1000
+    for kind, found in counts.items():
+        assert g_test(found, law) > ALPHA, kind
+
+
+def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """The wrong variant: drafts are drawn at one temperature and verified as drawn at another."""
+
+    def flattened(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return categorical(weights**0.3, uniform)
+
+    with patch.object(drafting, "categorical", flattened):
+        counts = answers(build(pair, 0), 1500, kinds=("off", "block", "adaptive"))
+    law = exact_law(pair[0], {"temperature": 1.0})
+    assert g_test(counts["off"], law) > ALPHA
+    assert g_test(counts["block"], law) < ALPHA
+    assert g_test(counts["adaptive"], law) < ALPHA
+
+
+def test_a_window_over_everything_changes_nothing(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """Same drafts, same answers; a narrow one changes the drafts."""
+    accepted = {}
+    requests = [tiny.request(str(i), prompt, KINDS["fixed"], 10) for i, prompt in enumerate(tiny.prompts(4, [8] * 20))]
+    for window in (0, 20, 3):
+        engine = tiny.build(*pair, max_model_len=24, block_size=4, draft_window=window)
+        run = tiny.run(engine, requests)
+        accepted[window] = (run.tokens, [o.num_accepted for outcomes in run.outcomes.values() for o in outcomes])
+    assert accepted[0] == accepted[20]
+    assert accepted[0][0] == accepted[3][0], "greedy answers depend on no draft"
+    assert accepted[0][1] != accepted[3][1]
