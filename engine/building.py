@@ -59,7 +59,7 @@ def assemble(
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
     block_size = config.cache.block_size
     runners = [
-        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, decoder)
+        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, decoder, model.ranks)
         for model, shape, decoder in zip(models, shapes, decoders, strict=True)
     ]
     bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]

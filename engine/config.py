@@ -35,6 +35,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the models run; auto is CUDA when there is a device."""
     num_threads: int = 0
     """CPU threads of the engine; 0 is all cores but one (at least one)."""
+    tensor_parallel_size: int = 1
+    """Processes over which the target is split; the draft model stays whole."""
     prepack: Prepack = "auto"
     """Keep weights in oneDNN's layout on a CPU: where that is faster, always, or never."""
 

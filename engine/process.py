@@ -123,11 +123,12 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
     from engine.building import build_engine
     from engine.calibration import measure_costs, measure_plain
+    from engine.execution.parallel import cpu_threads
     from engine.scheduling.controller import Controller
     from engine.selfcheck import short_check
 
     keep_freed_memory()
-    torch.set_num_threads(config.model.num_threads or max(1, (os.cpu_count() or 2) - 1))
+    torch.set_num_threads(cpu_threads(config.model))
     engine = build_engine(config, lambda text: mailbox.send(Loading(text)))
     if config.calibrate:
         mailbox.send(Loading("measuring plain decoding"))

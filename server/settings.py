@@ -86,6 +86,7 @@ class Serve(BaseSettings):
     dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
     device: Device = Field("auto", description="where the models run")
     num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
+    tensor_parallel_size: Positive = Field(1, description="devices (on a CPU: processes) the target is split over")
     prepack: Prepack = Field("auto", description="weights in oneDNN's layout on a CPU; auto: where that is faster")
     max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
     max_num_seqs: Positive = Field(64, description="requests that run at once")
@@ -216,6 +217,7 @@ class Serve(BaseSettings):
                 device=self.device,
                 num_threads=self.num_threads,
                 prepack=self.prepack,
+                tensor_parallel_size=self.tensor_parallel_size,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

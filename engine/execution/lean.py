@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.execution.attention import Segments, attend
-from engine.execution.packing import Product
+from engine.execution.packing import Product, is_plain
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -128,9 +128,9 @@ def is_lean(model: Any) -> bool:
         and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
         and not getattr(config, "mlp_bias", False)
         and getattr(model.lm_head, "bias", None) is None
-        # Quantised layers are of other classes, or fewer.
+        # Quantised layers are of other classes, or fewer; or their weights are.
         and len(linears) == 7 * config.num_hidden_layers + 1
-        and all(type(module) is nn.Linear for module in linears)
+        and all(is_plain(module) for module in linears)
     )
 
 

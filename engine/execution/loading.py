@@ -7,8 +7,9 @@ there is a list of families known to fit, a look at the configuration, and a pro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.execution.attention import HOOK, register
+from engine.execution.parallel import Ranks, check_split, start_ranks
 
 # Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
 # covers the first line; the others passed the same comparison with random weights).
@@ -46,13 +48,26 @@ class LoadedModel:
     vocab_size: int
     max_positions: int
     eos_token_ids: frozenset[int]
+    ranks: Ranks | None = None
+    """The processes that hold the other shares of a split model."""
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the parameters and buffers."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+        """Memory of the parameters and buffers; of a split model this process's share."""
+        unique = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            for part in _stored(tensor):
+                unique[part.data_ptr()] = part.nbytes
         return sum(unique.values())
+
+
+def _stored(tensor: Any) -> list[torch.Tensor]:
+    """The tensors behind a weight: of a split one this process's share, of a quantised one its parts."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        return [part for one in inner if isinstance(one, torch.Tensor) for part in _stored(one)]
+    return [tensor]
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -71,21 +86,32 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
 
 
-def load(name: str, revision: str | None, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
-    """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read)."""
+def load(
+    name: str, revision: str | None, dtype: torch.dtype | str, device: torch.device, split: bool = False
+) -> LoadedModel:
+    """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read).
+
+    split: only this rank's share of it (`parallel.py`).
+    """
     import transformers
 
     register()
     config = _read_config(name, revision)
     check_config(name, config)
+    # On a device the weights go there one by one, never through this process's memory as a whole.
+    placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation=HOOK,
-            output_loading_info=True,
-        )
+        with warnings.catch_warnings():
+            # Newer versions have another word for `tp_plan`, which the older ones do not know.
+            warnings.simplefilter("ignore", FutureWarning)
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                name,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation=HOOK,
+                output_loading_info=True,
+                **placed,
+            )
     except Exception as error:  # transformers and safetensors raise many kinds
         raise LoadError(f"{name}: the weights cannot be loaded: {_first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
@@ -95,7 +121,7 @@ def load(name: str, revision: str | None, dtype: torch.dtype | str, device: torc
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
-    return adopt(model.to(device), name)
+    return adopt(model, name)
 
 
 def adopt(model: Any, name: str) -> LoadedModel:
@@ -184,7 +210,12 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     progress(f"loading target {config.target}")
-    target = load(config.target, config.revision, dtype, device)
+    size = config.tensor_parallel_size
+    ranks = None
+    if size > 1:
+        check_split(config.target, _read_config(config.target, config.revision), size)
+        ranks = start_ranks(config, device)
+    target = replace(load(config.target, config.revision, dtype, device, split=size > 1), ranks=ranks)
     if config.draft is None:
         return target, None
     progress(f"loading draft {config.draft}")

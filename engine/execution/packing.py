@@ -70,14 +70,19 @@ class Product:
                 module.weight.data = module.weight.data.new_empty(0)
 
 
+def is_plain(module: Any) -> bool:
+    """Whether a module is a linear layer with a weight of its own numbers: not quantised, not one rank's share."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+
+
 def take_over(model: Any) -> Iterator[Product]:
     """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if is_plain(module):
             own = () if id(module.weight) in shared else (module,)
             product = Product(module.weight.detach(), module.bias, own)
-            module.forward = product  # type: ignore[method-assign, assignment]
+            module.forward = product
             yield product
 
 

@@ -16,6 +16,7 @@ from engine.execution.attention import Segment, Segments
 from engine.execution.batches import Batch, group
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
+from engine.execution.parallel import Ranks
 
 
 class ModelRunner:
@@ -34,8 +35,12 @@ class ModelRunner:
         block_size: int,
         vocab_size: int,
         lean: LeanDecoder | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """lean: what runs the model's layers instead of transformers."""
+        """lean: what runs the model's layers instead of transformers; ranks: who holds the rest of a split model."""
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.tell("runner", num_blocks, block_size, vocab_size)
         self.model = model
         self._lean = lean
         self.device = torch.device(model.device)
@@ -48,6 +53,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
+        if self._ranks is not None:
+            self._ranks.tell("forward", sequences)
         batch = build(sequences, self.block_size)
         if self._num_embeddings < self.vocab_size:
             batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
@@ -74,6 +81,8 @@ class ModelRunner:
 
     def keep(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy the K/V of slots (from, to)."""
+        if self._ranks is not None:
+            self._ranks.tell("keep", moves)
         with torch.inference_mode():
             self.storage.keep(moves)
 
