@@ -1,6 +1,6 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
-# make bench   set up and measure speculation on against off on the embedded pair
+# make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 
@@ -26,7 +26,7 @@ test: $(VENV)/.dev
 	./check $(ARGS)
 
 bench: $(VENV)/.dev
-	$(BIN)/polydraft bench $(ARGS)
+	$(BIN)/polydraft bench --short $(ARGS)
 
 npm-check: $(VENV)/.dev
 	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund

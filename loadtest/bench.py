@@ -1,7 +1,7 @@
 """Measures speculation on against off on one daemon, in one run, arms interleaved.
 
 The arms differ only in the request's own `speculation` object, so that they share the process,
-the weights, the prompts and the seeds. Within a cell (task x concurrency) every repeat runs the
+the weights, the prompts and the seeds. Within a cell (task x temperature x context x concurrency) every repeat runs the
 arms in turn, the order reversed each time (A B B A ...), on prompts of its own. Every ratio is
 one of paired runs.
 """
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from loadtest.client import RunResult, closed_loop, whole_text
 from loadtest.statistics import paired_ratio, ratio_of_sums_interval
-from loadtest.workload import Prompt, load
+from loadtest.workload import Prompt, load, random_prompts
 
 OFF, ADAPTIVE, AGAIN = "off", "adaptive", "again"
 
@@ -36,28 +36,40 @@ class BenchOptions:
     concurrency: Sequence[int]
     repeats: int
     max_tokens: int
-    temperature: float
+    temperatures: Sequence[float]
+    contexts: Sequence[int]
+    """Prompts of so many random tokens instead of the tasks' own; 0 is the tasks' own."""
     arms: dict[str, dict[str, Any]]
     """The `speculation` object of each arm; `off` is the base of all ratios."""
+    ramp: Sequence[int] = ()
+    """Concurrency by stage, all arms through all stages; empty measures no ramp."""
 
 
 # Rules that verify one chain, or two.
 _MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 
 
-def arms_of(rules: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
-    """Plain decoding, and each rule with as many drafts as it can use; `adaptive` is whatever the server chooses, and
-    `again` plain decoding once more, which shows the noise."""
-    named = {ADAPTIVE: {}, AGAIN: {"enabled": False}}
-    return {OFF: {"enabled": False}} | {
-        rule: named[rule]
-        if rule in named
-        else {
-            "rule": rule,
-            "num_drafts": min(num_drafts, _MAX_DRAFTS.get(rule, num_drafts)),
-            "draft_length": draft_length,
-        }
-        for rule in rules
+def arms_of(names: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
+    """Plain decoding, and each named arm.
+
+    `adaptive` is whatever the server chooses, `again` plain decoding once more, which shows the noise. A rule drafts as
+    many chains as it can use; `rule:KxL` says how many, `rule:2.2.1` names a tree.
+    """
+    return {OFF: {"enabled": False}} | {name: _arm(name, num_drafts, draft_length) for name in names}
+
+
+def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
+    if name in (ADAPTIVE, AGAIN):
+        return {} if name == ADAPTIVE else {"enabled": False}
+    rule, _, shape = name.partition(":")
+    if "." in shape:
+        return {"rule": rule, "tree": [int(part) for part in shape.split(".")]}
+    if shape:
+        num_drafts, draft_length = map(int, shape.split("x"))
+    return {
+        "rule": rule,
+        "num_drafts": min(num_drafts, _MAX_DRAFTS.get(rule, num_drafts)),
+        "draft_length": draft_length,
     }
 
 
@@ -65,49 +77,99 @@ def run(url: str, options: BenchOptions) -> dict[str, Any]:
     """Measure all cells on the daemon at `url`; the result as one JSON document."""
     model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     cells = []
-    num_runs = len(options.tasks) * len(options.concurrency) * options.repeats * len(options.arms)
-    with tqdm(total=num_runs, desc="runs", unit="run") as progress:
+    kinds = [(task, 0) for task in options.tasks if 0 in options.contexts]
+    kinds += [("random", context) for context in options.contexts if context]
+    num_cells = len(kinds) * len(options.temperatures) * len(options.concurrency)
+    with tqdm(total=num_cells * options.repeats * len(options.arms), desc="runs", unit="run") as progress:
         exactness = asyncio.run(_greedy_equality(url, model, options))
-        for task in options.tasks:
-            prompts = load(task)
-            acceptance = asyncio.run(_single_draft_acceptance(url, model, prompts, options))
-            for concurrency in options.concurrency:
-                cells.append(_cell(url, model, task, prompts, concurrency, acceptance, options, progress))
+        for task, context in kinds:
+            prompts = random_prompts(context, 4 * max(options.concurrency)) if context else load(task)
+            for temperature in options.temperatures:
+                bench = _Bench(url, model, options, temperature)
+                acceptance = asyncio.run(bench.single_draft_acceptance(prompts))
+                for concurrency in options.concurrency:
+                    described = {"task": task, "temperature": temperature, "context": context}
+                    described["single_draft_acceptance"] = acceptance
+                    cells.append(described | bench.cell(prompts, concurrency, progress))
+    ramp = _Bench(url, model, options, options.temperatures[0]).ramp(load(options.tasks[0])) if options.ramp else None
     return {
         "what": "speculation on against off, closed loop over HTTP",
         "options": asdict(options),
         "environment": environment(url),
         "exactness": exactness,
         "cells": cells,
+        **({"ramp": ramp} if ramp else {}),
     }
 
 
-def _cell(
-    url: str,
-    model: str,
-    task: str,
-    prompts: list[Prompt],
-    concurrency: int,
-    acceptance: float,
-    options: BenchOptions,
-    progress: Any,
-) -> dict[str, Any]:
-    count = max(4, 2 * concurrency)
-    results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
-    warm_up = _take(prompts, 0, min(count, 4))
-    for arm in options.arms:
-        _run_arm(url, model, warm_up, concurrency, options, arm)
-    for repeat in range(options.repeats):
-        chosen = _take(prompts, repeat * count, count)
-        arms = list(options.arms)
-        for arm in arms if repeat % 2 == 0 else arms[::-1]:
-            results[arm].append(_run_arm(url, model, chosen, concurrency, options, arm))
-            progress.update()
+@dataclass(frozen=True)
+class _Bench:
+    """Runs of arms against one daemon, at one temperature."""
+
+    url: str
+    model: str
+    options: BenchOptions
+    temperature: float
+
+    def cell(self, prompts: list[Prompt], concurrency: int, progress: Any) -> dict[str, Any]:
+        """All arms at one concurrency, interleaved."""
+        options = self.options
+        count = max(4, 2 * concurrency)
+        results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
+        for arm in options.arms:
+            self.run_arm(_take(prompts, 0, min(count, 4)), concurrency, arm)
+        for repeat in range(options.repeats):
+            chosen = _take(prompts, repeat * count, count)
+            arms = list(options.arms)
+            for arm in arms if repeat % 2 == 0 else arms[::-1]:
+                results[arm].append(self.run_arm(chosen, concurrency, arm))
+                progress.update()
+        return {"concurrency": concurrency, **compared(results)}
+
+    def ramp(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """All arms through the stages of the ramp; the rate is that of all stages together."""
+        options = self.options
+        results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
+        num_runs = options.repeats * len(options.arms)
+        for number in tqdm(range(num_runs), desc="ramp", unit="run"):
+            repeat, place = divmod(number, len(options.arms))
+            arm = list(options.arms)[:: 1 if repeat % 2 == 0 else -1][place]
+            stages = []
+            for stage, concurrency in enumerate(options.ramp):
+                count = max(4, concurrency)
+                stages.append(self.run_arm(_take(prompts, (repeat + stage) * count, count), concurrency, arm))
+            samples = tuple(sample for stage_result in stages for sample in stage_result.samples)
+            results[arm].append(RunResult(sum(stage_result.wall_s for stage_result in stages), samples))
+        return {"stages": list(options.ramp), **compared(results)}
+
+    def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
+        """One closed loop."""
+        body = {**self._body(self.options.arms[arm])}
+        if arm == ADAPTIVE:
+            body["seed"] = None  # a seed would keep the shape
+        return asyncio.run(closed_loop(self.url, self.model, prompts, concurrency, body))
+
+    async def single_draft_acceptance(self, prompts: list[Prompt]) -> float:
+        """Share of single drafted tokens that token verification accepts: sum min(p, q), measured."""
+        body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
+        result = await closed_loop(self.url, self.model, _take(prompts, 0, 16), 8, body)
+        counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
+        accepted = sum(part["num_accepted_draft_tokens"] for part in counted)
+        return float(accepted / sum(part["num_draft_tokens"] for part in counted))
+
+    def _body(self, speculation: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "max_tokens": self.options.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "speculation": speculation,
+        }
+
+
+def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
+    """Every arm's rate, as a ratio to plain decoding in the same repeat; and adaptive to the best fixed shape."""
     rates = {arm: [result.tokens_per_second for result in runs] for arm, runs in results.items()}
-    return {
-        "task": task,
-        "concurrency": concurrency,
-        "single_draft_acceptance": acceptance,
+    compared: dict[str, Any] = {
         "arms": {
             arm: {
                 "tokens_per_second": statistics.median(rates[arm]),
@@ -115,27 +177,18 @@ def _cell(
                 "ratio_to_off": asdict(paired_ratio(rates[arm], rates[OFF])),
                 **_speculation(results[arm]),
             }
-            for arm in options.arms
-        },
+            for arm in results
+        }
     }
+    fixed = [arm for arm in results if arm not in (ADAPTIVE, AGAIN)]
+    if ADAPTIVE in results and len(fixed) > 1:
+        best = max(fixed, key=lambda arm: statistics.median(rates[arm]))
+        compared["adaptive_to_best_fixed"] = {"arm": best, **asdict(paired_ratio(rates[ADAPTIVE], rates[best]))}
+    return compared
 
 
 def _take(prompts: list[Prompt], start: int, count: int) -> list[Prompt]:
     return [prompts[(start + i) % len(prompts)] for i in range(count)]
-
-
-def _run_arm(
-    url: str, model: str, prompts: list[Prompt], concurrency: int, options: BenchOptions, arm: str
-) -> RunResult:
-    body = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "ignore_eos": True,
-        "speculation": options.arms[arm],
-    }
-    if arm == ADAPTIVE:
-        body["seed"] = None  # a seed would keep the shape
-    return asyncio.run(closed_loop(url, model, prompts, concurrency, body))
 
 
 def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
@@ -155,25 +208,9 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
     return summary
 
 
-async def _single_draft_acceptance(url: str, model: str, prompts: list[Prompt], options: BenchOptions) -> float:
-    """Share of single drafted tokens that token verification accepts: sum min(p, q), measured."""
-    one = {"rule": "token", "num_drafts": 1, "draft_length": 1}
-    body = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "ignore_eos": True,
-        "speculation": one,
-    }
-    result = await closed_loop(url, model, _take(prompts, 0, 16), 8, body)
-    counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
-    return float(
-        sum(part["num_accepted_draft_tokens"] for part in counted) / sum(part["num_draft_tokens"] for part in counted)
-    )
-
-
 async def _greedy_equality(url: str, model: str, options: BenchOptions) -> dict[str, int]:
     """How many of a few greedy answers are the same in every arm (float32 gives all of them)."""
-    prompts = load(options.tasks[0])[:6]
+    prompts = load(options.tasks[0])[:6] if 0 in options.contexts else random_prompts(options.contexts[0], 6)
     equal = 0
     for prompt in prompts:
         texts = {

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loadtest import report
 from loadtest.bench import BenchOptions, arms_of, run
@@ -15,8 +15,28 @@ from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS
 
 
+class _Usual(NamedTuple):
+    """What is measured where the command line says nothing."""
+
+    concurrency: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    contexts: tuple[int, ...]
+    ramp: tuple[int, ...]
+    rules: str
+
+
+_FULL = _Usual(
+    (1, 4, 16, 64), (0.0, 1.0), (0, 1024), (1, 4, 16, 64, 16, 4, 1), "block,bv_race,traversal:2.2.1.1,adaptive,again"
+)
+_SHORT = _Usual((1, 4, 16), (1.0,), (0,), (), "block,bv_race,adaptive,again")
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,15 +47,23 @@ def parser() -> argparse.ArgumentParser:
         "Prints a table; the last line is one JSON document.",
     )
     result.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
+    result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")
     result.add_argument("--tasks", default=",".join(TASKS), help="comma-separated: dialogues, gutenberg")
-    result.add_argument("--concurrency", type=_integers, default=[1, 4, 16], help="requests at once, e.g. 1,4,16")
+    result.add_argument("--concurrency", type=_integers, help="requests at once (default 1,4,16,64; short: 1,4,16)")
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
-    result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default 1)")
+    result.add_argument("--temperatures", type=_numbers, help="sampling temperatures (default 0,1; short: 1)")
+    result.add_argument(
+        "--contexts",
+        type=_integers,
+        help="prompts of so many random tokens; 0: the tasks' own (default 0,1024; short: 0)",
+    )
+    result.add_argument("--ramp", type=_integers, help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)")
     result.add_argument(
         "--rules",
-        default="block,bv_race,adaptive",
-        help="compared with plain decoding: rules, adaptive (the server's choice), again (plain once more: noise)",
+        help="arms compared with plain decoding: a rule, rule:KxL, rule:2.2.1 (a tree), adaptive (the server's "
+        "choice), again (plain once more: noise); default block,bv_race,traversal:2.2.1.1,adaptive,again; short "
+        "without the tree",
     )
     result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
@@ -48,13 +76,16 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; 0, or 1 when the daemon failed."""
     options = parser().parse_args(arguments)
+    usual = _SHORT if options.short else _FULL
     wanted = BenchOptions(
         tasks=options.tasks.split(","),
-        concurrency=options.concurrency,
+        concurrency=options.concurrency or usual.concurrency,
         repeats=options.repeats,
         max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        arms=arms_of(options.rules.split(","), options.num_drafts, options.draft_length),
+        temperatures=options.temperatures or usual.temperatures,
+        contexts=options.contexts or usual.contexts,
+        arms=arms_of((options.rules or usual.rules).split(","), options.num_drafts, options.draft_length),
+        ramp=usual.ramp if options.ramp is None else options.ramp,
     )
     try:
         if options.url:
@@ -76,7 +107,7 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
         output.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         report.plot(result, plot)
-    print(report.markdown(result) if len(result["options"]["arms"]) <= 5 else report.rules_markdown(result))
+    print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))
     exactness = result["exactness"]
     print(f"\n{exactness['equal_in_all_arms']} of {exactness['greedy_answers']} greedy answers equal in all arms\n")
     print(json.dumps(result))

@@ -9,13 +9,13 @@ from typing import Any
 def markdown(result: dict[str, Any]) -> str:
     """One row per cell: plain tokens per second, then for every other arm its ratio and tokens per pass."""
     arms = [arm for arm in result["options"]["arms"] if arm != "off"]
-    head = ["task", "c", "acceptance of one draft", "off tok/s"]
+    head = ["prompts", "c", "acceptance of one draft", "off tok/s"]
     for arm in arms:
         head += [f"{arm} vs off (95 % interval)", f"{arm} tokens/pass"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in result["cells"]:
         row = [
-            cell["task"],
+            _prompts(cell, result),
             str(cell["concurrency"]),
             f"{cell['single_draft_acceptance']:.2f}",
             f"{cell['arms']['off']['tokens_per_second']:.0f}",
@@ -29,10 +29,16 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _prompts(cell: dict[str, Any], result: dict[str, Any]) -> str:
+    """What a cell's prompts are, and the temperature where several were measured."""
+    text = f"{cell['context']} random tokens" if cell.get("context") else str(cell["task"])
+    return f"{text}, T = {cell['temperature']:g}" if len(result["options"].get("temperatures", ())) > 1 else text
+
+
 def rules_markdown(result: dict[str, Any]) -> str:
     """One row per cell and rule: tokens per pass with its interval, nodes per pass, ratio to plain decoding."""
     lines = [
-        "| task | c | rule | drafts | tokens/pass (95 % interval) | nodes/pass | vs off (95 % interval) |",
+        "| prompts | c | rule | drafts | tokens/pass (95 % interval) | nodes/pass | vs off (95 % interval) |",
         "|" + " --- |" * 7,
     ]
     for cell in result["cells"]:
@@ -40,9 +46,9 @@ def rules_markdown(result: dict[str, Any]) -> str:
             if "num_drafts" not in result["options"]["arms"][arm]:
                 continue
             low, high = measured["mean_acceptance_length_interval"]
-            ratio = measured["ratio_to_off"]
+            ratio, num_drafts = measured["ratio_to_off"], result["options"]["arms"][arm]["num_drafts"]
             lines.append(
-                f"| {cell['task']} | {cell['concurrency']} | {arm} | {result['options']['arms'][arm]['num_drafts']} "
+                f"| {_prompts(cell, result)} | {cell['concurrency']} | {arm} | {num_drafts} "
                 f"| {measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) | {measured['nodes_per_pass']:.1f} "
                 f"| {ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
             )
@@ -56,10 +62,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = list(dict.fromkeys(cell["task"] for cell in result["cells"]))
+    tasks = list(dict.fromkeys(_prompts(cell, result) for cell in result["cells"]))
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
     for panel, task in zip(panels[0], tasks, strict=True):
-        cells = [cell for cell in result["cells"] if cell["task"] == task]
+        cells = [cell for cell in result["cells"] if _prompts(cell, result) == task]
         for arm in result["options"]["arms"]:
             panel.plot(
                 [cell["concurrency"] for cell in cells],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -36,3 +37,12 @@ def _prompt(record: dict[str, Any]) -> Prompt:
     if "messages" in record:
         return Prompt("/v1/chat/completions", {"messages": record["messages"]})
     return Prompt("/v1/completions", {"prompt": record.get("prompt") or record["text"]})
+
+
+def random_prompts(length: int, count: int, seed: int = 0) -> list[Prompt]:
+    """Prompts of `length` random token ids; the embedded pair and the bench pair know all of them."""
+    generator = random.Random(seed)
+    return [
+        Prompt("/v1/completions", {"prompt": [generator.randrange(300, 4000) for _ in range(length)]})
+        for _ in range(count)
+    ]
