@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Progress, load_pair
 from engine.execution.packing import pack, take_over
-from engine.execution.probe import find_kv_shape, probe_either
+from engine.execution.probe import find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
 from engine.scheduling.copying import most_copied
@@ -45,22 +45,22 @@ def assemble(
     check_speculation(config)
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
-    decoders = []
+    ways = []
     weight_bytes = []
     for model, shape in zip(models, shapes, strict=True):
         progress(f"probing {model.name}")
-        decoder = probe_either(model, shape)
+        way = probe_ways(model, shape)
         progress(f"packing {model.name}")
-        packed_bytes = pack(decoder.products if decoder else take_over(model.model), config.model.prepack)
+        packed_bytes = pack(way.lean.products if way.lean else take_over(model.model), config.model.prepack)
         weight_bytes.append(packed_bytes + model.weight_bytes)
-        decoders.append(decoder)
+        ways.append(way)
     max_model_len = _max_model_len(config, models)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
     block_size = config.cache.block_size
     runners = [
-        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, decoder, model.ranks)
-        for model, shape, decoder in zip(models, shapes, decoders, strict=True)
+        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, way.lean, model.ranks, way.paged)
+        for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
     bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]
     facts = EngineFacts(

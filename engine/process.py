@@ -6,7 +6,6 @@ other error ends the process with a `Failed`. It leaves when its parent is gone.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import traceback
@@ -33,8 +32,6 @@ from engine.engine import Engine
 from engine.errors import ConfigError, LoadError, RequestError
 
 _IDLE_POLL_MS = 500
-# Larger than what a step allocates, so that loaded weights and the K/V pool are mapped as before.
-_KEPT_BYTES = 256 << 20
 
 
 class Mailbox:
@@ -103,27 +100,13 @@ def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:
         mailbox.send(Refused(message.request.request_id, str(error), error.param, error.code))
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what large tensors leave behind: fresh pages cost more than most of what is computed in them.
-
-    Without glibc nothing changes. Memory that is kept is bounded by the largest step.
-    """
-    trim_threshold, mmap_threshold = -1, -3
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt(mmap_threshold, _KEPT_BYTES)
-    mallopt(trim_threshold, _KEPT_BYTES)
-
-
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     """Load, calibrate and announce the engine."""
     import torch
 
     from engine.building import build_engine
     from engine.calibration import measure_costs, measure_plain
-    from engine.execution.parallel import cpu_threads
+    from engine.execution.host import cpu_threads, keep_freed_memory
     from engine.scheduling.controller import Controller
     from engine.selfcheck import short_check
 

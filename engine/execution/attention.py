@@ -21,6 +21,7 @@ from torch import Tensor
 
 from engine.cache.tensors import KVTensors
 from engine.execution.batches import Batch, attend_batch
+from engine.execution.paged import Paged
 from engine.execution.scaled import Kind, scaled_attention
 
 HOOK = "polydraft_tree"
@@ -65,6 +66,8 @@ class Segments:
     """Each attends in a call of its own,"""
     batches: list[Batch] = field(default_factory=list)
     """and these several sequences at once."""
+    paged: Paged | None = None
+    """Set where one kernel does it all, and there are no segments."""
 
 
 def attend(
@@ -86,6 +89,11 @@ def attend(
     keys[segments.slots_T] = key[0].transpose(0, 1)
     values[segments.slots_T] = value[0].transpose(0, 1)
     alone, batches, kind = segments.segments, segments.batches, Kind(softcap, s_aux)
+    if segments.paged is not None:
+        from engine.execution.triton_attention import attend_paged  # Triton is there where a kernel was chosen
+
+        storage, layer = segments.storage, module.layer_idx
+        return attend_paged(segments.paged, storage, layer, query, scaling, kind, sliding_window), None
     if len(alone) == 1 and not batches:
         return _attend_segment(alone[0], keys, values, query, scaling, kind, sliding_window), None
     output = query.new_empty(1, query.shape[2], query.shape[1], values.shape[-1])

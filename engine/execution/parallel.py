@@ -47,11 +47,6 @@ class Ranks:
                 raise RuntimeError(f"rank {rank} of the target has ended: see its message above") from error
 
 
-def cpu_threads(config: ModelConfig) -> int:
-    """Threads of one process of the target: all cores but one, shared among its ranks."""
-    return config.num_threads or max(1, ((os.cpu_count() or 2) - 1) // config.tensor_parallel_size)
-
-
 def check_split(name: str, config: Any, size: int) -> None:
     """Raise ConfigError where a model cannot be split over so many ranks."""
     for heads in ("num_attention_heads", "num_key_value_heads"):

@@ -7,7 +7,9 @@ its own eager attention. A difference means that the model would be served wrong
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +27,14 @@ from engine.speculation.topology import merge_chains
 # Largest allowed difference of a logit row, as a share of the row's standard deviation.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _PROMPT_LENGTH = 20
+
+
+class Way(NamedTuple):
+    """How a model is run."""
+
+    lean: LeanDecoder | None
+    paged: bool
+    """Whether the Triton kernel attends."""
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
@@ -54,20 +64,31 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_either(loaded: LoadedModel, shape: KVShape) -> LeanDecoder | None:
-    """A lean decoder of the model, where it can be run by one; raises LoadError when it can be served neither way."""
-    if is_lean(loaded.model):
-        try:
-            decoder = LeanDecoder(loaded.model)
-            probe(loaded, shape, decoder)
-            return decoder
-        except LoadError:
-            pass  # transformers itself may be right
-    probe(loaded, shape)
-    return None
+def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
+    """The fastest way to run the model that gives its numbers; raises LoadError when there is none."""
+    kernels = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
+    for paged in kernels:
+        decoders = (LeanDecoder(loaded.model), None) if is_lean(loaded.model) else (None,)
+        for decoder in decoders:
+            try:
+                probe(loaded, shape, decoder, paged)
+                return Way(decoder, paged)
+            except LoadError:
+                if decoder is None and not paged:
+                    raise
+            except Exception as error:  # a kernel that this device cannot compile
+                if not paged:
+                    raise
+                print(f"{loaded.name}: runs without the attention kernel: {error}", file=sys.stderr)
+    raise AssertionError("the last way either works or raises")
 
 
-def probe(loaded: LoadedModel, shape: KVShape, lean: LeanDecoder | None = None) -> float:
+def has_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel can run here."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def probe(loaded: LoadedModel, shape: KVShape, lean: LeanDecoder | None = None, paged: bool = False) -> float:
     """Largest relative logit difference between the hook path (or the lean decoder) and plain transformers.
 
     Raises LoadError when it is too large for the model's dtype.
@@ -75,11 +96,11 @@ def probe(loaded: LoadedModel, shape: KVShape, lean: LeanDecoder | None = None) 
     tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, _PROMPT_LENGTH + 6)]
     prompt, rest = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
-    runner = ModelRunner(loaded.model, shape, num_blocks=8, block_size=8, vocab_size=loaded.vocab_size, lean=lean)
-    paged = _paged_logits(runner, prompt, chains, rest[5])
+    runner = ModelRunner(loaded.model, shape, 8, 8, loaded.vocab_size, lean, paged=paged)
+    computed = _paged_logits(runner, prompt, chains, rest[5])
     worst = 0.0
     with _attention(loaded.model, "eager"), torch.inference_mode():
-        for path, logits_NV in paged:
+        for path, logits_NV in computed:
             plain_NV = _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size]
             spread = float(plain_NV.std(-1).min().clamp(min=1e-6))
             worst = max(worst, float((plain_NV - logits_NV).abs().max()) / spread)

@@ -8,9 +8,10 @@ import sys
 import torch
 
 from engine.config import ModelConfig
+from engine.execution.host import cpu_threads, keep_freed_memory
 from engine.execution.loading import choose_device, choose_dtype, load
-from engine.execution.parallel import cpu_threads, join
-from engine.execution.probe import find_kv_shape, probe_either
+from engine.execution.parallel import join
+from engine.execution.probe import find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
 
 
@@ -19,11 +20,12 @@ def main() -> int:
     calls = sys.stdin.buffer
     config, store = pickle.load(calls)
     assert isinstance(config, ModelConfig)
+    keep_freed_memory()
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
     shape = find_kv_shape(loaded)
-    probe_either(loaded, shape)
+    way = probe_ways(loaded, shape)
     runner: ModelRunner | None = None
     while True:
         try:
@@ -31,7 +33,8 @@ def main() -> int:
         except EOFError:
             return 0
         if name == "runner":
-            runner = ModelRunner(loaded.model, shape, *arguments)
+            num_blocks, block_size, vocab_size = arguments
+            runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, paged=way.paged)
             continue
         assert runner is not None
         getattr(runner, {"forward": "forward", "keep": "keep"}[name])(*arguments)

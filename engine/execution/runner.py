@@ -16,6 +16,7 @@ from engine.execution.attention import Segment, Segments
 from engine.execution.batches import Batch, group
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
+from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 
 
@@ -36,8 +37,11 @@ class ModelRunner:
         vocab_size: int,
         lean: LeanDecoder | None = None,
         ranks: Ranks | None = None,
+        paged: bool = False,
     ) -> None:
-        """lean: what runs the model's layers instead of transformers; ranks: who holds the rest of a split model."""
+        """lean: what runs the model's layers instead of transformers; ranks: who holds the rest of a split model;
+        paged: attend by the Triton kernel."""
+        self._paged = paged
         self._ranks = ranks
         if ranks is not None:
             ranks.tell("runner", num_blocks, block_size, vocab_size)
@@ -61,7 +65,7 @@ class ModelRunner:
         token_ids, positions, wanted = (
             to_device(part, self.device) for part in (batch.token_ids, batch.positions, batch.wanted)
         )
-        segments = self._segments(batch)
+        segments = self._segments(sequences, batch)
         if self._lean is not None:
             logits_NV = self._lean.logits(token_ids, positions, segments, wanted).float()
         else:
@@ -86,7 +90,10 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.keep(moves)
 
-    def _segments(self, batch: PassInput) -> Segments:
+    def _segments(self, sequences: Sequence[SequenceInput], batch: PassInput) -> Segments:
+        slots = to_device(batch.slots, self.device)
+        if self._paged:
+            return Segments(self.storage, slots, [], paged=Paged.of(pages_of(sequences), self.block_size, self.device))
         segments = []
         batches, alone = group(batch.segments, self._layer_bytes)
         for part in alone:
@@ -100,4 +107,4 @@ class ModelRunner:
                 )
             )
         together = [Batch.of(part, self.device) for part in batches]
-        return Segments(self.storage, to_device(batch.slots, self.device), segments, together)
+        return Segments(self.storage, slots, segments, together)

@@ -10,7 +10,7 @@ import transformers
 
 from engine.execution import lean, probe
 from engine.execution.lean import LeanDecoder, is_lean
-from engine.execution.probe import find_kv_shape, probe_either
+from engine.execution.probe import find_kv_shape, probe_ways
 from tests.engine import tiny
 from tests.execution.test_architectures import COMMON
 
@@ -59,7 +59,7 @@ def test_it_gives_transformers_numbers(name: str) -> None:
     assert is_lean(loaded.model)
     assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 1e-4
     assert probe.probe(loaded, find_kv_shape(loaded)) < 1e-4
-    assert probe_either(loaded, find_kv_shape(loaded)) is not None
+    assert probe_ways(loaded, find_kv_shape(loaded)).lean is not None
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -77,7 +77,7 @@ def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: py
         self._sign = -self._sign
 
     monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
-    assert probe_either(loaded, find_kv_shape(loaded)) is None
+    assert probe_ways(loaded, find_kv_shape(loaded)).lean is None
 
 
 def test_joining_weights_stores_nothing_twice() -> None:

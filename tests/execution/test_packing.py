@@ -7,7 +7,7 @@ import torch
 
 from engine.execution import packing
 from engine.execution.packing import Product, choose_from, pack, take_over
-from engine.execution.probe import find_kv_shape, probe, probe_either
+from engine.execution.probe import find_kv_shape, probe, probe_ways
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.execution.test_architectures import CONFIGS
@@ -21,7 +21,7 @@ BLOCK = Speculation(rule="block", num_drafts=1, draft_length=3)
 @pytest.mark.parametrize("name", LEAN)
 def test_a_lean_decoder_runs_packed(name: str) -> None:
     loaded = randomised(LEAN[name], seed=3)
-    decoder = probe_either(loaded, find_kv_shape(loaded))
+    decoder = probe_ways(loaded, find_kv_shape(loaded)).lean
     assert decoder is not None
     plain_bytes = loaded.weight_bytes
     runs = [tiny.run(tiny.build(loaded, None), [tiny.request("a", range(5, 25))]).tokens]

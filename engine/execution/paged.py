@@ -1,0 +1,128 @@
+"""What a kernel needs to know of a flat pass to read every sequence's keys where they lie, in pages.
+
+Keys of a sequence are numbered like its tokens: the text up to `ends`, then the nodes behind it. A query sees all keys
+below its limit (a token of the text those before it and itself, a node the whole text), and of the nodes those whose
+bit is set in its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.execution.inputs import SequenceInput
+
+Integers = npt.NDArray[np.integer[Any]]
+
+_WORD = 64
+
+
+@dataclass(frozen=True)
+class PagedInput:
+    """R sequences of a pass of T tokens, on the host; 32-bit integers unless said."""
+
+    pages: Integers
+    """[R, P] block ids, padded with 0."""
+    starts: Integers
+    """[R] first row of the flat pass."""
+    counts: Integers
+    """[R] rows."""
+    first_keys: Integers
+    ends: Integers
+    """[R] the keys seen at all begin with the first, and are nodes from `ends` on."""
+    num_keys: Integers
+    """[R] number after the last key."""
+    node_positions: Integers
+    """[R, N] positions of the nodes' keys."""
+    limits: Integers
+    """[T] a query sees the keys below."""
+    words: Integers
+    """[T, W] 64-bit words: which nodes it sees."""
+    positions: Integers
+    """[T]"""
+
+
+@dataclass(frozen=True)
+class Paged:
+    """The same on the device."""
+
+    pages: Tensor
+    starts: Tensor
+    counts: Tensor
+    first_keys: Tensor
+    ends: Tensor
+    num_keys: Tensor
+    node_positions: Tensor
+    limits: Tensor
+    words: Tensor
+    positions: Tensor
+    page_size: int
+    most_queries: int
+    most_keys: int
+
+    @staticmethod
+    def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
+        """Move a pass to the device, in one copy."""
+        # The 64-bit words come first: whatever follows them may begin anywhere.
+        arrays = [
+            *(host.words, host.pages, host.starts, host.counts, host.first_keys, host.ends, host.num_keys),
+            *(host.node_positions, host.limits, host.positions),
+        ]
+        flat = torch.from_numpy(np.concatenate([array.reshape(-1).view(np.int32) for array in arrays]))
+        if device.type != "cpu":
+            flat = flat.pin_memory().to(device, non_blocking=True)
+        pieces = torch.split(flat, [array.nbytes // 4 for array in arrays])
+        words = pieces[0].view(torch.int64).view(host.words.shape)
+        others = (piece.view(array.shape) for piece, array in zip(pieces[1:], arrays[1:], strict=True))
+        pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = others
+        return Paged(
+            pages=pages,
+            starts=starts,
+            counts=counts,
+            first_keys=first_keys,
+            ends=ends,
+            num_keys=num_keys,
+            node_positions=node_positions,
+            limits=limits,
+            words=words,
+            positions=positions,
+            page_size=page_size,
+            most_queries=int(host.counts.max(initial=0)),
+            most_keys=int((host.num_keys - host.first_keys).max(initial=0)),
+        )
+
+
+def pages_of(sequences: Sequence[SequenceInput]) -> PagedInput:
+    """The pages and masks of all sequences of a pass."""
+    known = np.array([len(part.known) for part in sequences], dtype=np.int32)
+    entering = np.array([len(part.nodes.tokens) for part in sequences], dtype=np.int32)
+    cached = np.array([len(part.nodes.cached_depths) for part in sequences], dtype=np.int32)
+    ends = np.array([part.first_index for part in sequences], dtype=np.int32) + known
+    counts = known + entering
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    most_nodes = max(1, int((cached + entering).max(initial=0)))
+    num_words = -(-most_nodes // _WORD)
+    pages = np.zeros((len(sequences), max(len(part.block_ids) for part in sequences)), dtype=np.int32)
+    node_positions = np.zeros((len(sequences), most_nodes), dtype=np.int32)
+    limits, positions = (np.empty(int(counts.sum()), dtype=np.int32) for _ in range(2))
+    bits = np.zeros((int(counts.sum()), num_words * _WORD), dtype=np.bool_)
+    for i, part in enumerate(sequences):
+        pages[i, : len(part.block_ids)] = part.block_ids
+        depths = np.asarray([*part.nodes.cached_depths, *part.nodes.depths], dtype=np.int32)
+        node_positions[i, : len(depths)] = ends[i] - 1 + depths
+        middle, stop = starts[i] + known[i], starts[i] + counts[i]
+        positions[starts[i] : middle] = np.arange(part.first_index, ends[i])
+        positions[middle:stop] = node_positions[i, cached[i] : len(depths)]
+        limits[starts[i] : middle] = positions[starts[i] : middle] + 1
+        limits[middle:stop] = ends[i]
+        bits[middle:stop, : len(depths)] = part.nodes.ancestry
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)
+    first_keys = np.array([part.first_key for part in sequences], dtype=np.int32)
+    num_keys = ends + cached + entering
+    return PagedInput(pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions)

@@ -1,0 +1,178 @@
+"""Attention over paged keys in Triton: one program reads a sequence's keys once for a tile of its queries.
+
+Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile, so a
+tree costs one reading of the text. Long texts are read in several parts at once, merged by their log-sum-exps. Score
+softcapping, sliding windows, attention sinks and grouped heads are done here; rotation and scaling belong to the model.
+
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`) is its oracle.
+"""
+
+# A kernel's arguments are pointers and numbers that Triton sees only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported"
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cache.tensors import KVTensors
+from engine.execution.paged import Paged
+from engine.execution.scaled import Kind
+
+_TILE_KEYS = 64
+_MOST_ROWS = 64
+# Parts of a text are as long at least, and so many programs keep a device busy.
+_PART_KEYS = 512
+_MOST_PARTS = 16
+
+
+@triton.jit
+def _attend(
+    query, keys, values, output, lse,
+    pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
+    scale, softcap, window,
+    num_tokens, num_heads, num_pages, num_nodes, num_words,
+    query_head_stride, query_token_stride,
+    page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
+    tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    key_block: tl.constexpr, value_block: tl.constexpr, num_parts: tl.constexpr,
+    has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
+    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
+    row = tl.arange(0, rows)
+    number = tile * tile_queries + row // groups
+    is_query = (row < tile_queries * groups) & (number < count)
+    token = start + number
+    head = kv_head * groups + row % groups
+    dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
+    query_tile = tl.load(
+        query + head[:, None] * query_head_stride + token[:, None] * query_token_stride + dim[None, :],
+        mask=is_query[:, None] & (dim[None, :] < key_dim),
+        other=0.0,
+    )
+    limit = tl.load(limits + token, mask=is_query, other=0)
+    position = tl.load(positions + token, mask=is_query, other=0)
+    first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
+    if has_window:
+        # Nothing further back is seen by any query of the tile.
+        nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
+        first = tl.maximum(first, tl.minimum(nearest, end))
+    part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
+    part_first = first + part * part_keys
+    part_stop = tl.minimum(stop, part_first + part_keys)
+    if tile * tile_queries >= count:
+        part_stop = part_first
+    largest = tl.full([rows], -1e30, tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    sums = tl.zeros([rows, value_block], tl.float32)
+    num_kv_heads = num_heads // groups
+    for begin in range(part_first, part_stop, tile_keys):
+        index = begin + tl.arange(0, tile_keys)
+        is_key = index < part_stop
+        page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
+        place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
+        key_tile = tl.load(
+            keys + place[None, :] * key_dim + dim[:, None],
+            mask=is_key[None, :] & (dim[:, None] < key_dim),
+            other=0.0,
+        )
+        value_tile = tl.load(
+            values + place[:, None] * value_dim + value_column[None, :],
+            mask=is_key[:, None] & (value_column[None, :] < value_dim),
+            other=0.0,
+        )
+        if upcast:
+            scores = tl.dot(query_tile.to(tl.float32), key_tile.to(tl.float32), input_precision="ieee") * scale
+        else:
+            scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        if has_softcap:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        node = tl.maximum(index - end, 0)
+        is_node = is_key & (index >= end)
+        word = tl.load(
+            words + token[:, None].to(tl.int64) * num_words + (node // 64)[None, :],
+            mask=is_query[:, None] & is_node[None, :],
+            other=0,
+        )
+        seen = (index[None, :] < limit[:, None]) & is_key[None, :]
+        seen = seen | (is_node[None, :] & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) != 0))
+        if has_window:
+            at_node = tl.load(node_positions + sequence * num_nodes + node, mask=is_node, other=0)
+            key_position = tl.where(is_node, at_node, index)
+            seen = seen & (position[:, None] - key_position[None, :] < window)
+        scores = tl.where(seen, scores, -1e30)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.where(seen, tl.exp(scores - new_largest[:, None]), 0.0)
+        fade = tl.exp(largest - new_largest)
+        total = total * fade + tl.sum(weights, axis=1)
+        if upcast:
+            added = tl.dot(weights, value_tile.to(tl.float32), input_precision="ieee")
+        else:
+            added = tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
+        sums = sums * fade[:, None] + added
+        largest = new_largest
+    some = total > 0
+    result = sums / tl.where(some, total, 1.0)[:, None]
+    at = (part * num_tokens + token).to(tl.int64) * num_heads + head
+    tl.store(
+        output + at[:, None] * value_dim + value_column[None, :],
+        result,
+        mask=is_query[:, None] & (value_column[None, :] < value_dim),
+    )
+    tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_query)
+
+
+def attend_paged(
+    paged: Paged, storage: KVTensors, layer: int, query: Tensor, scaling: float | None, kind: Kind, window: int | None
+) -> Tensor:
+    """Attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V has been written."""
+    _, num_heads, num_tokens, key_dim = query.shape
+    keys, values = storage.keys[layer], storage.values[layer]
+    num_kv_heads, value_dim = keys.shape[1], values.shape[2]
+    groups = num_heads // num_kv_heads
+    tile_queries = max(1, min(paged.most_queries, _MOST_ROWS // groups))
+    num_tiles = -(-paged.most_queries // tile_queries)
+    num_parts = num_parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
+    output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=torch.float32, device=query.device)
+    lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    _attend[(len(paged.starts), num_kv_heads, num_tiles * num_parts)](
+        query, keys, values, output, lse,
+        paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
+        paged.limits, paged.words, paged.positions,
+        key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
+        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1],
+        query.stride(1), query.stride(2),
+        page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
+        rows=max(16, triton.next_power_of_2(tile_queries * groups)),
+        tile_keys=_TILE_KEYS, key_dim=key_dim, value_dim=value_dim,
+        key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
+        num_parts=num_parts, has_softcap=kind.softcap is not None, has_window=window is not None,
+        # The interpreter has no bfloat16 products.
+        upcast=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
+    )  # fmt: skip
+    return merged(output, lse, kind.sinks).to(query.dtype).unsqueeze(0)
+
+
+def merged(output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Parts [S, T, H, D_v] with log-sum-exps [S, T, H] as one; sinks [H] take their share and give nothing."""
+    if len(output) == 1 and sinks is None:
+        return output[0]
+    whole = lse.logsumexp(0)
+    if sinks is not None:
+        whole = torch.logaddexp(whole, sinks.float())
+    # Queries that see nothing are padding: any number will do that is one.
+    weights = (lse - whole.nan_to_num(neginf=0.0)).exp()
+    return (output * weights.unsqueeze(-1)).sum(0)
+
+
+def num_parts_of(most_keys: int, num_programs: int) -> int:
+    """In how many parts the longest text is read: more where few programs would leave the device idle."""
+    wanted = max(1, 264 // max(1, num_programs))
+    return int(min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS)))

@@ -1,0 +1,158 @@
+"""The Triton kernel gives the numbers of the plain path: in Triton's interpreter on a CPU, compiled on a device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton_attention = pytest.importorskip("engine.execution.triton_attention")
+
+from engine.cache.tensors import KVShape, KVTensors  # noqa: E402
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build  # noqa: E402
+from engine.execution.paged import Paged, pages_of  # noqa: E402
+from engine.execution.probe import find_kv_shape, probe  # noqa: E402
+from engine.execution.runner import ModelRunner  # noqa: E402
+from engine.execution.scaled import Kind  # noqa: E402
+from engine.speculation.topology import merge_chains  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from tests.execution.test_architectures import COMMON  # noqa: E402
+from tests.execution.test_batches import CONFIGS, passes  # noqa: E402
+from tests.execution.test_lean import randomised  # noqa: E402
+
+PAGE = 4
+CASES: dict[str, Any] = {
+    **CONFIGS,
+    "heads in threes": transformers.LlamaConfig(
+        **{**COMMON, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
+    ),
+    "one key head": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
+}
+
+
+def logits(loaded: Any, paged: bool) -> torch.Tensor:
+    model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, paged=paged)
+    prompts, steps = passes()
+    model.forward(prompts)
+    return model.forward(steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
+    """Prompts, then single tokens and trees of nine sequences in scattered pages."""
+    loaded = randomised(CASES[name], seed=5)
+    assert torch.allclose(logits(loaded, False), logits(loaded, True), atol=1e-4, rtol=1e-4)
+
+
+def test_the_probe_runs_through_the_kernel() -> None:
+    loaded = randomised(CASES["llama"], seed=5)
+    assert probe(loaded, find_kv_shape(loaded), paged=True) < 1e-3
+
+
+def operands(
+    dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
+) -> tuple[Any, ...]:
+    """A tree of more nodes than a word has bits behind a long text, and a chunk of a prompt beside it."""
+    chance = np.random.default_rng(1)
+    tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
+    blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
+    half = len(blocks) // 2
+    parts = [
+        SequenceInput(
+            [1], num_keys, blocks[:half], Nodes(tree.tokens, tree.depths, (), tree.ancestry()), slice(0), first_key
+        ),
+        SequenceInput(list(range(9)), num_keys - 20, blocks[half:], NO_NODES, slice(0), first_key),
+    ]
+    generator = torch.Generator().manual_seed(2)
+    shape = KVShape(1, 2, 24, 40)
+    storage = KVTensors(shape, len(blocks) * PAGE, dtype, tiny.DEVICE)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(dtype))
+    count = len(build(parts, PAGE).token_ids)
+    query = torch.randn((1, 6, count, 24), generator=generator).to(dtype).to(tiny.DEVICE)
+    return parts, storage, query, window
+
+
+def reference(parts: Any, storage: KVTensors, query: torch.Tensor, window: int | None, kind: Kind) -> torch.Tensor:
+    """In float64, with a mask for every pair of query and key."""
+    host = build(parts, PAGE)
+    outputs = []
+    for segment in host.segments:
+        slots = torch.as_tensor(np.r_[segment.slots] if isinstance(segment.slots, slice) else segment.slots)
+        keys, values = (t[0].cpu()[slots].double().repeat_interleave(3, 1) for t in (storage.keys, storage.values))
+        scores = torch.einsum("hqd,khd->hqk", query[0, :, segment.query].cpu().double(), keys) * 24**-0.5
+        if kind.softcap is not None:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool)
+        if segment.visible is not None:
+            visible = torch.from_numpy(segment.visible)
+        if window is not None:
+            distance = torch.from_numpy(segment.query_positions[:, None] - segment.key_positions[None, :])
+            visible = visible & (distance < window)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if kind.sinks is not None:
+            column = kind.sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., : len(slots)]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [("float32", torch.float32, 1e-5), ("float16", torch.float16, 5e-3), ("bfloat16", torch.bfloat16, 3e-2)],
+)
+def test_numbers_of_every_type(
+    name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    check(operands(dtype, 150), Kind(), tolerance)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sinks", "both"])
+def test_what_models_add_to_attention(
+    kind: str, window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
+    check(operands(torch.float32, 130, window), Kind(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
+
+
+def test_keys_before_the_first_are_not_seen() -> None:
+    check(operands(torch.float32, 130, first_key=77), Kind(), 1e-5)
+
+
+def check(case: tuple[Any, ...], kind: Kind, tolerance: float) -> None:
+    parts, storage, query, window = case
+    paged = Paged.of(pages_of(parts), PAGE, tiny.DEVICE)
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
+    assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("wrong", ["words", "limits", "node_positions", "pages", "ends"])
+def test_the_comparison_has_teeth(wrong: str) -> None:
+    parts, storage, query, window = operands(torch.float32, 130, window=40)
+    paged = Paged.of(pages_of(parts), PAGE, tiny.DEVICE)
+    spoilt = getattr(paged, wrong)
+    spoilt.copy_(spoilt.flip(-1) if wrong == "pages" else spoilt * 0 + (-1 if wrong == "words" else 3))
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
+    difference = (found - reference(parts, storage, query, window, Kind())).abs().max()
+    assert not difference < 1e-3
+
+
+def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
+    count = triton_attention.num_parts_of
+    assert count(100, 1) == 1
+    assert count(16_384, 8) == 16
+    assert count(16_384, 264) == 1
+    assert count(2048, 8) == 4
