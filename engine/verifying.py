@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.drafters.draft import Draft
 from engine.drafters.model import method_of
+from engine.execution.inputs import to_device
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
 from engine.sampling.edits import Place, edit
@@ -76,7 +77,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
             chosen = np.arange(len(request_C))
         else:
             chosen = np.flatnonzero(np.isin(request_C, numbers))
-            index = torch.from_numpy(chosen).to(logits_NV.device)
+            index = to_device(chosen, logits_NV.device)
             verdict = verify(task.chains.select(index), task.target.select(index), task.noise.select(index))
         for number, winner in zip(numbers, _winners(rows, draft, task, verdict, chosen), strict=True):
             winners[number] = winner
@@ -178,7 +179,7 @@ def observe_gap(
     root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
     root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
     p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
-    mine = torch.from_numpy(np.flatnonzero(draft.layout.request_C == number)).to(p_1V.device)
+    mine = to_device(np.flatnonzero(draft.layout.request_C == number), p_1V.device)
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()
     if chains.layers is not None:
@@ -208,12 +209,12 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
             node_CX[chain, : len(path)] = path
             node_CX[chain] += start
             chain += 1
-    row_N = torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(logits_NV.device)
+    row_N = to_device(np.repeat(np.arange(len(rows)), counts), logits_NV.device)
     parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
     edited_NV = edit(logits_NV, _places(rows, draft))
     law_NV = law(edited_NV, parameters.select(row_N))
     _race_stable(rows, draft, law_NV)
-    return LawTable(law_NV, torch.from_numpy(node_CX).to(logits_NV.device))
+    return LawTable(law_NV, to_device(node_CX, logits_NV.device))
 
 
 def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
@@ -281,11 +282,11 @@ def _noise(draft: Draft, device: torch.device) -> ChainNoise:
     depth_L = np.arange(layout.max_length)
 
     def each(purpose: Purpose) -> Tensor:
-        return torch.from_numpy(uniform(seed, position, purpose, rank)).to(device)
+        return to_device(uniform(seed, position, purpose, rank), device)
 
     def each_depth(purpose: Purpose) -> Tensor:
         numbers = uniform(seed[:, None], position[:, None], purpose, rank[:, None], depth_L)
-        return torch.from_numpy(numbers.reshape(layout.num_chains, layout.max_length)).to(device)
+        return to_device(numbers.reshape(layout.num_chains, layout.max_length), device)
 
     return ChainNoise(
         each_depth(Purpose.ACCEPT),
@@ -300,7 +301,8 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdi
     """The verdict of one rule on the host, behind the copied tokens; `chosen` are the task's chains the rule saw."""
     layers = _layers(verdict)
     bias = [0.0] * len(layers) if verdict.bias_B is None else verdict.bias_B.tolist()
-    verdicts = (verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist())
+    # The one place of a step where the verdict comes to the host.
+    verdicts = torch.stack([verdict.chain_B, verdict.accepted_B, verdict.next_token_B]).tolist()
     for i, (local_chain, accepted, next_token) in enumerate(zip(*verdicts, strict=True)):
         chain = int(task.origin_C[chosen[local_chain]])
         number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])

@@ -126,9 +126,10 @@ class Draft:
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
     """The tree of every sampling row. The one place of a step where drafted tokens come to the host."""
     chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
-    rows = zip(tokens_CL.tolist(), layout.request_C, layout.length_C, strict=True)
-    for tokens, request, length in rows:
-        chains[request].append(tokens[:length])
+    tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
+    rows = zip(tokens, layout.request_C, layout.length_C, strict=True)
+    for chain, request, length in rows:
+        chains[request].append(chain[:length])
     for of_row, row in zip(chains, plan.sampling_rows, strict=True):
         of_row += [list(copy.tokens) for copy in row.copies]
     return tuple(merge_chains(of_row) for of_row in chains)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.draft import Draft, Layout, Level, merge
-from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.edits import Place, edit
@@ -46,12 +46,13 @@ class ModelDrafter:
         tokens_CL, table = self._draw_levels(rows, layout, root_NV)
         chains = Chains(
             tokens_CL,
-            torch.from_numpy(layout.length_C).to(self.device),
-            torch.from_numpy(layout.request_C).to(self.device),
-            torch.from_numpy(layout.rank_C).to(self.device),
+            to_device(layout.length_C, self.device),
+            to_device(layout.request_C, self.device),
+            to_device(layout.rank_C, self.device),
             table,
             self._leads(rows, layout),
             _layers(rows, layout, self.device),
+            (len(rows), int(layout.rank_C.max()) + 1),
         )
         return Draft(layout, chains, merge(plan, layout, tokens_CL))
 
@@ -99,27 +100,28 @@ class ModelDrafter:
             row_CL[:, depth] = level.law_row_C
         num_rows = layout.levels[-1].end_law_row if layout.levels else 0
         law_NV = torch.empty((num_rows, self.vocab_size), device=self.device)
-        table = LawTable(law_NV, torch.from_numpy(row_CL).to(self.device))
+        table = LawTable(law_NV, to_device(row_CL, self.device))
         if not shape[1]:
             return tokens_CL, table
-        uniform_CL = torch.from_numpy(
+        uniform_CL = to_device(
             uniform(
                 layout.seed_C[:, None],
                 layout.position_C[:, None],
                 Purpose.DRAFT,
                 layout.rank_C[:, None],
                 np.arange(shape[1]),
-            )
-        ).to(self.device)
+            ),
+            self.device,
+        )
         parameters = LawParameters.of([row.sampling for row in rows], self.device)
         logits_NV = root_NV
         for depth, level in enumerate(layout.levels):
             if depth > 0:
-                parents = torch.from_numpy(level.parents).to(self.device)
+                parents = to_device(level.parents, self.device)
                 logits_NV = self._next_level(rows, tokens_CL[parents, depth - 1], depth)
             logits_NV = edit(logits_NV, _places(rows, level, tokens_CL, depth))
             below_NV = law_NV[level.first_law_row : level.end_law_row]
-            below_NV.copy_(law(logits_NV, parameters.select(torch.from_numpy(level.row_of_parent).to(self.device))))
+            below_NV.copy_(law(logits_NV, parameters.select(to_device(level.row_of_parent, self.device))))
             logits_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
             self._draw_level(rows, level, depth, below_NV, logits_NV, tokens_CL[:, depth], uniform_CL[:, depth])
         return tokens_CL, table
@@ -143,39 +145,36 @@ class ModelDrafter:
             apart_N = np.array(
                 [rows[row].num_drafts // rows[row].widths[depth] for row in level.row_of_parent[numbers]]
             )
-            chain_NK = torch.from_numpy(first_N[:, None] + apart_N[:, None] * np.arange(count)).to(self.device)
-            index_N = torch.tensor(numbers, device=self.device)
+            chain_NK = to_device(first_N[:, None] + apart_N[:, None] * np.arange(count), self.device)
+            index_N = to_device(np.asarray(numbers), self.device)
             weights_NV = (logits_NV if method == MOST_LIKELY else law_NV)[index_N]
             tokens_C[chain_NK] = children(method, weights_NV, uniform_C[chain_NK])
         if any(row.speculation.tree for row in rows):
-            tokens_C.copy_(tokens_C[torch.from_numpy(level.leader_C).to(self.device)])
+            tokens_C.copy_(tokens_C[to_device(level.leader_C, self.device)])
 
     def _leads(self, rows: Sequence[Row], layout: Layout) -> Tensor | None:
         if not any(row.speculation.tree for row in rows):
             return None
         chain_C = np.arange(layout.num_chains)
         leads = [level.active_C & (level.leader_C == chain_C) for level in layout.levels]
-        return torch.from_numpy(np.stack(leads, 1)).to(self.device) if leads else None
+        return to_device(np.stack(leads, 1), self.device) if leads else None
 
     def _next_level(self, rows: Sequence[Row], tokens_N: Tensor, depth: int) -> Tensor:
-        """Logits below the nodes of `depth` of every row whose chains reach deeper."""
+        """Logits below the nodes of `depth` of every row whose chains reach deeper; their tokens stay on the device."""
         assert self.runner is not None
-        tokens = tokens_N.tolist()
         parts = []
-        start = 0
         for row in rows:
             if row.draft_length <= depth:
                 continue
             count = row.widths[depth - 1]
             nodes = Nodes(
-                tokens=tokens[start : start + count],
+                tokens=(0,) * count,
                 depths=[depth] * count,
                 cached_depths=[level for level in range(1, depth) for _ in range(row.widths[level - 1])],
                 ancestry=_ancestry(row.branching[:depth]),
             )
             parts.append(SequenceInput((), row.end, row.block_ids, nodes, slice(None), self._first_key(row)))
-            start += count
-        return self.runner.forward(parts)
+        return self.runner.forward(parts, tokens_N)
 
 
 def method_of(row: Row) -> str:
@@ -205,7 +204,7 @@ def _places(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) ->
     """Where the laws below a level's parents are, for the rows that edit their logits."""
     if not any(row.text for row in rows):
         return []
-    paths = tokens_CL[torch.from_numpy(level.parents).to(tokens_CL.device), :depth].tolist()
+    paths = tokens_CL[to_device(level.parents, tokens_CL.device), :depth].tolist()
     places: list[Place | None] = []
     for number, path in zip(level.row_of_parent.tolist(), paths, strict=True):
         text = rows[number].text
@@ -237,5 +236,5 @@ def _layers(rows: Sequence[Row], layout: Layout, device: torch.device) -> Layers
         for j, layer in enumerate(row.layers):
             remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = layer.remaining, layer.num_chains, layer.state
     index_C = layout.request_C
-    parts = (torch.from_numpy(array[index_C]).to(device) for array in (remaining_RM, state_RM4, count_RM))
+    parts = (to_device(array[index_C], device) for array in (remaining_RM, state_RM4, count_RM))
     return Layers(*parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,7 @@ def _as_slice(slots: Ints) -> slice | Ints:
     return slots
 
 
-def to_device(values: Ints | Bools, device: torch.device) -> Tensor:
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A host array as a tensor on `device`, without waiting for the copy."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -55,16 +55,19 @@ class ModelRunner:
         self.storage = KVTensors(shape, num_blocks * block_size, model.dtype, self.device)
 
     @torch.inference_mode()
-    def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
+    def forward(self, sequences: Sequence[SequenceInput], drawn_T: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order.
+
+        drawn_T: tokens of the whole pass that are known on the device only; those of the sequences are not read then.
+        """
+        assert drawn_T is None or self._ranks is None, "what is drawn on this device is not known to the other ranks"
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
         batch = build(sequences, self.block_size)
+        positions, wanted = to_device(batch.positions, self.device), to_device(batch.wanted, self.device)
+        token_ids = to_device(batch.token_ids, self.device) if drawn_T is None else drawn_T
         if self._num_embeddings < self.vocab_size:
-            batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
-        token_ids, positions, wanted = (
-            to_device(part, self.device) for part in (batch.token_ids, batch.positions, batch.wanted)
-        )
+            token_ids = torch.where(token_ids < self._num_embeddings, token_ids, 0)
         segments = self._segments(sequences, batch)
         if self._lean is not None:
             logits_NV = self._lean.logits(token_ids, positions, segments, wanted).float()

@@ -39,10 +39,10 @@ class LawParameters:
         """Parameters of one row per entry of `samplings`."""
         temperatures = [0.0 if s.is_greedy else s.temperature for s in samplings]
         return LawParameters(
-            temperature_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
-            top_k_N=torch.tensor([s.top_k for s in samplings], device=device),
-            top_p_N=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
-            min_p_N=torch.tensor([s.min_p for s in samplings], dtype=torch.float32, device=device),
+            temperature_N=_moved(torch.tensor(temperatures, dtype=torch.float32), device),
+            top_k_N=_moved(torch.tensor([s.top_k for s in samplings]), device),
+            top_p_N=_moved(torch.tensor([s.top_p for s in samplings], dtype=torch.float32), device),
+            min_p_N=_moved(torch.tensor([s.min_p for s in samplings], dtype=torch.float32), device),
             any_greedy=0.0 in temperatures,
             any_top_k=any(s.top_k > 0 for s in samplings),
             any_top_p=any(s.top_p < 1 for s in samplings),
@@ -61,6 +61,11 @@ class LawParameters:
             self.any_top_p,
             self.any_min_p,
         )
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on `device`, without waiting for the copy."""
+    return values if device.type == "cpu" else values.to(device, non_blocking=True)
 
 
 def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:

@@ -124,6 +124,8 @@ class Chains:
     """Whether the chain is the first through its node of each depth; None where no two chains share a draw."""
     layers: Layers | None = None
     """Changes of the target law that earlier steps left behind, by chain; None where there are none."""
+    shape: tuple[int, int] | None = None
+    """(requests, most chains of one), where all of a step's requests are here and the host knows it."""
 
     @property
     def num_chains(self) -> int:

@@ -50,8 +50,11 @@ class Rule:
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     """([B, K] the chains of each request in order of rank, [B, K] whether there is one)."""
     request_C, rank_C = chains.request_C, chains.rank_C
-    dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
-    shape = (int(dense_C[-1]) + 1, int(rank_C.max()) + 1)
+    if chains.shape is not None:
+        dense_C, shape = request_C, chains.shape
+    else:
+        dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
+        shape = (int(dense_C[-1]) + 1, int(rank_C.max()) + 1)
     chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
     exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
     chain_BK[dense_C, rank_C] = torch.arange(chains.num_chains, device=request_C.device)

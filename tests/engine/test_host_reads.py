@@ -1,0 +1,86 @@
+"""A step reads from the device twice: what was drafted, and the verdict. Drafting itself waits for nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.request import Speculation
+from tests.engine import tiny
+
+READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+SHAPES = {
+    "off": (tiny.OFF, 1),
+    "block": (Speculation(rule="block", num_drafts=1, draft_length=4), 2),
+    "bv_race": (Speculation(rule="bv_race", num_drafts=3, draft_length=4), 2),
+}
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[Counter[str]]:
+    """Counts the calls that would wait for a device."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str) -> object:
+        right = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+            counts[name] += 1
+            return right(self, *args, **kwargs)
+
+        return read
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(patch.object(torch.Tensor, name, counting(name)))
+        yield counts
+
+
+def running(speculation: Speculation) -> Engine:
+    target = tiny.llama(1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
+    for i in range(3):
+        engine.submit(tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, temperature=1.0, seed=i))
+    for _ in range(3):
+        engine.run_step()
+    return engine
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_reads_what_was_drafted_and_the_verdict(name: str) -> None:
+    speculation, most = SHAPES[name]
+    engine = running(speculation)
+    engine.limits = type(engine.limits)(observed_share=0.0)
+    for _ in range(3):
+        with counted_reads() as counts:
+            engine.run_step()
+        assert counts.total() == most, counts
+
+
+@pytest.mark.parametrize("name", ["block", "bv_race"])
+def test_drafting_reads_its_tokens_once_at_its_end(name: str) -> None:
+    engine = running(SHAPES[name][0])
+    with counted_reads() as counts:
+        engine.drafter.draw(engine.scheduler.plan())
+    assert counts == {"tolist": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_drafting_does_not_wait_for_the_device() -> None:
+    """CUDA itself finds waits that no count of calls shows."""
+    engine = running(SHAPES["bv_race"][0])
+    plan = engine.scheduler.plan()
+    engine.drafter.draw(plan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with patch("engine.drafters.model.merge", lambda *_: ()):
+            engine.drafter.draw(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
