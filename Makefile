@@ -1,6 +1,7 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
+# make gpu-check  tests, exactness gate and bench on a CUDA device, by a Python that has one (GPU_PYTHON=python3)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 
@@ -16,7 +17,9 @@ else
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
 endif
 
-.PHONY: serve test bench npm-check clean
+GPU_PYTHON ?= python3
+
+.PHONY: serve test bench gpu-check npm-check clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -27,6 +30,9 @@ test: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/polydraft bench --short $(ARGS)
+
+gpu-check:
+	$(GPU_PYTHON) -m engine.analysis.gpu_check $(ARGS)
 
 npm-check: $(VENV)/.dev
 	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund

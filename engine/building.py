@@ -59,7 +59,18 @@ def assemble(
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
     block_size = config.cache.block_size
     runners = [
-        ModelRunner(model.model, shape, num_blocks, block_size, target.vocab_size, way.lean, model.ranks, way.paged)
+        ModelRunner(
+            model.model,
+            shape,
+            num_blocks,
+            block_size,
+            target.vocab_size,
+            lean=way.lean,
+            ranks=model.ranks,
+            paged=way.paged,
+            # What ranks exchange in a pass is not recorded.
+            replayed=way.paged and model.ranks is None,
+        )
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
     bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]

@@ -43,7 +43,7 @@ class Own:
     def __init__(self, options: argparse.Namespace) -> None:
         speculation = SpeculationConfig(adaptive=True)
         config = EngineConfig(
-            model=ModelConfig(target=options.target, draft=options.draft, dtype=options.dtype, device="cpu"),
+            model=ModelConfig(target=options.target, draft=options.draft, dtype=options.dtype, device=options.device),
             speculation=speculation,
         )
         self.engine: Engine = build_engine(config)
@@ -90,9 +90,11 @@ class Transformers:
     def __init__(self, options: argparse.Namespace) -> None:
         import transformers
 
-        dtype = choose_dtype(options.dtype, torch.device("cpu"))
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self.target, self.draft = (load(path, dtype=dtype).eval() for path in (options.target, options.draft))
+        device = torch.device(options.device)
+        dtype, load = choose_dtype(options.dtype, device), transformers.AutoModelForCausalLM.from_pretrained
+        self.target, self.draft = (
+            load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
+        )
         self._config = transformers.GenerationConfig
         self.num_tokens = options.tokens
         for model in (self.target, self.draft):
@@ -117,7 +119,7 @@ class Transformers:
         ]
 
     def _generate(self, prompts: Prompts, temperature: float, **more: Any) -> Answers:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=self.target.device)
         with torch.inference_mode():
             output = self.target.generate(
                 ids, attention_mask=torch.ones_like(ids), generation_config=self._sampled(temperature), **more
@@ -139,7 +141,7 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
         prompts = random_prompts(concurrency, options.prompt, 100 * concurrency + repeat)
         for name in list(arms) if repeat % 2 else list(arms)[::-1]:
             began = time.perf_counter()
-            answers = arms[name](prompts, options.temperature)
+            answers = arms[name](prompts, options.temperature)  # on the host, so nothing is left to wait for
             elapsed = time.perf_counter() - began
             assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
             if repeat:  # the first warms up
@@ -157,6 +159,13 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
             for name, runs in seconds.items()
         },
     }
+
+
+def _about(options: argparse.Namespace) -> Any:
+    """What the bench pair says of itself, or the names of another pair."""
+    about = Path(options.target).parent / "pair.json"
+    names = {"target": Path(options.target).name, "draft": Path(options.draft).name}
+    return json.loads(about.read_text()) if about.is_file() else names
 
 
 def _ratio(theirs: Sequence[float], own: Sequence[float]) -> dict[str, float]:
@@ -192,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
     result.add_argument("--dtype", default="float32", help="type of all arms' weights")
+    result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where all arms run")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
@@ -224,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "options": {
             name: str(value) for name, value in vars(options).items() if name not in ("target", "draft", "output")
         },
-        "pair": json.loads((Path(options.target).parent / "pair.json").read_text()),
+        "pair": _about(options),
         "environment": environment(),
         "greedy_answers_equal_generate": equal,
         "cells": cells,

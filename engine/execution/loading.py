@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def load(
     config = _read_config(name, revision)
     check_config(name, config)
     # On a device the weights go there one by one, never through this process's memory as a whole.
-    placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
+    one_by_one = device.type != "cpu" and find_spec("accelerate") is not None
+    placed = {"tp_plan": "auto"} if split else {"device_map": {"": device}} if one_by_one else {}
     try:
         with warnings.catch_warnings():
             # Newer versions have another word for `tp_plan`, which the older ones do not know.
@@ -121,7 +123,7 @@ def load(
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
-    return adopt(model, name)
+    return adopt(model if split or one_by_one else model.to(device), name)
 
 
 def adopt(model: Any, name: str) -> LoadedModel:

@@ -69,14 +69,13 @@ class Paged:
     @staticmethod
     def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
         """Move a pass to the device, in one copy."""
-        # The 64-bit words come first: whatever follows them may begin anywhere.
-        arrays = [
-            *(host.words, host.pages, host.starts, host.counts, host.first_keys, host.ends, host.num_keys),
-            *(host.node_positions, host.limits, host.positions),
-        ]
-        flat = torch.from_numpy(np.concatenate([array.reshape(-1).view(np.int32) for array in arrays]))
-        if device.type != "cpu":
-            flat = flat.pin_memory().to(device, non_blocking=True)
+        flat = moved(packed(host), device)
+        return Paged.over(flat, host, page_size, int((host.num_keys - host.first_keys).max(initial=0)))
+
+    @staticmethod
+    def over(flat: Tensor, host: PagedInput, page_size: int, most_keys: int) -> Paged:
+        """Views of a buffer that holds `packed(host)`, or another pass of the same shapes."""
+        arrays = _parts(host)
         pieces = torch.split(flat, [array.nbytes // 4 for array in arrays])
         words = pieces[0].view(torch.int64).view(host.words.shape)
         others = (piece.view(array.shape) for piece, array in zip(pieces[1:], arrays[1:], strict=True))
@@ -94,8 +93,27 @@ class Paged:
             positions=positions,
             page_size=page_size,
             most_queries=int(host.counts.max(initial=0)),
-            most_keys=int((host.num_keys - host.first_keys).max(initial=0)),
+            most_keys=most_keys,
         )
+
+
+def _parts(host: PagedInput) -> list[Integers]:
+    # The 64-bit words come first: whatever follows them may begin anywhere.
+    return [
+        *(host.words, host.pages, host.starts, host.counts, host.first_keys, host.ends, host.num_keys),
+        *(host.node_positions, host.limits, host.positions),
+    ]
+
+
+def packed(host: PagedInput) -> npt.NDArray[np.int32]:
+    """All of it in one array."""
+    return np.concatenate([array.reshape(-1).view(np.int32) for array in _parts(host)])
+
+
+def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, through pinned memory where that saves a wait."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pages_of(sequences: Sequence[SequenceInput]) -> PagedInput:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.cache.tensors import KVShape, KVTensors
 from engine.execution.attention import Segment, Segments
 from engine.execution.batches import Batch, group
+from engine.execution.graphs import Graphs
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
 from engine.execution.paged import Paged, pages_of
@@ -38,9 +39,10 @@ class ModelRunner:
         lean: LeanDecoder | None = None,
         ranks: Ranks | None = None,
         paged: bool = False,
+        replayed: bool = False,
     ) -> None:
         """lean: what runs the model's layers instead of transformers; ranks: who holds the rest of a split model;
-        paged: attend by the Triton kernel."""
+        paged: attend by the Triton kernel; replayed: small passes as CUDA graphs (needs `paged`)."""
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
@@ -52,7 +54,10 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
         self._layer_bytes = shape.token_bytes(model.dtype) // shape.num_layers
-        self.storage = KVTensors(shape, num_blocks * block_size, model.dtype, self.device)
+        # One block more than the pool has: for the K/V of padding.
+        num_slots = num_blocks * block_size
+        self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)
+        self._graphs = Graphs(self._compute, self.storage, block_size, num_slots, vocab_size) if replayed else None
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[SequenceInput], drawn_T: Tensor | None = None) -> Tensor:
@@ -64,21 +69,29 @@ class ModelRunner:
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
         batch = build(sequences, self.block_size)
-        positions, wanted = to_device(batch.positions, self.device), to_device(batch.wanted, self.device)
-        token_ids = to_device(batch.token_ids, self.device) if drawn_T is None else drawn_T
         if self._num_embeddings < self.vocab_size:
-            token_ids = torch.where(token_ids < self._num_embeddings, token_ids, 0)
-        segments = self._segments(sequences, batch)
+            batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
+            drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
+        if self._graphs is not None:
+            logits_NV = self._graphs.run(sequences, batch, drawn_T)
+            if logits_NV is not None:
+                return logits_NV
+        token_ids = to_device(batch.token_ids, self.device) if drawn_T is None else drawn_T
+        positions, wanted = to_device(batch.positions, self.device), to_device(batch.wanted, self.device)
+        return self._compute(token_ids, positions, self._segments(sequences, batch), wanted)
+
+    def _compute(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
         if self._lean is not None:
-            logits_NV = self._lean.logits(token_ids, positions, segments, wanted).float()
+            logits_NV = self._lean.logits(token_ids_T, positions_T, segments, wanted_N).float()
         else:
             output = self.model(
-                input_ids=token_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                input_ids=token_ids_T.unsqueeze(0),
+                position_ids=positions_T.unsqueeze(0),
                 past_key_values=None,
                 use_cache=False,
                 segments=segments,
-                logits_to_keep=wanted,
+                logits_to_keep=wanted_N,
             )
             logits_NV = output.logits[0].float()
         missing = self.vocab_size - logits_NV.shape[-1]
