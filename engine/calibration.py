@@ -1,17 +1,26 @@
-"""Measures plain decoding at start, so that answers can report how much speculation gained.
+"""Measures plain decoding at start, so that answers can report how much speculation gained; and the parts of a step.
 
 Runs the engine's own step parts on made-up plans (one known token per row, any context); the K/V
-pool holds nothing yet, so what is read and overwritten does not matter.
+pool holds nothing yet, so what is read and overwritten does not matter. What was measured is kept in a file for the
+next start of the same engine on the same machine, which uses it when two points of it still hold.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
 import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.loading import Progress
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
@@ -25,6 +34,79 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
+_SAME = 0.15
+"""How far a point may be from what is kept, as a share."""
+
+
+def measure(
+    engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress
+) -> tuple[PlainTimes, StepCosts | None]:
+    """Plain decoding, and the parts of speculative steps where the shape adapts: as kept, or measured now."""
+    adapts = speculation.adaptive and bool(speculation.num_drafts)
+    file = None if config.profile_cache == "off" else _file(engine, config, speculation)
+    kept = _read(file)
+    if kept is not None and _holds(engine, kept):
+        progress("using the measurements of an earlier start")
+        return PlainTimes(*kept["plain"]), StepCosts.of(kept["costs"]) if adapts else None
+    progress("measuring plain decoding")
+    plain = measure_plain(engine)
+    costs = None
+    if adapts:
+        progress("measuring speculative steps")
+        costs = measure_costs(engine, speculation)
+    _write(file, {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points})
+    return plain, costs
+
+
+def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Path:
+    """Where measurements of such an engine on such a machine are kept."""
+    model = engine.target.model
+    runner = engine.drafter.runner
+    described = {
+        "target": model.config.to_dict(),
+        "draft": runner.model.config.to_dict() if runner is not None else None,
+        "engine": {name: value for name, value in msgspec.to_builtins(engine.facts).items() if name != "rules"},
+        "model": msgspec.to_builtins(config.model),
+        "scheduler": msgspec.to_builtins(config.scheduler),
+        "speculation": msgspec.to_builtins(speculation),
+        "machine": [platform.node(), platform.processor(), torch.get_num_threads(), str(model.device)],
+        "versions": [version("polydraft"), torch.__version__, version("transformers")],
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return Path(config.profile_cache).expanduser() / f"{digest[:24]}.json"
+
+
+def _read(file: Path | None) -> dict[str, Any] | None:
+    """What is kept there; None where that is nothing, or damaged."""
+    try:
+        kept = json.loads(file.read_text()) if file is not None else None
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and kept.keys() == {"plain", "costs"} else None
+
+
+def _write(file: Path | None, measured: dict[str, Any]) -> None:
+    """Keep measurements; a folder that cannot be written means measuring again next time."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(measured))
+        partial.replace(file)
+    except OSError:
+        return
+
+
+@torch.inference_mode()
+def _holds(engine: Engine, kept: dict[str, Any]) -> bool:
+    """Whether plain steps of one row, and of a middle number of rows, still take as long."""
+    num_rows, contexts, seconds = kept["plain"]
+    for number in (0, len(num_rows) // 2):
+        now_s = median_s(engine, made_up_plan(engine, num_rows[number], contexts[0]))
+        if abs(now_s / seconds[number][0] - 1) > _SAME:
+            return False
+    return True
 
 
 @torch.inference_mode()

@@ -107,6 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationConfig = SpeculationConfig()
     calibrate: bool = True
     """Measure plain decoding at start, so that answers can report their speedup."""
+    profile_cache: str = "off"
+    """Folder where what was measured is kept for the next start; `off` keeps nothing."""
     self_check: bool = False
     """Check at start, on the loaded pair, that the configured rule keeps the target's law."""
 

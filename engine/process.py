@@ -105,24 +105,25 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     import torch
 
     from engine.building import build_engine
-    from engine.calibration import measure_costs, measure_plain
+    from engine.calibration import measure
     from engine.execution.host import cpu_threads, keep_freed_memory
     from engine.scheduling.controller import Controller
     from engine.selfcheck import short_check
 
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config.model))
-    engine = build_engine(config, lambda text: mailbox.send(Loading(text)))
-    if config.calibrate:
-        mailbox.send(Loading("measuring plain decoding"))
-        engine.plain_times = measure_plain(engine)
+
+    def progress(text: str) -> None:
+        mailbox.send(Loading(text))
+
+    engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
-    if config.calibrate and speculation.adaptive and speculation.num_drafts:
-        mailbox.send(Loading("measuring speculative steps"))
-        costs = measure_costs(engine, speculation)
-        engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
+    if config.calibrate:
+        engine.plain_times, costs = measure(engine, config, speculation, progress)
+        if costs is not None:
+            engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        short_check(engine, speculation, lambda text: mailbox.send(Loading(text)))
+        short_check(engine, speculation, progress)
     mailbox.send(Ready(engine.facts))
     return engine
 

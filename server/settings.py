@@ -129,6 +129,9 @@ class Serve(BaseSettings):
     max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")
     max_draft_length: Positive = Field(16, description="highest draft_length a request may ask for")
     calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
+    profile_cache: str = Field(
+        "~/.cache/polydraft", description="folder that keeps what was measured for the next start; off: measure always"
+    )
     selfcheck: bool = Field(False, description="check at start that the output keeps the target law (some seconds)")
 
     seed_stable: bool = Field(
@@ -247,6 +250,7 @@ class Serve(BaseSettings):
                 draft_window=self.draft_window,
             ),
             calibrate=self.calibrate,
+            profile_cache=self.profile_cache,
             self_check=self.selfcheck,
         )
 

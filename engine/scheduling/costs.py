@@ -42,6 +42,18 @@ class StepCosts:
     draft_pass: Curve
     """By rows of one pass of the draft model."""
 
+    @property
+    def points(self) -> list[list[tuple[float, float]]]:
+        """The curves' points, as `of` reads them."""
+        curves = (self.plain, self.nodes, self.draft_pass)
+        return [list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves]
+
+    @staticmethod
+    def of(points: Sequence[Sequence[tuple[float, float]]]) -> StepCosts:
+        """Costs with the given points."""
+        plain, nodes, draft_pass = (Curve(of_curve) for of_curve in points)
+        return StepCosts(plain, nodes, draft_pass)
+
     def step_s(self, num_rows: int, num_drafting: int, num_drafts: int, draft_length: int) -> float:
         """A step of `num_rows` requests, `num_drafting` of which draft K chains of L tokens."""
         seconds = self.plain.at(num_rows)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from engine.calibration import measure_plain
+import engine.calibration as calibration
+from engine.calibration import measure, measure_plain
+from engine.config import EngineConfig, ModelConfig
+from engine.engine import Engine
 from engine.metrics import PlainTimes
 from engine.request import Speculation
 from tests.engine import tiny
@@ -40,3 +45,46 @@ def test_only_steps_without_prompts_are_compared() -> None:
     engine.submit(tiny.request("0", [1, 2, 3], max_tokens=3))
     known = [engine.run_step().stats.plain_s for _ in range(3)]
     assert known == [None, 0.5, 0.5]
+
+
+def measured(engine: Engine, folder: Path | str, num_drafts: int = 3) -> tuple[list[str], object, object]:
+    """(what was said, the plain times, the costs' points) of a start."""
+    said: list[str] = []
+    config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(folder))
+    speculation = Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=3, adaptive=True)
+    plain, costs = measure(engine, config, speculation, said.append)
+    assert costs is not None
+    return said, plain.seconds, costs.points
+
+
+@pytest.fixture
+def engine() -> Engine:
+    target = tiny.llama(seed=1)
+    return tiny.build(target, tiny.perturbed(target, 2, 0.02), max_num_seqs=4)
+
+
+def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not" / "there"
+    _, *first = measured(engine, folder)
+    monkeypatch.setattr(calibration, "_SAME", 1e9)
+    said, *second = measured(engine, folder)
+    assert "earlier" in said[0]
+    assert second == [first[0], [[tuple(point) for point in curve] for curve in first[1]]]  # type: ignore[attr-defined]
+    # Another shape is another measurement.
+    assert "measuring" in measured(engine, folder, num_drafts=2)[0][0]
+
+
+def test_measurements_that_do_not_hold_any_more_are_made_again(engine: Engine, tmp_path: Path) -> None:
+    measured(engine, tmp_path)
+    (file,) = tmp_path.iterdir()
+    kept = file.read_text()
+    for spoilt in (kept.replace("0.0", "77.0"), "{", "[]", ""):
+        file.write_text(spoilt)
+        assert "measuring" in measured(engine, tmp_path)[0][0]
+        assert max(max(row) for row in calibration._read(file)["plain"][2]) < 60  # type: ignore[index]
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "measuring" in measured(engine, tmp_path / "file")[0][0]
+    assert "measuring" in measured(engine, "off")[0][0]

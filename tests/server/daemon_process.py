@@ -57,6 +57,7 @@ class Daemon:
         self._log_path = log
         self.while_loading: dict[str, Seen] = {}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYDRAFT_")}
+        environment["POLYDRAFT_PROFILE_CACHE"] = "off"
         command = [sys.executable, "-m", "server.cli", "serve", *arguments, "--port", str(self.port)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
