@@ -10,13 +10,14 @@ import torch
 
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
-from engine.config import MODEL, PROMPT_LOOKUP, CacheConfig, EngineConfig, EngineFacts, RuleFacts
+from engine.cache.tensors import KVShape
+from engine.config import MODEL, PROMPT_LOOKUP, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Progress, load_pair
 from engine.execution.packing import pack, take_over
-from engine.execution.probe import find_kv_shape, probe_ways
+from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
 from engine.scheduling.copying import most_copied
@@ -51,7 +52,7 @@ def assemble(
         progress(f"probing {model.name}")
         way = probe_ways(model, shape)
         progress(f"packing {model.name}")
-        packed_bytes = pack(way.lean.products if way.lean else take_over(model.model), config.model.prepack)
+        packed_bytes = _pack(model, shape, way, config.model.prepack)
         weight_bytes.append(packed_bytes + model.weight_bytes)
         ways.append(way)
     max_model_len = _max_model_len(config, models)
@@ -108,6 +109,14 @@ def assemble(
     )
     grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
     return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+
+
+def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack) -> int:
+    """Pack the weights a model is run by; the memory that takes."""
+    if way.lean is not None:
+        return pack(way.lean.products, wanted)
+    # Some model's code may look at weights that a packed layer has not.
+    return pack(take_over(loaded.model), wanted, lambda: runs(loaded, shape, way))
 
 
 def rule_facts() -> dict[str, RuleFacts]:

@@ -64,10 +64,19 @@ class Product:
     def pack(self, packed_from: int) -> None:
         """Run packed from so many rows on; from one row on, the plain form is given up."""
         self._packed, self._packed_from = reorder(self.weight), packed_from
+
         if packed_from == 1:
             self._plain = None
             for module in self._modules:
                 module.weight.data = module.weight.data.new_empty(0)
+
+    def unpack(self) -> None:
+        """Run plain again: for a product of one module, whose weight is unpacked."""
+        if self._plain is None and self._packed is not None:
+            self._plain = self._packed.to_dense()
+            for module in self._modules:
+                module.weight.data = self._plain
+        self._packed = None
 
 
 def is_plain(module: Any) -> bool:
@@ -86,8 +95,11 @@ def take_over(model: Any) -> Iterator[Product]:
             yield product
 
 
-def pack(products: Iterable[Product], wanted: Prepack) -> int:
-    """Pack a model's products: `always` all of them, `auto` what is faster so; the memory that packed weights take."""
+def pack(products: Iterable[Product], wanted: Prepack, works: Callable[[], bool] = lambda: True) -> int:
+    """Pack a model's products: `always` all of them, `auto` what is faster so; the memory that packed weights take.
+
+    works: tells of the packed model whether it runs; if not, all weights become plain again.
+    """
     products = list(products)
     if wanted == "off" or not products or not _is_supported(products[0].weight):
         return 0
@@ -99,6 +111,9 @@ def pack(products: Iterable[Product], wanted: Prepack) -> int:
         if packed_from and _agrees(alike[0].weight):
             for product in alike:
                 product.pack(packed_from)
+    if not works():
+        for product in products:
+            product.unpack()
     return sum(product.packed_bytes for product in products)
 
 

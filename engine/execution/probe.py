@@ -83,6 +83,15 @@ def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
     raise AssertionError("the last way either works or raises")
 
 
+def runs(loaded: LoadedModel, shape: KVShape, way: Way) -> bool:
+    """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
+    try:
+        probe(loaded, shape, way.lean, way.paged)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
+
+
 def has_kernel(device: torch.device) -> bool:
     """Whether the Triton kernel can run here."""
     return device.type == "cuda" and find_spec("triton") is not None

@@ -116,3 +116,22 @@ def test_measuring_chooses_something_that_agrees() -> None:
     rows = torch.randn(5, 32)
     for product, weight in zip(products, plain, strict=True):
         assert torch.allclose(product(rows), rows @ weight.T, atol=1e-4)
+
+
+@CPU
+def test_a_model_that_looks_at_its_weights_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code multiplies by a layer's weight itself; packed, there is none."""
+    config = CONFIGS["gemma2-softcap"]
+    expected = tiny.run(tiny.build(randomised(config(), seed=3), None), [tiny.request("a", range(5, 25))]).tokens
+    loaded = randomised(config(), seed=3)
+    mlp = loaded.model.model.layers[0].mlp
+    forward = type(mlp).forward
+
+    def looking(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        assert torch.nn.functional.linear(hidden, self.up_proj.weight).shape[-1] == 48
+        return forward(self, hidden)
+
+    monkeypatch.setattr(type(mlp), "forward", looking)
+    engine = tiny.build(loaded, None, prepack="always")
+    assert mlp.up_proj.weight.shape == (48, 32)
+    assert tiny.run(engine, [tiny.request("a", range(5, 25))]).tokens == expected
