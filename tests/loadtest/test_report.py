@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 
-from loadtest.bench import arms_of
+from loadtest import cli
+from loadtest.bench import BenchOptions, arms_of, compared
+from loadtest.client import RunResult, Sample
 from loadtest.report import markdown, rules_markdown
 from loadtest.statistics import paired_ratio, ratio_of_sums_interval
+from loadtest.workload import random_prompts
 
 
 def test_a_paired_ratio_removes_what_both_arms_share() -> None:
@@ -45,6 +49,59 @@ def test_every_rule_gets_as_many_drafts_as_it_can_use() -> None:
         "spechub": 2,
         "bv_race": 4,
     }
+
+
+def test_arms_may_say_their_shape() -> None:
+    arms = arms_of(["bv_race:2x3", "block:1x3", "traversal:2.2.1", "adaptive", "again"], 4, 5)
+    assert arms["bv_race:2x3"] == {"rule": "bv_race", "num_drafts": 2, "draft_length": 3}
+    assert arms["block:1x3"] == {"rule": "block", "num_drafts": 1, "draft_length": 3}
+    assert arms["traversal:2.2.1"] == {"rule": "traversal", "tree": [2, 2, 1]}
+    assert arms["adaptive"] == {}
+    assert arms["again"] == arms["off"] == {"enabled": False}
+
+
+def test_adaptive_is_compared_with_the_best_fixed_shape_of_each_cell() -> None:
+    def runs(*rates: float) -> list[RunResult]:
+        return [RunResult(1.0, (Sample(int(rate), 0.1, 1.0, None),)) for rate in rates]
+
+    results = {"off": runs(50, 50), "a": runs(60, 60), "b": runs(80, 80), "again": runs(99, 99)}
+    found = compared(results | {"adaptive": runs(76, 76)})
+    assert found["adaptive_to_best_fixed"]["arm"] == "b"
+    assert found["adaptive_to_best_fixed"]["median"] == pytest.approx(0.95)
+    assert found["arms"]["a"]["ratio_to_off"]["median"] == pytest.approx(1.2)
+    assert "adaptive_to_best_fixed" not in compared(results)
+
+
+def test_random_prompts_are_the_same_every_time() -> None:
+    prompts = random_prompts(7, 3)
+    assert [len(prompt.body["prompt"]) for prompt in prompts] == [7, 7, 7]
+    assert prompts == random_prompts(7, 3)
+    assert prompts != random_prompts(7, 3, seed=1)
+
+
+def test_tables_name_what_the_prompts_are() -> None:
+    measured = {"ratio_to_off": {"median": 1.5, "low": 1.4, "high": 1.6}, "tokens_per_second": 75.0}
+    cell = {"task": "random", "concurrency": 2, "single_draft_acceptance": 0.7, "context": 64, "temperature": 0.0}
+    cell["arms"] = {"off": measured, "block": measured}
+    result = {"options": {"arms": cell["arms"], "temperatures": [0.0, 1.0]}, "cells": [cell]}
+    assert "| 64 random tokens, T = 0 | 2 |" in markdown(result)
+
+
+@pytest.mark.parametrize("extra", [[], ["--short"], ["--temperatures", "0.5", "--contexts", "16"]])
+def test_the_command_line_measures_what_it_says(extra: list[str]) -> None:
+    wanted: list[BenchOptions] = []
+
+    def run(url: str, options: BenchOptions) -> dict[str, object]:
+        wanted.append(options)
+        raise RuntimeError("enough")
+
+    with patch("loadtest.cli.run", run):
+        assert cli.main(["--url", "http://localhost:1", *extra]) == 1
+    (options,) = wanted
+    assert options.ramp == (() if extra == ["--short"] else (1, 4, 16, 64, 16, 4, 1))
+    assert 64 in options.concurrency or extra == ["--short"]
+    assert list(options.temperatures) == ([0.5] if "0.5" in extra else [1.0] if extra else [0.0, 1.0])
+    assert list(options.contexts) == ([16] if "16" in extra else [0] if extra else [0, 1024])
 
 
 def test_tables_have_a_row_per_cell() -> None:

@@ -1,0 +1,96 @@
+"""The pair of known law has the law it is built to have; transformers and the engine agree on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.analysis import gpu_check, peers
+from engine.demo import bench_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 4096
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small pair."""
+    path = tmp_path_factory.mktemp("pair")
+    bench_pair.write(path, "draft", "tiny", VOCABULARY, 0.6, 512)
+    return path
+
+
+def logits(model: Any, texts: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=texts).logits[:, -1]
+
+
+def test_the_next_token_depends_on_the_last_one_as_the_table_says(folder: Path) -> None:
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder / "target")
+    tokens_VS, below_VS = bench_pair.successors(VOCABULARY, seed=1)
+    last = torch.arange(300, 340)
+    before = torch.randint(300, 4000, (2, 40, 5), generator=torch.Generator().manual_seed(0))
+    found = [logits(target, torch.cat([text, last[:, None]], 1)) for text in before]
+    # What stands before the last token changes the law by a little only, and the table is met.
+    assert (found[0].softmax(-1) - found[1].softmax(-1)).abs().sum(-1).max() < 0.2
+    likely = found[0].gather(1, tokens_VS[last])
+    assert (likely - bench_pair._LIKELIHOOD - below_VS[last]).abs().max() < 1.0
+    assert found[0].softmax(-1).gather(1, tokens_VS[last]).sum(-1).mean() > 0.7
+
+
+def test_acceptance_is_a_dial(folder: Path) -> None:
+    about = json.loads((folder / "pair.json").read_text())
+    assert about["single_draft_acceptance"] == pytest.approx(0.6, abs=0.05)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder / name) for name in ("target", "draft")]
+    assert bench_pair.acceptance(*models) == pytest.approx(about["single_draft_acceptance"], abs=0.02)
+
+
+def test_successors_are_spread_over_the_vocabulary() -> None:
+    tokens_VS, below_VS = bench_pair.successors(50, seed=3)
+    assert all(sorted(column.tolist()) == list(range(50)) for column in tokens_VS.T)
+    assert below_VS[:, 0].abs().max() == 0
+    assert (below_VS.diff(dim=1) <= 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_peers_agree_and_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "peers.json"
+    few = ("--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1")
+    assert peers.main([str(folder / "target"), str(folder / "draft"), *few, "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert all(result["greedy_answers_equal_generate"].values())
+    (cell,) = result["cells"]
+    assert cell["arms"].keys() == result["greedy_answers_equal_generate"].keys()
+    assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
+    assert peers.markdown(result) in capsys.readouterr().out
+
+
+def test_a_check_without_a_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert gpu_check.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_what_is_checked_on_a_device_is_there_and_fits_ten_minutes() -> None:
+    parts = gpu_check.parts_of(Path("pair"), Path("result.json"), "1b")
+    assert sum(part.limit_s for part in parts) <= 600
+    files = [argument for part in parts for argument in part.arguments if argument.startswith("tests/")]
+    assert files
+    assert all((ROOT / file).is_file() for file in files)
+    bench = next(part for part in parts if part.name == "bench").arguments[2:]
+    assert peers.parser().parse_args(bench).device == "cuda"
+
+
+def test_a_part_that_fails_or_takes_too_long_is_reported() -> None:
+    assert gpu_check.run(gpu_check.Part("good", ("-c", "print('fine')"), 60)).last_line == "fine"
+    failed = gpu_check.run(gpu_check.Part("bad", ("-c", "raise SystemExit('no')"), 60))
+    assert (failed.passed, failed.last_line) == (False, "no")
+    late = gpu_check.run(gpu_check.Part("late", ("-c", "import time; time.sleep(60)"), 0.5))
+    assert (late.passed, late.last_line) == (False, "stopped after 0 s")
