@@ -113,6 +113,8 @@ def assemble(
 
 def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack) -> int:
     """Pack the weights a model is run by; the memory that takes."""
+    if loaded.ranks is not None:
+        return 0  # what is not split of it would be packed, and tried, here alone
     if way.lean is not None:
         return pack(way.lean.products, wanted)
     # Some model's code may look at weights that a packed layer has not.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -44,10 +45,10 @@ def measure(
     """Plain decoding, and the parts of speculative steps where the shape adapts: as kept, or measured now."""
     adapts = speculation.adaptive and bool(speculation.num_drafts)
     file = None if config.profile_cache == "off" else _file(engine, config, speculation)
-    kept = _read(file)
-    if kept is not None and _holds(engine, kept):
+    kept = _kept(_read(file), adapts)
+    if kept is not None and _holds(engine, kept[0]):
         progress("using the measurements of an earlier start")
-        return PlainTimes(*kept["plain"]), StepCosts.of(kept["costs"]) if adapts else None
+        return kept
     progress("measuring plain decoding")
     plain = measure_plain(engine)
     costs = None
@@ -58,31 +59,46 @@ def measure(
     return plain, costs
 
 
-def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Path:
+def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Path | None:
     """Where measurements of such an engine on such a machine are kept."""
     model = engine.target.model
     runner = engine.drafter.runner
     described = {
         "target": model.config.to_dict(),
         "draft": runner.model.config.to_dict() if runner is not None else None,
-        "engine": {name: value for name, value in msgspec.to_builtins(engine.facts).items() if name != "rules"},
+        "engine": [engine.facts.max_model_len, engine.facts.block_size, engine.facts.dtype],
         "model": msgspec.to_builtins(config.model),
         "scheduler": msgspec.to_builtins(config.scheduler),
         "speculation": msgspec.to_builtins(speculation),
         "machine": [platform.node(), platform.processor(), torch.get_num_threads(), str(model.device)],
-        "versions": [version("polydraft"), torch.__version__, version("transformers")],
+        "versions": [torch.__version__, version("transformers")],
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    return Path(config.profile_cache).expanduser() / f"{digest[:24]}.json"
-
-
-def _read(file: Path | None) -> dict[str, Any] | None:
-    """What is kept there; None where that is nothing, or damaged."""
     try:
-        kept = json.loads(file.read_text()) if file is not None else None
+        folder = Path(config.profile_cache).expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+    return folder / f"{digest[:24]}.json"
+
+
+def _read(file: Path | None) -> Any:
+    """What is kept there, whatever it is; None where there is nothing."""
+    try:
+        return json.loads(file.read_text()) if file is not None else None
     except (OSError, ValueError):
         return None
-    return kept if isinstance(kept, dict) and kept.keys() == {"plain", "costs"} else None
+
+
+def _kept(read: Any, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | None:
+    """Measurements as they were written; None where the file holds something else."""
+    try:
+        plain = PlainTimes(*read["plain"])
+        costs = StepCosts.of(read["costs"]) if adapts else None
+        grid = len(plain.num_rows), len(plain.contexts)
+        whole = min(grid) > 0 and (len(plain.seconds), *map(len, plain.seconds)) == (grid[0], *[grid[1]] * grid[0])
+        return (plain, costs) if whole and min(min(row) for row in plain.seconds) > 0 else None
+    except (TypeError, ValueError, KeyError, IndexError):
+        return None
 
 
 def _write(file: Path | None, measured: dict[str, Any]) -> None:
@@ -91,7 +107,7 @@ def _write(file: Path | None, measured: dict[str, Any]) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
+        partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(measured))
         partial.replace(file)
     except OSError:
@@ -99,12 +115,11 @@ def _write(file: Path | None, measured: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def _holds(engine: Engine, kept: dict[str, Any]) -> bool:
+def _holds(engine: Engine, plain: PlainTimes) -> bool:
     """Whether plain steps of one row, and of a middle number of rows, still take as long."""
-    num_rows, contexts, seconds = kept["plain"]
-    for number in (0, len(num_rows) // 2):
-        now_s = median_s(engine, made_up_plan(engine, num_rows[number], contexts[0]))
-        if abs(now_s / seconds[number][0] - 1) > _SAME:
+    for number in (0, len(plain.num_rows) // 2):
+        now_s = median_s(engine, made_up_plan(engine, plain.num_rows[number], plain.contexts[0]))
+        if abs(now_s / plain.seconds[number][0] - 1) > _SAME:
             return False
     return True
 

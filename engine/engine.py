@@ -19,7 +19,7 @@ from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.metrics import PlainTimes, StepStats, Stopwatch
+from engine.metrics import Overhead, PlainTimes, StepStats, Stopwatch
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
@@ -59,6 +59,8 @@ class Engine:
         self.num_steps = 0
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
+        self._overhead = Overhead()
+        self._run_parts = timed("parts", self.run_parts)
         self._draw = timed("draft", drafter.draw)
         self._forward = timed("target", self._forward_nodes)
         self._verify = timed("verify", verify_chains)
@@ -81,7 +83,9 @@ class Engine:
         wall_s, phases_s = self.stopwatch.stop()
         self.num_steps += 1
         self._note_time(wall_s)
-        return StepResult(outcomes, self.stats(wall_s, self._plain_s(), phases_s))
+        # What lies around the parts of a step, planning and messages, a plain step has too.
+        around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
+        return StepResult(outcomes, self.stats(wall_s + around_s.before, self._plain_s(around_s.usual), phases_s))
 
     def stats(
         self, wall_s: float = 0.0, plain_s: float | None = None, phases_s: dict[str, float] | None = None
@@ -111,18 +115,19 @@ class Engine:
         if len(shapes) <= 1 and not any(row.copies for row in plan.rows):
             controller.note_time(len(plan.rows), len(drafting), next(iter(shapes), PLAIN), wall_s)
 
-    def _plain_s(self) -> float | None:
+    def _plain_s(self, around_s: float) -> float | None:
         """Duration of a plain step over the last plan's batch and contexts, where that is known."""
         plan = self.scheduler.last_plan
         if self.plain_times is None or plan.has_prefill or not plan.rows:
             return None
-        return self.plain_times.step_s(len(plan.rows), sum(row.end for row in plan.rows) / len(plan.rows))
+        context = sum(row.end for row in plan.rows) / len(plan.rows)
+        return self.plain_times.step_s(len(plan.rows), context) + around_s
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
         plan = self.scheduler.plan()  # who, how many tokens, which blocks
-        verdict = self.run_parts(plan)
+        verdict = self._run_parts(plan)
         return self.scheduler.commit(plan, verdict)  # append, finish, free
 
     def run_parts(self, plan: Plan) -> Verdict:

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -14,6 +14,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 PHASES = ("draft", "target", "verify", "keep", "host")
+_PARTS = "parts"
+# Weight of a new observation.
+_NEWS = 0.05
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +66,15 @@ class Stopwatch:
     """Times the phases of a step from outside, so that the step itself reads as the algorithm."""
 
     def __init__(self) -> None:
-        self._phases_s = dict.fromkeys(PHASES, 0.0)
-        self._started = time.perf_counter()
+        self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
+        self.started = self.stopped = time.perf_counter()
+        self.parts_s = 0.0
+        """How much of the last step its parts took; the rest was planning."""
 
     def start(self) -> None:
         """Begin a step."""
-        self._phases_s = dict.fromkeys(PHASES, 0.0)
-        self._started = time.perf_counter()
+        self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
+        self.started = time.perf_counter()
 
     def timed(self, phase: str, call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """`call`, with its duration added to `phase`."""
@@ -86,7 +91,38 @@ class Stopwatch:
 
     def stop(self) -> tuple[float, dict[str, float]]:
         """(duration of the step, duration by phase); `host` is whatever no phase claims."""
-        wall_s = time.perf_counter() - self._started
+        self.stopped = time.perf_counter()
+        wall_s = self.stopped - self.started
         phases_s = dict(self._phases_s)
+        self.parts_s = phases_s.pop(_PARTS)
         phases_s["host"] = max(0.0, wall_s - sum(phases_s.values()))
         return wall_s, phases_s
+
+
+class Around(NamedTuple):
+    """Seconds around the parts of a step."""
+
+    before: float
+    """Between the last step and this one, where one followed the other."""
+    usual: float
+    """That and planning, as it usually is."""
+
+
+class Overhead:
+    """What a step takes beside its parts: planning, and the messages between it and the one before."""
+
+    def __init__(self) -> None:
+        self._last_stopped: float | None = None
+        self._usual_s: float | None = None
+
+    def add(self, stopwatch: Stopwatch, goes_on: bool) -> Around:
+        """Take in a step; `goes_on`: another one follows at once."""
+        before_s = 0.0
+        if self._last_stopped is not None:
+            before_s = stopwatch.started - self._last_stopped
+            around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s
+            usual_s = around_s if self._usual_s is None else self._usual_s
+            # Not every wait is ours: one that is unusually long counts as a usual one.
+            self._usual_s = usual_s + _NEWS * (min(around_s, 4 * usual_s) - usual_s)
+        self._last_stopped = stopwatch.stopped if goes_on else None
+        return Around(before_s, self._usual_s or 0.0)

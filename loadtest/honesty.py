@@ -47,13 +47,14 @@ def measure(url: str, num_prompts: int, max_tokens: int) -> dict[str, Any]:
 
     pairs: dict[str, list[dict[str, float]]] = {arm: [] for arm in _ARMS}
     noise: list[float] = []
-    prompts = [prompt for task in TASKS for prompt in load(task)[: num_prompts // len(TASKS)]]
+    prompts = [prompt for task in TASKS for prompt in load(task)[: max(1, num_prompts // len(TASKS))]]
     for arm in _ARMS:
         answer(prompts[0], _ARMS[arm])
     for prompt in tqdm(prompts, desc="prompts", unit="prompt"):
         for arm, speculation in _ARMS.items():
             before, sample, after = answer(prompt, _PLAIN), answer(prompt, speculation), answer(prompt, _PLAIN)
-            assert sample.speculation is not None
+            if sample.speculation is None or sample.speculation["speedup"] is None:
+                raise RuntimeError("the daemon reports no speedup: start it with a draft model and with --calibrate")
             actual = (before.total_s + after.total_s) / 2 / sample.total_s
             pairs[arm].append({"reported": sample.speculation["speedup"], "actual": actual})
             noise.append(abs(before.total_s / after.total_s - 1))
@@ -83,11 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=192, help="tokens of every answer")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
-    if options.url:
-        result = measure(options.url.rstrip("/"), options.prompts, options.max_tokens)
-    else:
-        with running_daemon([]) as url:
-            result = measure(url, options.prompts, options.max_tokens)
+    try:
+        if options.url:
+            result = measure(options.url.rstrip("/"), options.prompts, options.max_tokens)
+        else:
+            with running_daemon([]) as url:
+                result = measure(url, options.prompts, options.max_tokens)
+    except RuntimeError as error:
+        print(f"honesty: {error}", file=sys.stderr)
+        return 1
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     for arm, found in result["arms"].items():

@@ -117,7 +117,7 @@ class Serve(BaseSettings):
     draft_window: NotNegative = Field(
         0,
         description="tokens of the text that the draft model sees, and computes of a long prompt; 0: all. With a "
-        "window, an answer with a seed may differ where a request is preempted",
+        "window, what a seed gives may depend on what else is served",
     )
     spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
     max_copied_tokens: NotNegative = Field(

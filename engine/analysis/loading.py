@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -100,5 +100,12 @@ def environment() -> dict[str, Any]:
         "cpu": models[0] if models else platform.processor(),
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "libraries": {name: version(name) for name in ("torch", "transformers", "polydraft")},
+        "libraries": {name: _version(name) for name in ("torch", "transformers", "polydraft")},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from its folder
+        return None

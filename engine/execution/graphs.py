@@ -30,6 +30,7 @@ _FEWEST_KEYS = 512
 _WORD = 64
 # Logits of a padded pass; larger steps gain nothing by being replayed.
 _LOGIT_BYTES = 256 << 20
+_MOST_SHAPES = 64
 
 Compute = Callable[[Tensor, Tensor, Segments, Tensor], Tensor]
 """Logits [T, V] from token ids, positions, segments and the wanted rows."""
@@ -74,6 +75,8 @@ class Graphs:
         self._vocab_size = vocab_size
         self._device = storage.keys.device
         self._recorded: dict[Shape, _Recorded] = {}
+        # One memory for all: passes run one after the other, and what they give is copied out.
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._works = True
 
     def run(self, sequences: Sequence[SequenceInput], batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
@@ -89,7 +92,13 @@ class Graphs:
         long[:, rows] = batch.token_ids, batch.positions, batch.slots
         recorded = self._recorded.get(shape)
         if recorded is None:
-            recorded = self._recorded[shape] = self._record(pages, long, shape)
+            if len(self._recorded) >= _MOST_SHAPES:
+                del self._recorded[next(iter(self._recorded))]
+            recorded = self._record(pages, long, shape)
+            if not self._works:
+                self._recorded.clear()
+                return None
+            self._recorded[shape] = recorded
         else:
             recorded.numbers.copy_(moved(packed(pages), self._device), non_blocking=True)
             recorded.long.copy_(moved(long, self._device), non_blocking=True)
@@ -111,7 +120,7 @@ class Graphs:
 
     def _record(self, pages: PagedInput, long: Ints, shape: Shape) -> _Recorded:
         numbers = moved(packed(pages), self._device).clone()
-        paged = Paged.over(numbers, pages, self._page_size, shape.keys)
+        paged = Paged.over(numbers, pages, self._page_size, shape.queries, shape.keys)
         recorded = _Recorded(numbers, moved(long, self._device).clone(), paged)
         if self._device.type != "cuda":
             return recorded
@@ -123,7 +132,7 @@ class Graphs:
                     self._run(recorded)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._pool):
                 recorded.logits = self._run(recorded)
             recorded.graph = graph
         except Exception as error:  # a model whose passes cannot be recorded is served without graphs

@@ -105,12 +105,11 @@ def _segment(part: SequenceInput, start: int, block_size: int) -> tuple[SegmentI
     node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
     key_positions = np.concatenate([np.arange(part.first_key, end, dtype=np.int64), node_positions])
     query_positions = np.concatenate([np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]])
-    slots = slots_of(part.block_ids, block_size, part.first_key, end + num_cached + num_nodes)
     num_seen = end - part.first_key
-    own_slots = np.concatenate([slots[num_seen - num_known : num_seen], slots[num_seen + num_cached :]])
+    slots, own_slots = _slots(part, end, num_cached, block_size)
     segment = SegmentInput(
         query=slice(start, start + num_known + num_nodes),
-        slots=_as_slice(slots),
+        slots=slots,
         visible=_visible(part, num_seen, num_cached),
         query_positions=query_positions,
         key_positions=key_positions,
@@ -130,12 +129,20 @@ def _visible(part: SequenceInput, num_seen: int, num_cached: int) -> Bools | Non
     return visible
 
 
-def _as_slice(slots: Ints) -> slice | Ints:
-    """The slots as a slice where they follow each other."""
-    first, count = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all()):
-        return slice(first, first + count)
-    return slots
+def _slots(part: SequenceInput, end: int, num_cached: int, block_size: int) -> tuple[slice | Ints, Ints]:
+    """(slots of all keys, slots of the entering tokens); the keys' as a slice where the blocks follow each other."""
+    last = end + num_cached + len(part.nodes.tokens)
+    blocks = tuple(part.block_ids[: -(-last // block_size)])
+    if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
+        first = blocks[0] * block_size
+        known = np.arange(first + part.first_index, first + end, dtype=np.int64)
+        nodes = np.arange(first + end + num_cached, first + last, dtype=np.int64)
+        own = nodes if not len(known) else known if not len(nodes) else np.concatenate([known, nodes])
+        return slice(first + part.first_key, first + last), own
+    slots = slots_of(blocks, block_size, part.first_key, last)
+    num_seen = end - part.first_key
+    own = np.concatenate([slots[num_seen - len(part.known) : num_seen], slots[num_seen + num_cached :]])
+    return slots, own
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:

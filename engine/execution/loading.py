@@ -212,18 +212,25 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     progress(f"loading target {config.target}")
-    size = config.tensor_parallel_size
-    ranks = None
-    if size > 1:
-        check_split(config.target, _read_config(config.target, config.revision), size)
-        ranks = start_ranks(config, device)
-    target = replace(load(config.target, config.revision, dtype, device, split=size > 1), ranks=ranks)
-    if config.draft is None:
-        return target, None
-    progress(f"loading draft {config.draft}")
-    draft = load(config.draft, None, dtype, device)
-    check_pair(target, draft)
+    if config.tensor_parallel_size > 1:
+        target = _load_split(config, dtype, device)
+    else:
+        target = load(config.target, config.revision, dtype, device)
+    draft = None
+    if config.draft is not None:
+        progress(f"loading draft {config.draft}")
+        draft = load(config.draft, None, dtype, device)
+        check_pair(target, draft)
+    if target.ranks is not None:
+        target.ranks.tell("probe")  # what could be refused has not been
     return target, draft
+
+
+def _load_split(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
+    """This process's share of the target, the others' in processes of their own."""
+    check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
+    ranks = start_ranks(config, device)
+    return replace(load(config.target, config.revision, dtype, device, split=True), ranks=ranks)
 
 
 def _first_line(error: BaseException) -> str:

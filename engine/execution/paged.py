@@ -70,11 +70,12 @@ class Paged:
     def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
         """Move a pass to the device, in one copy."""
         flat = moved(packed(host), device)
-        return Paged.over(flat, host, page_size, int((host.num_keys - host.first_keys).max(initial=0)))
+        most_keys = int((host.num_keys - host.first_keys).max(initial=0))
+        return Paged.over(flat, host, page_size, int(host.counts.max(initial=0)), most_keys)
 
     @staticmethod
-    def over(flat: Tensor, host: PagedInput, page_size: int, most_keys: int) -> Paged:
-        """Views of a buffer that holds `packed(host)`, or another pass of the same shapes."""
+    def over(flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int) -> Paged:
+        """Views of a buffer that holds `packed(host)`, or other passes of its shapes with no more queries and keys."""
         arrays = _parts(host)
         pieces = torch.split(flat, [array.nbytes // 4 for array in arrays])
         words = pieces[0].view(torch.int64).view(host.words.shape)
@@ -92,7 +93,7 @@ class Paged:
             words=words,
             positions=positions,
             page_size=page_size,
-            most_queries=int(host.counts.max(initial=0)),
+            most_queries=most_queries,
             most_keys=most_keys,
         )
 

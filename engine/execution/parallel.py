@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -76,8 +77,20 @@ def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
         ranks.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(rank, size)))
     ranks.tell(config, store)
     os.environ.update(_environment(0, size))
+    joined = threading.Event()
+    threading.Thread(target=_watch, args=(ranks, joined), daemon=True).start()
     join(store, device)
+    joined.set()
     return ranks
+
+
+def _watch(ranks: Ranks, joined: threading.Event) -> None:
+    """End the engine when a rank ends before all have found each other: it would wait for it in vain."""
+    while not joined.wait(0.5):
+        for rank, process in enumerate(ranks.processes, start=1):
+            if process.poll() is not None:
+                print(f"rank {rank} of the target has ended while starting: see its message above", file=sys.stderr)
+                os._exit(1)
 
 
 def join(store: str, device: torch.device) -> torch.device:

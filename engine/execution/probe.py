@@ -27,6 +27,7 @@ from engine.speculation.topology import merge_chains
 # Largest allowed difference of a logit row, as a share of the row's standard deviation.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _PROMPT_LENGTH = 20
+_LONG_PROMPT = 140
 
 
 class Way(NamedTuple):
@@ -66,21 +67,25 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
 
 def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
     """The fastest way to run the model that gives its numbers; raises LoadError when there is none."""
-    kernels = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
-    for paged in kernels:
-        decoders = (LeanDecoder(loaded.model), None) if is_lean(loaded.model) else (None,)
-        for decoder in decoders:
-            try:
-                probe(loaded, shape, decoder, paged)
-                return Way(decoder, paged)
-            except LoadError:
-                if decoder is None and not paged:
-                    raise
-            except Exception as error:  # a kernel that this device cannot compile
-                if not paged:
-                    raise
-                print(f"{loaded.name}: runs without the attention kernel: {error}", file=sys.stderr)
-    raise AssertionError("the last way either works or raises")
+    ways = [(lean, paged) for paged in (True, False) for lean in (True, False)]
+    if not has_kernel(torch.device(loaded.model.device)):
+        ways = ways[2:]
+    for lean, paged in ways:
+        if lean and not is_lean(loaded.model):
+            continue
+        try:
+            way = Way(LeanDecoder(loaded.model) if lean else None, paged)
+            probe(loaded, shape, way.lean, paged)
+            if paged and loaded.max_positions > 2 * _LONG_PROMPT:
+                # Tiles as large as any: a device may lack the memory for them.
+                probe(loaded, shape, way.lean, paged, _LONG_PROMPT)
+            return way
+        except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
+            if not lean and not paged:
+                raise
+            kind = "attention kernel" if paged else "lean decoder"
+            print(f"{loaded.name}: runs without the {kind}: {error}", file=sys.stderr)
+    raise AssertionError("the last way works or raises")
 
 
 def runs(loaded: LoadedModel, shape: KVShape, way: Way) -> bool:
@@ -97,15 +102,23 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def probe(loaded: LoadedModel, shape: KVShape, lean: LeanDecoder | None = None, paged: bool = False) -> float:
-    """Largest relative logit difference between the hook path (or the lean decoder) and plain transformers.
+def probe(
+    loaded: LoadedModel,
+    shape: KVShape,
+    lean: LeanDecoder | None = None,
+    paged: bool = False,
+    prompt_length: int = _PROMPT_LENGTH,
+) -> float:
+    """Largest relative logit difference between the way a model is to be run and plain transformers.
 
     Raises LoadError when it is too large for the model's dtype.
     """
-    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, _PROMPT_LENGTH + 6)]
-    prompt, rest = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
+    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
+    prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
-    runner = ModelRunner(loaded.model, shape, 8, 8, loaded.vocab_size, lean, paged=paged)
+    num_blocks = prompt_length // 8 + 6
+    replayed = paged and loaded.model.device.type == "cuda" and loaded.ranks is None
+    runner = ModelRunner(loaded.model, shape, num_blocks, 8, loaded.vocab_size, lean, paged=paged, replayed=replayed)
     computed = _paged_logits(runner, prompt, chains, rest[5])
     worst = 0.0
     with _attention(loaded.model, "eager"), torch.inference_mode():
@@ -126,7 +139,8 @@ def _paged_logits(
     runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
 ) -> list[tuple[list[int], Tensor]]:
     """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
-    blocks = [5, 1, 2, 6, 0]
+    # Out of order, and the last ones of the pool among them.
+    blocks = [*range(5, len(prompt) // 8 + 6), 1, 2, 0]
     cut = len(prompt) // 2
     runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
     tree = merge_chains(chains)

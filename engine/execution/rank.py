@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import pickle
+import signal
 import sys
 
 import torch
 
+from engine.cache.tensors import KVShape
 from engine.config import ModelConfig
 from engine.execution.host import cpu_threads, keep_freed_memory
 from engine.execution.loading import choose_device, choose_dtype, load
 from engine.execution.parallel import join
-from engine.execution.probe import find_kv_shape, probe_ways
+from engine.execution.probe import Way, find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process when the engine ends, also where it waits for others and reads nothing."""
+    die_with_parent = 1
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
 
 
 def main() -> int:
     """Run until the standard input ends."""
+    end_with_parent()
     calls = sys.stdin.buffer
     config, store = pickle.load(calls)
     assert isinstance(config, ModelConfig)
@@ -24,14 +36,19 @@ def main() -> int:
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
-    shape = find_kv_shape(loaded)
-    way = probe_ways(loaded, shape)
+    shape: KVShape | None = None
+    way = Way(None, False)
     runner: ModelRunner | None = None
     while True:
         try:
             name, *arguments = pickle.load(calls)
         except EOFError:
             return 0
+        if name == "probe":
+            shape = find_kv_shape(loaded)
+            way = probe_ways(loaded, shape)
+            continue
+        assert shape is not None
         if name == "runner":
             num_blocks, block_size, vocab_size = arguments
             runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, paged=way.paged)

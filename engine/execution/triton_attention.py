@@ -136,7 +136,8 @@ def attend_paged(
     keys, values = storage.keys[layer], storage.values[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
-    tile_queries = max(1, min(paged.most_queries, _MOST_ROWS // groups))
+    # Powers of two: every other number would be compiled anew.
+    tile_queries = triton.next_power_of_2(max(1, min(paged.most_queries, _MOST_ROWS // groups)))
     num_tiles = -(-paged.most_queries // tile_queries)
     num_parts = num_parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
     output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=torch.float32, device=query.device)
@@ -175,4 +176,5 @@ def merged(output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 def num_parts_of(most_keys: int, num_programs: int) -> int:
     """In how many parts the longest text is read: more where few programs would leave the device idle."""
     wanted = max(1, 264 // max(1, num_programs))
-    return int(min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS)))
+    count = min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS))
+    return 1 << (count.bit_length() - 1)

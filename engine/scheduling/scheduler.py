@@ -86,8 +86,11 @@ class Scheduler:
 
     @property
     def _most_lag(self) -> int:
-        """Most tokens of a prompt that the draft model catches up on in one step."""
-        return max(self.config.max_num_batched_tokens // 8, self.draft_window)
+        """Most tokens that the draft model catches up on behind a cached prefix: what prompts are sure to get of a
+        step, but for one token."""
+        budget = self.config.max_num_batched_tokens
+        sure = min(budget // 4, self.config.max_prompt_tokens or budget) - 1
+        return max(0, min(max(budget // 8, self.draft_window), sure))
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of a row."""
@@ -141,7 +144,7 @@ class Scheduler:
     def _plan_prompts(self, parts: dict[int, Part], budget: int) -> None:
         """Add chunks of the running prompts, then admit; long prompts leave room for what is short, or waits."""
         if parts and self.config.max_prompt_tokens:
-            budget = min(budget, max(self.config.max_prompt_tokens, 1 + self._most_lag))
+            budget = min(budget, self.config.max_prompt_tokens)
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
         shares = self._shares(prompts, budget)
         for sequence in prompts:
@@ -170,7 +173,9 @@ class Scheduler:
         for number, sequence in enumerate(sharing):
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
-            share = max(1 + self._most_lag, budget // rivals)
+            # What the draft model has to catch up on first is bounded (`_most_lag`).
+            lag = max(0, sequence.num_target_computed - draft_from(sequence, self.draft_window))
+            share = max(1 + lag, budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
         return shares
@@ -247,10 +252,9 @@ class Scheduler:
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
-            # The draft model catches up in the first step: no further than what fits what prompts may have of it.
-            most = num_drafted + self._most_lag // self.block_size
-            if self.draft_window:
-                most = len(sequence.block_ids)  # it looks no further back than it can catch up on
+            # The draft model catches up in the first step: no further than what prompts are sure to get of it.
+            nearest = len(sequence.tokens) - self.draft_window if self.draft_window else 0
+            most = (max(num_drafted * self.block_size, nearest) + self._most_lag) // self.block_size
             self.blocks.release(sequence.block_ids[most:])
             del sequence.block_ids[most:]
             sequence.num_draft_computed = min(num_drafted, most) * self.block_size

@@ -53,6 +53,28 @@ def test_padded_passes_give_the_same_numbers(name: str) -> None:
     assert len(replays(replayed)) < 6, "no shape was used twice"
 
 
+def test_a_shape_recorded_with_few_queries_serves_as_many_as_it_has_room_for() -> None:
+    """The wrong variant keeps the first pass's number of queries: the last rows of the next are not computed."""
+    plain, replayed = runners("llama")
+    prompts, _ = passes()
+    for runner in (plain, replayed):
+        runner.forward(prompts)
+    blocks, length = prompts[0].block_ids, len(prompts[0].known)
+    for count in (3, 4, 13, 16):
+        part = SequenceInput(list(range(5, 5 + count)), length, blocks, NO_NODES, slice(None))
+        assert agree(replayed.forward([part]), plain.forward([part]))
+    assert [shape.queries for shape in replays(replayed)] == [4, 16]
+
+
+def test_shapes_that_were_recorded_first_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_SHAPES", 2)
+    plain, replayed = runners("llama")
+    prompts, steps = passes()
+    for sequences in (prompts, steps, steps[:1], steps[:3], steps):
+        assert agree(replayed.forward(sequences), plain.forward(sequences))
+        assert len(replays(replayed)) <= 2
+
+
 def test_a_prompt_runs_as_it_is() -> None:
     plain, replayed = runners("llama")
     prompt = [SequenceInput(list(range(3, 80)), 0, list(range(30)), NO_NODES, slice(None))]

@@ -80,6 +80,15 @@ def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: py
     assert probe_ways(loaded, find_kv_shape(loaded)).lean is None
 
 
+def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: LeanDecoder, model: Any) -> None:
+        raise RuntimeError("biases of another shape")
+
+    loaded = randomised(LEAN["llama"], seed=3)
+    monkeypatch.setattr(lean.LeanDecoder, "__init__", failing)
+    assert probe_ways(loaded, find_kv_shape(loaded)).lean is None
+
+
 def test_joining_weights_stores_nothing_twice() -> None:
     loaded = randomised(LEAN["llama"], seed=3)
     before = loaded.weight_bytes

@@ -152,3 +152,4 @@ def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
     assert count(16_384, 8) == 16
     assert count(16_384, 264) == 1
     assert count(2048, 8) == 4
+    assert count(3000, 8) == 4, "powers of two: each number is compiled"

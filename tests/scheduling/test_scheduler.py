@@ -151,6 +151,59 @@ def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
     assert steps <= 3
 
 
+def test_a_short_prompt_does_not_wait_for_several_long_ones() -> None:
+    """With the numbers of a server on a CPU: two prompts of 16k are being computed, somebody decodes."""
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
+    scheduler = Scheduler(config, BlockStore(8192, 16), frozenset({99}))
+    scheduler.submit(request("decodes", 20, 500, first=500_000))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    for name, first in (("long", 0), ("longer", 100_000)):
+        scheduler.submit(request(name, 16_384, 4, drafts=4, draft_length=5, first=first))
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("short", 20, 4, first=900_000))
+    for _ in range(3):
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    assert any(row.end in (20, 21) for row in plan.rows if row.first_index < 30), "the short prompt waits"
+
+
+def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
+    """The draft model lags behind a prefix that a request without drafts has left."""
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=4, max_prompt_tokens=40)
+    for window in (0, 500):
+        scheduler = Scheduler(config, BlockStore(1024, 16), frozenset({99}), draft_window=window)
+        scheduler.submit(request("decodes", 20, 5000, first=500_000))
+        scheduler.submit(request("first", 3000, 1))
+        while scheduler.num_running != 1 or scheduler.num_waiting:
+            scheduler.commit(plan := scheduler.plan(), verdict(plan))
+        scheduler.submit(request("again", 3000, 2, drafts=2, draft_length=2))
+        ended = False
+        for _ in range(200):
+            plan = scheduler.plan()
+            assert sum(len(row.known) for row in plan.rows if len(row.known) > 1) <= 40
+            ended = ended or any(o.request_id == "again" for o in scheduler.commit(plan, verdict(plan)))
+        assert ended, "the request was never served"
+
+
+def test_a_lagging_draft_model_holds_no_queue_up() -> None:
+    """Many decode with many nodes; what is left of a step must do for a cached prefix without draft K/V."""
+    config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32)
+    scheduler = Scheduler(config, BlockStore(2048, 16), frozenset({99}), draft_window=128)
+    scheduler.submit(request("first", 1000, 1))
+    while scheduler.has_work:
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    for i in range(12):
+        scheduler.submit(request(str(i), 5, 1000, drafts=4, draft_length=4, first=10_000 * (i + 1)))
+    for _ in range(6):
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("again", 1000, 2, drafts=4, draft_length=4))
+    scheduler.submit(request("behind", 5, 2, first=900_000))
+    ended: set[str] = set()
+    for _ in range(100):
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+        ended |= {"again", "behind"} - set(scheduler._sequence_ids)
+    assert ended == {"again", "behind"}
+
+
 def test_prompt_tokens_are_limited_while_others_decode() -> None:
     config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_prompt_tokens=10)
     scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
