@@ -74,6 +74,13 @@ def draft_from(sequence: Sequence, draft_window: int) -> int:
     return max(computed, len(sequence.tokens) - draft_window) if draft_window else computed
 
 
+def lag_of(sequence: Sequence, draft_window: int) -> int:
+    """Known tokens the draft model must catch up on before the target's next; none where nothing is drafted."""
+    if not sequence.request.speculation.num_drafts:
+        return 0
+    return max(0, sequence.num_target_computed - draft_from(sequence, draft_window))
+
+
 def row_of(part: Part, text: Text | None) -> Row:
     """The row of a part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request

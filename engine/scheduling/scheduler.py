@@ -23,7 +23,7 @@ from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
 from engine.scheduling.outcome import Outcome
-from engine.scheduling.rows import Part, draft_from, part_of, row_of
+from engine.scheduling.rows import Part, lag_of, part_of, row_of
 from engine.scheduling.sequence import Sequence
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
@@ -174,8 +174,7 @@ class Scheduler:
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
             # What the draft model has to catch up on first is bounded (`_most_lag`).
-            lag = max(0, sequence.num_target_computed - draft_from(sequence, self.draft_window))
-            share = max(1 + lag, budget // rivals)
+            share = max(1 + lag_of(sequence, self.draft_window), budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
         return shares
@@ -220,8 +219,7 @@ class Scheduler:
         """What the sequence draws: as its request says, or as the controller has chosen."""
         if self.controller is None or not sequence.request.speculation.adaptive:
             return sequence.branching
-        lag = sequence.num_target_computed - draft_from(sequence, self.draft_window)
-        if lag > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
+        if lag_of(sequence, self.draft_window) > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
             return ()  # its draft model is too far behind to catch up in a step
         return self.controller.branching(sequence)
 
@@ -232,7 +230,7 @@ class Scheduler:
         decoding = [s for s in self._running.values() if s.num_missing == 1]
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
         fixed = [s.branching for s in decoding if not s.request.speculation.adaptive]
-        lag = sum(s.num_target_computed - draft_from(s, self.draft_window) for s in adaptive)
+        lag = sum(lag_of(s, self.draft_window) for s in adaptive)
         self.controller.choose(adaptive, sum(1 + sum(level_widths(branching)) for branching in fixed), lag)
 
     def _text(self, sequence: Sequence) -> Text | None:

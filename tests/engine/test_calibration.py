@@ -44,10 +44,10 @@ def test_only_steps_without_prompts_are_compared() -> None:
     engine.plain_times = PlainTimes((1,), (1,), ((0.5,),))
     engine.submit(tiny.request("0", [1, 2, 3], max_tokens=3))
     known = [engine.run_step().stats.plain_s for _ in range(3)]
-    assert known[:2] == [None, 0.5]
+    assert known[0] is None
     # What lies between two steps is a plain step's, too.
-    assert known[2] is not None
-    assert 0.5 < known[2] < 0.6
+    assert all(0.5 < seconds < 0.6 for seconds in known[1:] if seconds)
+    assert None not in known[1:]
 
 
 def test_what_lies_around_steps_counts_for_both_sides() -> None:

@@ -161,9 +161,12 @@ def test_a_short_prompt_does_not_wait_for_several_long_ones() -> None:
         scheduler.submit(request(name, 16_384, 4, drafts=4, draft_length=5, first=first))
         scheduler.commit(plan := scheduler.plan(), verdict(plan))
     scheduler.submit(request("short", 20, 4, first=900_000))
+    answered: set[str] = set()
     for _ in range(3):
-        scheduler.commit(plan := scheduler.plan(), verdict(plan))
-    assert any(row.end in (20, 21) for row in plan.rows if row.first_index < 30), "the short prompt waits"
+        plan = scheduler.plan()
+        assert sum(not row.samples for row in plan.rows) == 2, "a long prompt stands still"
+        answered |= {outcome.request_id for outcome in scheduler.commit(plan, verdict(plan))}
+    assert "short" in answered, "the short prompt waits"
 
 
 def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
@@ -317,4 +320,4 @@ def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
         drafted(scheduler, 1)
     scheduler.submit(request("b", 40, 9, drafts=1, draft_length=2))
     assert drafted(scheduler, 1) == [(30, 10, 30)]
-    assert scheduler.num_cache_hits == 36
+    assert scheduler.num_cache_hits == 32, "as much as the draft model can catch up on in a quarter of a step"
