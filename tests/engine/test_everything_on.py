@@ -80,9 +80,9 @@ def answers(
 def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int) -> None:
     engine = build(pair, draft_window)
     law = exact_law(pair[0], {"temperature": 1.0})
-    counts = answers(engine, 600)
-    assert engine.scheduler.num_preemptions > 30
-    assert engine.scheduler.num_cache_hits > 1000
+    counts = answers(engine, 450)
+    assert engine.scheduler.num_preemptions > 20
+    assert engine.scheduler.num_cache_hits > 800
     for kind, found in counts.items():
         assert g_test(found, law) > ALPHA, kind
 

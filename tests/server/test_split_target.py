@@ -54,11 +54,21 @@ def is_alive(process_id: int) -> bool:
     return True
 
 
-def test_a_split_target_answers_like_a_whole_one(daemons: Daemons, pair_arguments: list[str]) -> None:
+def test_a_split_target_answers_like_a_whole_one_and_ends_whole(
+    daemons: Daemons, tmp_path: Path, pair_arguments: list[str]
+) -> None:
     whole = daemons.get(*pair_arguments, "--no-calibrate")
-    split = daemons.get(*pair_arguments, *SPLIT)
-    assert len(ranks_of(split)) == 1
-    assert answers(split) == answers(whole)
+    split = Daemon([*pair_arguments, *SPLIT], tmp_path / "log")
+    try:
+        split.wait_ready()
+        (rank,) = ranks_of(split)
+        assert answers(split) == answers(whole)
+        split.process.send_signal(signal.SIGTERM)
+        assert split.process.wait(60) == 0
+        wait_until(lambda: not is_alive(rank), "a rank outlives the daemon")
+        assert "Traceback" not in split.log, split.log
+    finally:
+        split.process.kill()
 
 
 def test_an_ended_rank_ends_the_daemon(tmp_path: Path, pair_arguments: list[str]) -> None:
@@ -73,19 +83,6 @@ def test_an_ended_rank_ends_the_daemon(tmp_path: Path, pair_arguments: list[str]
                 assert client.post("/v1/completions", json=body).status_code >= 500
         wait_until(lambda: not daemon.is_running, "the daemon goes on without a part of its model")
         assert daemon.process.returncode == 1
-    finally:
-        daemon.process.kill()
-
-
-def test_ranks_end_with_the_daemon(tmp_path: Path, pair_arguments: list[str]) -> None:
-    daemon = Daemon([*pair_arguments, *SPLIT], tmp_path / "log")
-    try:
-        daemon.wait_ready()
-        (rank,) = ranks_of(daemon)
-        daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(60) == 0
-        wait_until(lambda: not is_alive(rank), "a rank outlives the daemon")
-        assert "Traceback" not in daemon.log, daemon.log
     finally:
         daemon.process.kill()
 
