@@ -46,8 +46,9 @@ def measure(
     adapts = speculation.adaptive and bool(speculation.num_drafts)
     file = None if config.profile_cache == "off" else _file(engine, config, speculation)
     kept = _kept(_read(file), adapts)
-    if kept is not None and _holds(engine, kept[0]):
+    if kept is not None and (factor := _factor_now(engine, kept[0])) is not None:
         progress("using the measurements of an earlier start")
+        kept[0].factor = factor
         return kept
     progress("measuring plain decoding")
     plain = measure_plain(engine)
@@ -115,13 +116,13 @@ def _write(file: Path | None, measured: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def _holds(engine: Engine, plain: PlainTimes) -> bool:
-    """Whether plain steps of one row, and of a middle number of rows, still take as long."""
+def _factor_now(engine: Engine, plain: PlainTimes) -> float | None:
+    """How long plain steps of one row, and of a middle number of rows, take now over then; None for too far apart."""
+    factors = []
     for number in (0, len(plain.num_rows) // 2):
         now_s = median_s(engine, made_up_plan(engine, plain.num_rows[number], plain.contexts[0]))
-        if abs(now_s / plain.seconds[number][0] - 1) > _SAME:
-            return False
-    return True
+        factors.append(now_s / plain.seconds[number][0])
+    return sum(factors) / 2 if max(abs(factor - 1) for factor in factors) <= _SAME else None
 
 
 @torch.inference_mode()

@@ -85,7 +85,10 @@ class Engine:
         self._note_time(wall_s)
         # What lies around the parts of a step, planning and messages, a plain step has too.
         around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
-        return StepResult(outcomes, self.stats(wall_s + around_s.before, self._plain_s(around_s.usual), phases_s))
+        plain_s = self._plain_s(around_s.usual)
+        if plain_s is not None and self.plain_times is not None and not self.scheduler.last_plan.has_drafts:
+            self.plain_times.correct(self.stopwatch.parts_s, plain_s - around_s.usual)
+        return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, phases_s))
 
     def stats(
         self, wall_s: float = 0.0, plain_s: float | None = None, phases_s: dict[str, float] | None = None

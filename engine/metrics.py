@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 PHASES = ("draft", "target", "verify", "keep", "host")
 _PARTS = "parts"
 # Weight of a new observation.
-_NEWS = 0.05
+_NEWS, _SLOW_NEWS = 0.05, 0.02
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,11 +47,18 @@ class PlainTimes:
         self.num_rows = tuple(num_rows)
         self.contexts = tuple(contexts)
         self.seconds = tuple(tuple(row) for row in seconds)
+        self.factor = 1.0
+        """What steps take while serving, or at another start, over what they took when they were measured."""
+
+    def correct(self, seconds: float, expected_s: float) -> None:
+        """A plain step took so long and not what was expected of it (with the present factor)."""
+        # Single steps are noisy: a slow one may have met another process.
+        self.factor *= 1 + _SLOW_NEWS * (min(1.5, max(0.7, seconds / expected_s)) - 1)
 
     def step_s(self, num_rows: int, context: float) -> float:
         """Duration for `num_rows` rows of `context` tokens each; beyond the last point the slope goes on."""
         by_rows = [_interpolate(self.contexts, row, context) for row in self.seconds]
-        return _interpolate(self.num_rows, by_rows, num_rows)
+        return self.factor * _interpolate(self.num_rows, by_rows, num_rows)
 
 
 def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:

@@ -159,6 +159,11 @@ class Plan:
         """Whether any row computes more than the one token of a decode step."""
         return any(len(row.known) > 1 or not row.samples for row in self.rows)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any row drafts."""
+        return any(row.branching or row.copies for row in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Emission:
