@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.analysis import peers
 from engine.analysis.report import table
 from loadtest.daemon import running_daemon
 from loadtest.report import markdown
@@ -60,6 +62,21 @@ def test_the_table_is_the_committed_result() -> None:
     assert shown is not None
     assert shown.group(1).strip() == markdown(result)
     assert result["exactness"]["equal_in_all_arms"] == result["exactness"]["greedy_answers"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "file", "table_of"),
+    [
+        ("pair", "bench-pair-cpu", markdown),
+        ("useless", "useless-drafter-cpu", markdown),
+        ("peers", "peers-cpu", peers.markdown),
+    ],
+)
+def test_tables_of_performance_are_committed_results(mark: str, file: str, table_of: Any) -> None:
+    text = (ROOT / "docs/performance.md").read_text()
+    shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n<!-- {mark}:end -->", text, re.DOTALL)
+    assert shown is not None
+    assert shown.group(1).strip() == table_of(json.loads((ROOT / f"docs/results/{file}.json").read_text()))
 
 
 def test_the_rules_table_is_the_committed_result() -> None:

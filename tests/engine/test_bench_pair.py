@@ -59,7 +59,11 @@ def test_successors_are_spread_over_the_vocabulary() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_peers_agree_and_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_agree_and_are_compared(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Continuous batching takes a minute to start and stop.
+    monkeypatch.setattr(peers.Transformers, "continuous", peers.Transformers.generate)
     output = tmp_path / "peers.json"
     few = ("--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1")
     assert peers.main([str(folder / "target"), str(folder / "draft"), *few, "--output", str(output)]) == 0

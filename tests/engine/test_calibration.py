@@ -64,11 +64,15 @@ def test_steps_that_draft_say_nothing_about_plain_ones() -> None:
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
     engine.plain_times = PlainTimes((1,), (1,), ((0.5,),))
     drafting = Speculation(rule="block", num_drafts=1, draft_length=2)
-    for speculation, corrects in ((drafting, False), (tiny.OFF, True)):
-        engine.submit(tiny.request(str(corrects), [1, 2, 3], speculation, max_tokens=9))
-        while engine.scheduler.has_work:
-            engine.run_step()
-        assert (engine.plain_times.factor < 1) is corrects
+    engine.submit(tiny.request("drafts", [1, 2, 3], drafting, max_tokens=40))
+    for _ in range(6):
+        engine.run_step()
+        assert engine.scheduler.last_plan.has_drafts
+    assert engine.plain_times.factor == 1
+    engine.submit(tiny.request("plain", [1, 2, 3], tiny.OFF, max_tokens=9))
+    while engine.scheduler.has_work:
+        engine.run_step()
+    assert engine.plain_times.factor < 1
 
 
 def test_what_lies_around_steps_counts_for_both_sides() -> None:
