@@ -131,7 +131,14 @@ class Scheduler:
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
         if prompts_wait:
-            self._plan_prompts(parts, budget)
+            budget = self._plan_prompts(parts, budget)
+        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
+        for part in parts.values():
+            self._publish(part)
+        while (admitted := self._admit(budget)) is not None:
+            parts[admitted.sequence.sequence_id] = admitted
+            budget -= admitted.num_tokens
+            self._publish(admitted)
         # A sequence may have lost its blocks to a more urgent one after its part was planned.
         rows = []
         for sequence_id, part in parts.items():
@@ -141,8 +148,8 @@ class Scheduler:
         self.last_plan = Plan(tuple(rows))
         return self.last_plan
 
-    def _plan_prompts(self, parts: dict[int, Part], budget: int) -> None:
-        """Add chunks of the running prompts, then admit; long prompts leave room for what is short, or waits."""
+    def _plan_prompts(self, parts: dict[int, Part], budget: int) -> int:
+        """Add chunks of the running prompts; the tokens left for requests that wait."""
         if parts and self.config.max_prompt_tokens:
             budget = min(budget, self.config.max_prompt_tokens)
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
@@ -152,13 +159,7 @@ class Scheduler:
             if part.num_known and self._reserve(part):
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
-        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
-        for part in parts.values():
-            self._publish(part)
-        while (admitted := self._admit(budget)) is not None:
-            parts[admitted.sequence.sequence_id] = admitted
-            budget -= admitted.num_tokens
-            self._publish(admitted)
+        return budget
 
     def _shares(self, prompts: list[Sequence], budget: int) -> dict[int, int]:
         """Most tokens of a step for each running prompt.

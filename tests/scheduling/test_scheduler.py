@@ -321,3 +321,15 @@ def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
     scheduler.submit(request("b", 40, 9, drafts=1, draft_length=2))
     assert drafted(scheduler, 1) == [(30, 10, 30)]
     assert scheduler.num_cache_hits == 32, "as much as the draft model can catch up on in a quarter of a step"
+
+
+def test_what_a_preempted_request_has_computed_is_found_again() -> None:
+    """Also what it computed while nobody waited."""
+    scheduler = build(budget=64, num_blocks=9, max_num_seqs=2)
+    scheduler.submit(request("much", 3, 40))
+    for _ in range(18):
+        scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    computed = scheduler.running(0).num_target_computed
+    scheduler._preempt(scheduler.running(0))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    assert plan.rows[0].first_index == computed // BLOCK_SIZE * BLOCK_SIZE > 0
