@@ -35,6 +35,8 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
+_FORMAT = 1
+"""Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
 
@@ -72,7 +74,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Pat
         "scheduler": msgspec.to_builtins(config.scheduler),
         "speculation": msgspec.to_builtins(speculation),
         "machine": [platform.node(), platform.processor(), torch.get_num_threads(), str(model.device)],
-        "versions": [torch.__version__, version("transformers")],
+        "versions": [_FORMAT, torch.__version__, version("transformers")],
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     try:

@@ -64,7 +64,6 @@ class Product:
     def pack(self, packed_from: int) -> None:
         """Run packed from so many rows on; from one row on, the plain form is given up."""
         self._packed, self._packed_from = reorder(self.weight), packed_from
-
         if packed_from == 1:
             self._plain = None
             for module in self._modules:
