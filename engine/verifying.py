@@ -250,8 +250,11 @@ def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
 def _parts(rows: Sequence[Row], goes_on_R: Bools, vocab_size: int) -> Iterator[tuple[Verify, list[int]]]:
     """(rule, row numbers): the rows that are verified together, of one rule and within the memory for it."""
     by_rule: dict[Verify, list[int]] = {}
+    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on]
+    races = any(row.num_drafts > 1 and _name_of(row) == "bv_race" for row in going_on)
+    of_one_chain = RULES["bv_race" if races else "block"].verify
     for number, row in enumerate(rows):
-        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number])), []).append(number)
+        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number]), of_one_chain), []).append(number)
     for verify, numbers in by_rule.items():
         part: list[int] = []
         size = 0
@@ -265,15 +268,26 @@ def _parts(rows: Sequence[Row], goes_on_R: Bools, vocab_size: int) -> Iterator[t
         yield verify, part
 
 
-def _rule_of(row: Row, goes_on: bool) -> Verify:
-    """How the row's drawn chains are verified; any rule will do where none is left."""
+def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
+    """How the row's drawn chains are verified.
+
+    A race of one chain is block verification, with the same tokens; and where no chain is left any rule will do. Such
+    rows take part in the step's race, if there is one, instead of a verification of their own.
+    """
     speculation = row.speculation
     if not goes_on:
-        return RULES["block"].verify
+        return of_one_chain
     if speculation.over_acceptance > 0:
         return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
+    if row.num_drafts == 1 and _name_of(row) in ("block", "bv_race"):
+        return of_one_chain
+    return RULES[_name_of(row)].verify
+
+
+def _name_of(row: Row) -> str:
+    """The rule a row is verified by."""
     # Where laws are certain every rule accepts the longest exact match; this one takes any set of drafts.
-    return RULES["nss" if row.sampling.is_certain else speculation.rule].verify
+    return "nss" if row.sampling.is_certain else row.speculation.rule
 
 
 def _noise(draft: Draft, device: torch.device) -> ChainNoise:
