@@ -46,25 +46,20 @@ def assemble(
     check_speculation(config)
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
-    ways = []
-    weight_bytes = []
+    ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
-        progress(f"probing {model.name}")
-        way = probe_ways(model, shape)
-        progress(f"packing {model.name}")
-        packed_bytes = _pack(model, shape, way, config.model.prepack)
-        weight_bytes.append(packed_bytes + model.weight_bytes)
+        way, memory = _prepare(model, shape, config.model.prepack, progress)
         ways.append(way)
+        weight_bytes.append(memory)
     max_model_len = _max_model_len(config, models)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
-    block_size = config.cache.block_size
     runners = [
         ModelRunner(
             model.model,
             shape,
             num_blocks,
-            block_size,
+            config.cache.block_size,
             target.vocab_size,
             lean=way.lean,
             ranks=model.ranks,
@@ -74,12 +69,12 @@ def assemble(
         )
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
-    bytes_by_model = [num_blocks * block_size * per_token for per_token in token_bytes]
+    bytes_by_model = [num_blocks * config.cache.block_size * per_token for per_token in token_bytes]
     facts = EngineFacts(
         vocab_size=target.vocab_size,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=config.cache.block_size,
         eos_token_ids=sorted(target.eos_token_ids),
         device=str(target.model.device),
         dtype=str(target.model.dtype).removeprefix("torch."),
@@ -96,11 +91,6 @@ def assemble(
         },
     )
     check_defaults(facts, config.speculation)
-    blocks = BlockStore(num_blocks, block_size, config.cache.prefix_caching)
-    limits = config.scheduler
-    if not limits.max_prompt_tokens and target.model.device.type == "cpu":
-        limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
-    scheduler = Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
     drafter = ModelDrafter(
         runners[1] if draft is not None else None,
         target.model.device,
@@ -108,7 +98,24 @@ def assemble(
         config.speculation.draft_window,
     )
     grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
-    return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
+
+
+def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:
+    blocks = BlockStore(num_blocks, config.cache.block_size, config.cache.prefix_caching)
+    limits = config.scheduler
+    if not limits.max_prompt_tokens and target.model.device.type == "cpu":
+        limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
+    return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
+
+
+def _prepare(loaded: LoadedModel, shape: KVShape, prepack: Prepack, progress: Progress) -> tuple[Way, int]:
+    """(how a model is run, the memory its weights then take)."""
+    progress(f"probing {loaded.name}")
+    way = probe_ways(loaded, shape)
+    progress(f"packing {loaded.name}")
+    packed_bytes = _pack(loaded, shape, way, prepack)
+    return way, packed_bytes + loaded.weight_bytes
 
 
 def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack) -> int:
