@@ -144,7 +144,7 @@ class _Bench:
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
         """One closed loop."""
-        body = {**self._body(self.options.arms[arm])}
+        body = self._body(self.options.arms[arm])
         if arm == ADAPTIVE:
             body["seed"] = None  # a seed would keep the shape
         return asyncio.run(closed_loop(self.url, self.model, prompts, concurrency, body))

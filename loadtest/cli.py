@@ -28,7 +28,7 @@ class _Usual(NamedTuple):
 _FULL = _Usual(
     (1, 4, 16, 64), (0.0, 1.0), (0, 1024), (1, 4, 16, 64, 16, 4, 1), "block,bv_race,traversal:2.2.1.1,adaptive,again"
 )
-_SHORT = _Usual((1, 4, 16), (1.0,), (0,), (), "block,bv_race,adaptive,again")
+_SHORT = _Usual((1, 4, 16), (1.0,), (0,), (), "block,block:1x3,bv_race,adaptive,again")
 
 
 def _numbers(text: str) -> list[float]:
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--rules",
         help="arms compared with plain decoding: a rule, rule:KxL, rule:2.2.1 (a tree), adaptive (the server's "
-        "choice), again (plain once more: noise); default block,bv_race,traversal:2.2.1.1,adaptive,again; short "
-        "without the tree",
+        "choice), again (plain once more: noise); default block,bv_race,traversal:2.2.1.1,adaptive,again; short: "
+        "block:1x3 instead of the tree",
     )
     result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")

@@ -81,9 +81,11 @@ class Graphs:
 
     def run(self, sequences: Sequence[SequenceInput], batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
         """Logits [N, V] at the wanted rows; None where the pass does not fit the menu."""
+        if not self._works:
+            return None
         host = pages_of(sequences)
         shape = shape_of(host)
-        if not self._works or shape is None or shape.rows * self._vocab_size * 4 > _LOGIT_BYTES:
+        if shape is None or shape.rows * self._vocab_size * 4 > _LOGIT_BYTES:
             return None
         rows = rows_of(host, shape)
         pages = pad(host, shape, rows, self._page_size)

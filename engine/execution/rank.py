@@ -54,7 +54,11 @@ def main() -> int:
             runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, paged=way.paged)
             continue
         assert runner is not None
-        getattr(runner, {"forward": "forward", "keep": "keep"}[name])(*arguments)
+        if name == "forward":
+            runner.forward(*arguments)
+        else:
+            assert name == "keep", name
+            runner.keep(*arguments)
 
 
 if __name__ == "__main__":
