@@ -227,7 +227,7 @@ def environment(url: str) -> dict[str, Any]:
     """What the numbers depend on."""
     metrics = httpx.get(f"{url}/metrics").raise_for_status().text
     build = next((line for line in metrics.splitlines() if line.startswith("polydraft_build_info")), "")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip() or None,
         "build": build,

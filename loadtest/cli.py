@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loadtest import report
+from loadtest import plots, report
 from loadtest.bench import BenchOptions, arms_of, run
 from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
-    result.add_argument("--plot", type=Path, help="also draw throughput by concurrency into this PNG")
+    result.add_argument("--plot", type=Path, help="also draw throughput, tokens per pass and gain into this PNG")
     result.add_argument("--serve-args", default="", help="flags of the daemon that is started, in one string")
     return result
 
@@ -106,7 +106,7 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
-        report.plot(result, plot)
+        plots.plot(result, plot)
     print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))
     exactness = result["exactness"]
     print(f"\n{exactness['equal_in_all_arms']} of {exactness['greedy_answers']} greedy answers equal in all arms\n")

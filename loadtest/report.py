@@ -1,8 +1,7 @@
-"""A bench result for people: a Markdown table and a plot."""
+"""A bench result for people: Markdown tables (`plots.py` draws it)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
@@ -15,7 +14,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in result["cells"]:
         row = [
-            _prompts(cell, result),
+            prompts_of(cell, result),
             str(cell["concurrency"]),
             f"{cell['single_draft_acceptance']:.2f}",
             f"{cell['arms']['off']['tokens_per_second']:.0f}",
@@ -29,7 +28,7 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _prompts(cell: dict[str, Any], result: dict[str, Any]) -> str:
+def prompts_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
     """What a cell's prompts are, and the temperature where several were measured."""
     text = f"{cell['context']} random tokens" if cell.get("context") else str(cell["task"])
     return f"{text}, T = {cell['temperature']:g}" if len(result["options"].get("temperatures", ())) > 1 else text
@@ -48,34 +47,8 @@ def rules_markdown(result: dict[str, Any]) -> str:
             low, high = measured["mean_acceptance_length_interval"]
             ratio, num_drafts = measured["ratio_to_off"], result["options"]["arms"][arm]["num_drafts"]
             lines.append(
-                f"| {_prompts(cell, result)} | {cell['concurrency']} | {arm} | {num_drafts} "
+                f"| {prompts_of(cell, result)} | {cell['concurrency']} | {arm} | {num_drafts} "
                 f"| {measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) | {measured['nodes_per_pass']:.1f} "
                 f"| {ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
             )
     return "\n".join(lines)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Throughput by concurrency, one panel per task, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tasks = list(dict.fromkeys(_prompts(cell, result) for cell in result["cells"]))
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
-    for panel, task in zip(panels[0], tasks, strict=True):
-        cells = [cell for cell in result["cells"] if _prompts(cell, result) == task]
-        for arm in result["options"]["arms"]:
-            panel.plot(
-                [cell["concurrency"] for cell in cells],
-                [cell["arms"][arm]["tokens_per_second"] for cell in cells],
-                marker="o",
-                label=arm,
-            )
-        panel.set(title=task, xlabel="requests at once", ylabel="tokens per second", xscale="log", ylim=(0, None))
-        panel.set_xticks([cell["concurrency"] for cell in cells], [str(cell["concurrency"]) for cell in cells])
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

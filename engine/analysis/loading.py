@@ -89,7 +89,7 @@ def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[t
 
 def environment() -> dict[str, Any]:
     """What measurements depend on: commit, processor, libraries."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
     except OSError:

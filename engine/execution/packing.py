@@ -4,6 +4,10 @@ A plain product of several rows lays the weight out anew in every call. Packed o
 eight rows little more than one, which is what verification needs. From how many rows on weights of a shape are run
 packed is measured at start; where that is always, they are kept in this form only. CPU only. The operators are torch's
 private ones: without them, and where packed numbers are not the plain ones, everything stays plain.
+
+oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
+thousand. Products that it runs therefore take few numbers of rows, all compiled at start: rows are filled up to the
+next one, so a server's memory does not grow with what it has seen, and no step waits for a compiler.
 """
 
 from __future__ import annotations
@@ -15,13 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from engine.config import Prepack
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _POINT_BUDGET_S = 0.03
 _MIN_REPEATS, _MAX_REPEATS = 3, 25
+# The numbers of rows of compiled products: all where a row is a large share of the work, then an eighth apart, where
+# prompts are read a quarter. More rows than the last are taken in turns.
+_SIZES = (*range(1, 25), *range(28, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, 513, 64))
+_SIZE_OF = [next(size for size in (0, *_SIZES) if size >= num_rows) for num_rows in range(_SIZES[-1] + 1)]
+# The kernels of one shape are compiled at start for so long; those of more rows where they are met.
+_COMPILE_BUDGET_S = 0.2
 # Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
 _MEASURED_BYTES = 128 << 20
 # A weight kept in one form only is worth so much of a product's time.
@@ -33,7 +43,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 class Product:
     """`rows @ weight.T + bias`, by whichever form of the weight is faster for the number of rows."""
 
-    __slots__ = ("_modules", "_packed", "_packed_from", "_plain", "bias", "shape")
+    __slots__ = ("_compiles", "_dtype", "_modules", "_packed", "_packed_from", "_plain", "bias", "shape")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
         """modules: those whose weights are `weight`, and that nothing else runs."""
@@ -43,11 +53,17 @@ class Product:
         self._packed: Tensor | None = None
         self._packed_from = 0
         self._modules = tuple(modules)
+        self._dtype = weight.dtype
+        # Where torch leaves even the plain product to oneDNN.
+        self._compiles = weight.device.type == "cpu" and weight.dtype != torch.float32
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if self._plain is None or (self._packed is not None and rows.shape[:-1].numel() >= self._packed_from):
-            return _packed_linear(rows, self._packed, self.bias)
+        num_rows = rows.shape[:-1].numel()
+        if self._plain is None or (self._packed is not None and num_rows >= self._packed_from):
+            return _in_sizes(_packed_linear, rows, num_rows, self._packed, self.bias)
+        if self._compiles:
+            return _in_sizes(linear, rows, num_rows, self._plain, self.bias)
         return linear(rows, self._plain, self.bias)
 
     @property
@@ -68,6 +84,16 @@ class Product:
             self._plain = None
             for module in self._modules:
                 module.weight.data = module.weight.data.new_empty(0)
+
+    def compile(self) -> None:
+        """Meet the numbers of rows that there are, from few to many, for a while; nothing where none is compiled."""
+        if self._packed is None and not self._compiles:
+            return
+        began = time.perf_counter()
+        for size in _SIZES:
+            self(torch.zeros(size, self.shape[1], dtype=self._dtype))
+            if time.perf_counter() - began > _COMPILE_BUDGET_S:
+                return
 
     def unpack(self) -> None:
         """Run plain again: for a product of one module, whose weight is unpacked."""
@@ -100,8 +126,13 @@ def pack(products: Iterable[Product], wanted: Prepack, works: Callable[[], bool]
     works: tells of the packed model whether it runs; if not, all weights become plain again.
     """
     products = list(products)
-    if wanted == "off" or not products or not _is_supported(products[0].weight):
-        return 0
+    if wanted != "off" and products and _is_supported(products[0].weight):
+        _pack(products, wanted, works)
+    _compile(products)
+    return sum(product.packed_bytes for product in products)
+
+
+def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool]) -> None:
     by_shape: dict[tuple[int, ...], list[Product]] = {}
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
@@ -113,13 +144,32 @@ def pack(products: Iterable[Product], wanted: Prepack, works: Callable[[], bool]
     if not works():
         for product in products:
             product.unpack()
-    return sum(product.packed_bytes for product in products)
+
+
+@torch.inference_mode()
+def _compile(products: Iterable[Product]) -> None:
+    for product in {(product.shape, product.bias is None): product for product in products}.values():
+        product.compile()
 
 
 def reorder(weight: Tensor) -> Tensor:
     """A weight in oneDNN's own layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
     return packed
+
+
+def _in_sizes(
+    product: Callable[..., Tensor], rows: Tensor, num_rows: int, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """The product of [..., in], run with numbers of rows of `_SIZES` only."""
+    if num_rows < len(_SIZE_OF) and _SIZE_OF[num_rows] == num_rows:
+        return product(rows, weight, bias)
+    results = []
+    for part in torch.split(rows.reshape(num_rows, -1), _SIZES[-1]):
+        filled = pad(part, (0, 0, 0, _SIZE_OF[len(part)] - len(part)))
+        results.append(product(filled, weight, bias)[: len(part)])
+    result = results[0] if len(results) == 1 else torch.cat(results)
+    return result.view(*rows.shape[:-1], -1)
 
 
 def _packed_linear(rows: Tensor, packed: Tensor | None, bias: Tensor | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -135,3 +137,39 @@ def test_a_model_that_looks_at_its_weights_stays_plain(monkeypatch: pytest.Monke
     engine = tiny.build(loaded, None, prepack="always")
     assert mlp.up_proj.weight.shape == (48, 32)
     assert tiny.run(engine, [tiny.request("a", range(5, 25))]).tokens == expected
+
+
+def test_few_numbers_of_rows_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other one is filled up or taken in turns, and gives the same numbers."""
+    met = set()
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        met.add(len(rows))
+        return torch.nn.functional.linear(rows, weight, bias)
+
+    rows, weight, bias = torch.randn(1300, 6), torch.randn(5, 6), torch.randn(5)
+    expected = torch.nn.functional.linear(rows, weight, bias)
+    for num_rows in (0, *range(1, 530), 1024, 1025, 1300):
+        result = packing._in_sizes(product, rows[:num_rows], num_rows, weight, bias)
+        assert torch.allclose(result, expected[:num_rows], atol=1e-6)
+    nested = packing._in_sizes(product, rows[:34].view(2, 17, 6), 34, weight, bias)
+    assert torch.allclose(nested, expected[:34].view(2, 17, 5), atol=1e-6)
+    assert met - {0} <= set(packing._SIZES)
+    assert all(size <= 1.25 * num_rows for num_rows, size in enumerate(packing._SIZE_OF))
+
+
+@CPU
+def test_memory_does_not_grow_with_the_numbers_of_rows_met() -> None:
+    """Kernels for each of 500 numbers would take 250 MB."""
+    product = Product(torch.randn(1024, 64))
+    pack([product], "always")
+    rows = torch.ones(520, 64)
+    product(rows)
+    before = resident_bytes()
+    for num_rows in range(1, 520):
+        product(rows[:num_rows])
+    assert resident_bytes() - before < 50 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,0 +1,89 @@
+"""A bench result drawn: throughput by concurrency, tokens per pass by number of chains, gain by context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loadtest.report import prompts_of
+
+Series = dict[str, list[tuple[float, float]]]
+"""Points of each line by its name."""
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """All panels that the result has points for, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = panels_of(result)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, across, up, series) in zip(axes.flat, panels, strict=False):
+        for name, points in series.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        ticks = sorted({x for points in series.values() for x, _ in points})
+        scale = "symlog" if 0 in ticks else "log"
+        axis.set(title=title, xlabel=across, ylabel=up, xscale=scale, ylim=(0, None))
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
+    """(title, what is across, what is up, lines) of every panel."""
+    by_prompts: dict[str, list[dict[str, Any]]] = {}
+    for cell in result["cells"]:
+        by_prompts.setdefault(prompts_of(cell, result), []).append(cell)
+    panels = [
+        (prompts, "requests at once", "tokens per second", throughput(result, cells))
+        for prompts, cells in by_prompts.items()
+    ]
+    first_cells = [min(cells, key=lambda cell: int(cell["concurrency"])) for cells in by_prompts.values()]
+    chains = {prompts: tokens_per_pass(result, cell) for prompts, cell in zip(by_prompts, first_cells, strict=True)}
+    panels += [(prompts, "chains", "tokens per pass", series) for prompts, series in chains.items() if series]
+    contexts = gain_by_context(result)
+    if contexts:
+        panels.append(("gain by context", "tokens of the prompt", "times plain decoding", contexts))
+    return panels
+
+
+def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
+    """Tokens per second of every arm by concurrency."""
+    return {
+        arm: [(cell["concurrency"], cell["arms"][arm]["tokens_per_second"]) for cell in cells]
+        for arm in result["options"]["arms"]
+    }
+
+
+def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
+    """Tokens per target pass by number of chains, one line per rule and length measured with several numbers."""
+    lines: Series = {}
+    for arm, shape in result["options"]["arms"].items():
+        if "num_drafts" in shape:
+            name = f"{shape['rule']}, {shape['draft_length']} tokens a chain"
+            lines.setdefault(name, []).append((shape["num_drafts"], cell["arms"][arm]["mean_acceptance_length"]))
+    lengths = {name.split(", ")[1] for name, points in lines.items() if len(points) > 1}
+    return {name: sorted(points) for name, points in lines.items() if name.split(", ")[1] in lengths}
+
+
+def gain_by_context(result: dict[str, Any]) -> Series:
+    """Ratio to plain decoding by length of the prompts, for each arm and number of requests at once."""
+    cells = [cell for cell in result["cells"] if cell.get("context")]
+    if len({cell["context"] for cell in cells}) < 2:
+        return {}
+    lines: Series = {}
+    for cell in cells:
+        for arm, measured in cell["arms"].items():
+            if arm != "off":
+                name = f"{arm}, {cell['concurrency']} at once"
+                lines.setdefault(name, []).append((cell["context"], measured["ratio_to_off"]["median"]))
+    return lines
