@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.cache.tensors import KVTensors
 from engine.execution.attention import Segments
-from engine.execution.inputs import Ints, PassInput, SequenceInput
-from engine.execution.paged import Paged, PagedInput, moved, packed, pages_of
+from engine.execution.inputs import Ints, PassInput
+from engine.execution.paged import Paged, PagedInput, moved, packed
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
 _FEWEST_KEYS = 512
@@ -79,11 +79,10 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._works = True
 
-    def run(self, sequences: Sequence[SequenceInput], batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
+    def run(self, host: PagedInput, batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
         """Logits [N, V] at the wanted rows; None where the pass does not fit the menu."""
         if not self._works:
             return None
-        host = pages_of(sequences)
         shape = shape_of(host)
         if shape is None or shape.rows * self._vocab_size * 4 > _LOGIT_BYTES:
             return None

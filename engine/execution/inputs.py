@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,22 +72,24 @@ class PassInput:
     positions: Ints
     slots: Ints
     segments: list[SegmentInput]
+    """What each sequence's attention sees; none where a kernel works from the pages (`paged.py`)."""
     wanted: Ints
     """Rows of the batch whose logits are returned, in order."""
 
 
-def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
-    """Concatenate the parts of all sequences."""
+def build(sequences: Sequence[SequenceInput], block_size: int, with_segments: bool = True) -> PassInput:
+    """Concatenate the parts of all sequences; the segments only where they are wanted."""
     token_ids: list[int] = []
     positions, slots, wanted, segments = [], [], [], []
     for part in sequences:
         start = len(token_ids)
         token_ids += part.known
         token_ids += part.nodes.tokens
-        segment, own_slots = _segment(part, start, block_size)
-        segments.append(segment)
-        positions.append(segment.query_positions)
-        slots.append(own_slots)
+        places = _places(part, block_size)
+        positions.append(places.query_positions)
+        slots.append(places.own_slots)
+        if with_segments:
+            segments.append(_segment(part, start, places))
         wanted.append(np.arange(start, len(token_ids), dtype=np.int64)[part.wanted])
     return PassInput(
         np.asarray(token_ids, dtype=np.int64),
@@ -98,23 +100,33 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
     )
 
 
-def _segment(part: SequenceInput, start: int, block_size: int) -> tuple[SegmentInput, Ints]:
-    nodes, num_known, num_nodes = part.nodes, len(part.known), len(part.nodes.tokens)
-    end = part.first_index + num_known
+class _Places(NamedTuple):
+    """Where a part's queries and keys lie."""
+
+    query_positions: Ints
+    key_slots: slice | Ints
+    own_slots: Ints
+    node_positions: Ints
+
+
+def _places(part: SequenceInput, block_size: int) -> _Places:
+    nodes, end = part.nodes, part.first_index + len(part.known)
     num_cached = len(nodes.cached_depths)
     node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
-    key_positions = np.concatenate([np.arange(part.first_key, end, dtype=np.int64), node_positions])
     query_positions = np.concatenate([np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]])
-    num_seen = end - part.first_key
-    slots, own_slots = _slots(part, end, num_cached, block_size)
-    segment = SegmentInput(
-        query=slice(start, start + num_known + num_nodes),
-        slots=slots,
-        visible=_visible(part, num_seen, num_cached),
-        query_positions=query_positions,
-        key_positions=key_positions,
+    return _Places(query_positions, *_slots(part, end, num_cached, block_size), node_positions)
+
+
+def _segment(part: SequenceInput, start: int, places: _Places) -> SegmentInput:
+    end = part.first_index + len(part.known)
+    known_positions = np.arange(part.first_key, end, dtype=np.int64)
+    return SegmentInput(
+        query=slice(start, start + len(places.query_positions)),
+        slots=places.key_slots,
+        visible=_visible(part, end - part.first_key, len(part.nodes.cached_depths)),
+        query_positions=places.query_positions,
+        key_positions=np.concatenate([known_positions, places.node_positions]),
     )
-    return segment, own_slots
 
 
 def _visible(part: SequenceInput, num_seen: int, num_cached: int) -> Bools | None:

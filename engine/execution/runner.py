@@ -17,7 +17,7 @@ from engine.execution.batches import Batch, group
 from engine.execution.graphs import Graphs
 from engine.execution.inputs import PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
-from engine.execution.paged import Paged, pages_of
+from engine.execution.paged import Paged, PagedInput, pages_of
 from engine.execution.parallel import Ranks
 
 
@@ -68,17 +68,18 @@ class ModelRunner:
         assert drawn_T is None or self._ranks is None, "what is drawn on this device is not known to the other ranks"
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
-        batch = build(sequences, self.block_size)
+        batch = build(sequences, self.block_size, with_segments=not self._paged)
+        pages = pages_of(sequences) if self._paged else None
         if self._num_embeddings < self.vocab_size:
             batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
-        if self._graphs is not None:
-            logits_NV = self._graphs.run(sequences, batch, drawn_T)
+        if self._graphs is not None and pages is not None:
+            logits_NV = self._graphs.run(pages, batch, drawn_T)
             if logits_NV is not None:
                 return logits_NV
         token_ids = to_device(batch.token_ids, self.device) if drawn_T is None else drawn_T
         positions, wanted = to_device(batch.positions, self.device), to_device(batch.wanted, self.device)
-        return self._compute(token_ids, positions, self._segments(sequences, batch), wanted)
+        return self._compute(token_ids, positions, self._segments(batch, pages), wanted)
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
@@ -106,10 +107,10 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.keep(moves)
 
-    def _segments(self, sequences: Sequence[SequenceInput], batch: PassInput) -> Segments:
+    def _segments(self, batch: PassInput, pages: PagedInput | None) -> Segments:
         slots = to_device(batch.slots, self.device)
-        if self._paged:
-            return Segments(self.storage, slots, [], paged=Paged.of(pages_of(sequences), self.block_size, self.device))
+        if pages is not None:
+            return Segments(self.storage, slots, [], paged=Paged.of(pages, self.block_size, self.device))
         segments = []
         batches, alone = group(batch.segments, self._layer_bytes)
         for part in alone:

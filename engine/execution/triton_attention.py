@@ -31,6 +31,61 @@ _MOST_PARTS = 16
 
 
 @triton.jit
+def _load(start, rows, columns, row_stride, is_row, width):
+    """[rows, columns] numbers at `start + row * row_stride + column`; 0 outside."""
+    inside = is_row[:, None] & (columns[None, :] < width)
+    return tl.load(start + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _product(left, right, upcast: tl.constexpr):
+    if upcast:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
+
+
+@triton.jit
+def _seen(
+    index, is_key, token, is_query, position, limit, end, words, num_words, node_positions, window,
+    has_window: tl.constexpr,
+):  # fmt: skip
+    """[queries, keys] which keys of a tile each query sees: `paged.py` says by what."""
+    node = tl.maximum(index - end, 0)
+    is_node = is_key & (index >= end)
+    word = tl.load(
+        words + token[:, None].to(tl.int64) * num_words + (node // 64)[None, :],
+        mask=is_query[:, None] & is_node[None, :],
+        other=0,
+    )
+    seen = (index[None, :] < limit[:, None]) & is_key[None, :]
+    seen = seen | (is_node[None, :] & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) != 0))
+    if has_window:
+        at_node = tl.load(node_positions + node, mask=is_node, other=0)
+        key_position = tl.where(is_node, at_node, index)
+        seen = seen & (position[:, None] - key_position[None, :] < window)
+    return seen
+
+
+@triton.jit
+def _extent(
+    sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr, num_parts: tl.constexpr, has_window: tl.constexpr,
+):  # fmt: skip
+    """(first key, number after the last, number of the first node) of a program's part of the text."""
+    first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
+    if has_window:
+        # Nothing further back is seen by any query of the tile.
+        nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
+        first = tl.maximum(first, tl.minimum(nearest, end))
+    part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
+    part_first = first + part * part_keys
+    part_stop = tl.minimum(stop, part_first + part_keys)
+    # A tile behind the sequence's last query has nothing to do.
+    part_stop = tl.where(tile * tile_queries >= count, part_first, part_stop)
+    return part_first, part_stop, end
+
+
+@triton.jit
 def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
@@ -44,32 +99,19 @@ def _attend(
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
-    start, count = tl.load(starts + sequence), tl.load(counts + sequence)
-    row = tl.arange(0, rows)
+    count, row = tl.load(counts + sequence), tl.arange(0, rows)
     number = tile * tile_queries + row // groups
     is_query = (row < tile_queries * groups) & (number < count)
-    token = start + number
-    head = kv_head * groups + row % groups
+    token, head = tl.load(starts + sequence) + number, kv_head * groups + row % groups
     dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
-    query_tile = tl.load(
-        query + head[:, None] * query_head_stride + token[:, None] * query_token_stride + dim[None, :],
-        mask=is_query[:, None] & (dim[None, :] < key_dim),
-        other=0.0,
-    )
+    query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
-    first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
-    if has_window:
-        # Nothing further back is seen by any query of the tile.
-        nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
-        first = tl.maximum(first, tl.minimum(nearest, end))
-    part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
-    part_first = first + part * part_keys
-    part_stop = tl.minimum(stop, part_first + part_keys)
-    if tile * tile_queries >= count:
-        part_stop = part_first
-    largest = tl.full([rows], -1e30, tl.float32)
-    total = tl.zeros([rows], tl.float32)
+    part_first, part_stop, end = _extent(
+        sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window,
+        tile_queries, tile_keys, num_parts, has_window,
+    )  # fmt: skip
+    largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, value_block], tl.float32)
     num_kv_heads = num_heads // groups
     for begin in range(part_first, part_stop, tile_keys):
@@ -77,54 +119,27 @@ def _attend(
         is_key = index < part_stop
         page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
         place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
-        key_tile = tl.load(
-            keys + place[None, :] * key_dim + dim[:, None],
-            mask=is_key[None, :] & (dim[:, None] < key_dim),
-            other=0.0,
-        )
-        value_tile = tl.load(
-            values + place[:, None] * value_dim + value_column[None, :],
-            mask=is_key[:, None] & (value_column[None, :] < value_dim),
-            other=0.0,
-        )
-        if upcast:
-            scores = tl.dot(query_tile.to(tl.float32), key_tile.to(tl.float32), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
+        key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
+        value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
+        scores = _product(query_tile, tl.trans(key_tile), upcast) * scale
         if has_softcap:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        node = tl.maximum(index - end, 0)
-        is_node = is_key & (index >= end)
-        word = tl.load(
-            words + token[:, None].to(tl.int64) * num_words + (node // 64)[None, :],
-            mask=is_query[:, None] & is_node[None, :],
-            other=0,
-        )
-        seen = (index[None, :] < limit[:, None]) & is_key[None, :]
-        seen = seen | (is_node[None, :] & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) != 0))
-        if has_window:
-            at_node = tl.load(node_positions + sequence * num_nodes + node, mask=is_node, other=0)
-            key_position = tl.where(is_node, at_node, index)
-            seen = seen & (position[:, None] - key_position[None, :] < window)
+        seen = _seen(
+            index, is_key, token, is_query, position, limit, end, words, num_words,
+            node_positions + sequence * num_nodes, window, has_window,
+        )  # fmt: skip
         scores = tl.where(seen, scores, -1e30)
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp(scores - new_largest[:, None]), 0.0)
         fade = tl.exp(largest - new_largest)
         total = total * fade + tl.sum(weights, axis=1)
-        if upcast:
-            added = tl.dot(weights, value_tile.to(tl.float32), input_precision="ieee")
-        else:
-            added = tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
-        sums = sums * fade[:, None] + added
+        sums = sums * fade[:, None] + _product(weights, value_tile, upcast)
         largest = new_largest
     some = total > 0
-    result = sums / tl.where(some, total, 1.0)[:, None]
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
-    tl.store(
-        output + at[:, None] * value_dim + value_column[None, :],
-        result,
-        mask=is_query[:, None] & (value_column[None, :] < value_dim),
-    )
+    inside = is_query[:, None] & (value_column[None, :] < value_dim)
+    result = sums / tl.where(some, total, 1.0)[:, None]
+    tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
     tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_query)
 
 

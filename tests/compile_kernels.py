@@ -1,0 +1,56 @@
+"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.execution.triton_attention import _attend
+from engine.sampling.triton_rows import _draw_in_tile, _softmax, _sum_tiles
+
+_ATTENTION = {
+    "page_size": 16,
+    "groups": 4,
+    "tile_queries": 8,
+    "rows": 32,
+    "tile_keys": 64,
+    "key_dim": 128,
+    "value_dim": 128,
+    "key_block": 128,
+    "value_block": 128,
+    "num_parts": 4,
+    "has_softcap": False,
+    "has_window": False,
+    "upcast": False,
+}
+_INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Down to machine code; arguments without a type are 32-bit integers."""
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    print(kernel.fn.__name__)
+
+
+def main() -> None:
+    """All kernels, attention in two kinds."""
+    own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
+    own |= {"scale": "fp32", "softcap": "fp32"}
+    for dtype, more in (("*bf16", {}), ("*fp16", {"has_softcap": True, "has_window": True, "key_dim": 80})):
+        compiled(_attend, own | dict.fromkeys(("query", "keys", "values"), dtype), _ATTENTION | more)
+    pointers = {"logits": "*bf16", "temperatures": "*fp32", "law": "*fp32"}
+    compiled(_softmax, pointers, {"tile": 4096})
+    laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
+    sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
+    draws = {"from_surplus": "*i32", "tiles": "*i64", "rests": "*fp64", "tokens": "*i64"}
+    compiled(_sum_tiles, laws | sums, {"tile": 1024, "has_draft": True})
+    compiled(_draw_in_tile, laws | draws, {"tile": 1024, "has_draft": True})
+
+
+if __name__ == "__main__":
+    main()
