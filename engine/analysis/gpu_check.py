@@ -23,6 +23,9 @@ import torch
 from engine.analysis.loading import environment
 
 
+_KERNELS = ("execution/test_paged_attention", "execution/test_graphs", "sampling/test_triton_rows")
+
+
 @dataclass(frozen=True)
 class Part:
     """One command, and how long it may take."""
@@ -47,7 +50,7 @@ def parts_of(pair: Path, result: Path, size: str) -> list[Part]:
     test = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     bench = ("--device", "cuda", "--dtype", "bfloat16", "--concurrency", "1,4,16,64", "--repeats", "3")
     return [
-        Part("kernels", (*test, f"{tests}/test_paged_attention.py", f"{tests}/test_graphs.py"), 150),
+        Part("kernels", (*test, *(f"tests/{name}.py" for name in _KERNELS)), 150),
         Part("architectures", (*test, f"{tests}/test_architectures.py"), 120),
         Part("exactness", (*test, "tests/engine/test_host_reads.py", "tests/engine/test_everything_on.py"), 120),
         Part("pair", ("-m", "engine.demo.bench_pair", str(pair), "--size", size), 60),

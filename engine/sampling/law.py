@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Sampling
+from engine.sampling import fused
 
 # Top-p looks for its edge among this many largest probabilities first.
 _TOP_P_WINDOW = 1024
@@ -70,6 +71,9 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 
 def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:
     """Probabilities (float32, same shape) of the law that each row's request samples from."""
+    if fused.applies(logits_NV) and not (parameters.any_greedy or parameters.any_min_p or parameters.any_top_k):
+        law_NV = fused.softmax(logits_NV, parameters.temperature_N)
+        return _top_p(law_NV, parameters.top_p_N) if parameters.any_top_p else law_NV
     logits_NV = logits_NV.to(torch.float32)
     greedy_N1 = (parameters.temperature_N == 0).unsqueeze(-1)
     scale_N1 = torch.where(greedy_N1, 1.0, parameters.temperature_N.unsqueeze(-1))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.sampling import fused
 from engine.sampling.draw import categorical
 
 DRAFT_METHODS = {
@@ -43,8 +44,8 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     if method == MOST_LIKELY:
         return weights_NV.topk(num_children, dim=1).indices
     if method == "iid" or num_children == 1:
-        rows_NV = weights_NV.repeat_interleave(num_children, 0)
-        return categorical(rows_NV, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
+        row_C = torch.arange(len(weights_NV), device=weights_NV.device).repeat_interleave(num_children)
+        return fused.draw(weights_NV, row_C, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
     if method == "greedy":
         top_NK = weights_NV.topk(num_children - 1, dim=1).indices
         rest_N1 = categorical(weights_NV.scatter(1, top_NK, 0.0), uniform_NK[:, -1]).unsqueeze(1)

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import engine.speculation.drafting as drafting
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling import fused
 from engine.sampling.draw import categorical
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
@@ -90,10 +90,10 @@ def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int)
 def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: drafts are drawn at one temperature and verified as drawn at another."""
 
-    def flattened(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return categorical(weights**0.3, uniform)
+    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return categorical(law[row] ** 0.3, uniform)
 
-    with patch.object(drafting, "categorical", flattened):
+    with patch.object(fused, "draw", flattened):
         counts = answers(build(pair, 0), 1500, kinds=("off", "block", "adaptive"))
     law = exact_law(pair[0], {"temperature": 1.0})
     assert g_test(counts["off"], law) > ALPHA

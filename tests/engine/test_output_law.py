@@ -223,14 +223,13 @@ def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: 
 
 def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Draft tokens drawn at one temperature and verified as drawn at another."""
-    import engine.speculation.drafting as drafting
+    from engine.sampling import fused
+    from engine.sampling.draw import categorical
 
-    def flattened(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        from engine.sampling.draw import categorical
+    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return categorical(law[row] ** 0.3, uniform)
 
-        return categorical(weights**0.3, uniform)
-
-    with patch.object(drafting, "categorical", flattened):
+    with patch.object(fused, "draw", flattened):
         counts = sample(pair, drafts("bv_race", 2), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

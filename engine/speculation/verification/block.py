@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict, residual, surplus
+from engine.speculation.verification.rule import ChainVerdict, draw_residual, surplus_sum
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ def blocks(chains: Chains, target: LawTable) -> Blocks:
 
 def _accept(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
     """[C] h_i at i = `depth`, 0 < i < L; h_L = w_L where the chain ends here."""
-    draft_CV = chains.draft.rows_at(depth)
-    surplus_C = surplus(target.rows_at(depth), draft_CV, weight_C).sum(-1, dtype=torch.float64)
+    surplus_C = surplus_sum(chains, target, depth, weight_C)
     inner_C = torch.where(weight_C >= 1, 1.0, surplus_C / (surplus_C + 1 - weight_C))
     return torch.where(depth < chains.length_C, inner_C, weight_C)
 
@@ -84,8 +82,7 @@ def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoi
     """([C] accepted length, [C] next token) of each chain on its own."""
     accepted_C = accepted_length(known.accept_CL, noise.accept_CL)
     weight_C = known.weight_CL1.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
-    weights_CV = residual(chains, target, accepted_C, weight_C)
-    return accepted_C, categorical(weights_CV, noise.residual_C)
+    return accepted_C, draw_residual(chains, target, accepted_C, weight_C, noise.residual_C)
 
 
 def verify_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:

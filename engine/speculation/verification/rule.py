@@ -1,4 +1,8 @@
-"""What a chain rule is, what it returns, and the residual all of them draw from."""
+"""What a chain rule is, what it returns, and the residual all of them draw from.
+
+On a device sums over and draws from laws are made from the tables as they are (`sampling.fused`); the rows they are
+written with here are what that must agree with.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.sampling import fused
+from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
 
 
@@ -65,6 +71,29 @@ def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
 def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
     """[C, V] the mass (weight * target - draft)+."""
     return (weight_C.unsqueeze(-1).to(target_CV.dtype) * target_CV - draft_CV).clamp_(min=0)
+
+
+def surplus_sum(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+    """[C] float64 sum of the surplus of the law below every chain's first `depth` tokens."""
+    draft = chains.draft
+    if fused.applies(target.law_NV):
+        rows_C = target.row_CX[:, depth], draft.row_CX[:, depth]
+        return fused.surplus(target.law_NV, rows_C[0], weight_C, draft.law_NV, rows_C[1]).sum()
+    return surplus(target.rows_at(depth), draft.rows_at(depth), weight_C).sum(-1, dtype=torch.float64)
+
+
+def draw_residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor) -> Tensor:
+    """[C] the token that follows the first `accepted_C` tokens of each chain, drawn from `residual`."""
+    draft = chains.draft
+    if not fused.applies(target.law_NV):
+        return categorical(residual(chains, target, accepted_C, weight_C), uniform_C)
+    target_row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
+    if chains.max_length == 0:
+        return fused.surplus(target.law_NV, target_row_C).draw(uniform_C)
+    within_C = accepted_C.clamp(max=chains.max_length - 1)
+    draft_row_C = draft.row_CX.gather(1, within_C.unsqueeze(1)).squeeze(1)
+    surplus_C = fused.surplus(target.law_NV, target_row_C, weight_C, draft.law_NV, draft_row_C)
+    return surplus_C.draw(uniform_C, accepted_C < chains.length_C)
 
 
 def residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""Whether rows of the vocabulary go through the Triton kernels (`triton_rows.py`): on CUDA, where they are right.
+
+On every device they are tried once on made-up rows, beside the plain operations; where they fail, or give other
+numbers, the plain ones serve. Not for: the operations themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.sampling.draw import categorical
+
+if TYPE_CHECKING:
+    from engine.sampling.triton_rows import Surplus
+
+
+def applies(rows_NV: Tensor) -> bool:
+    """Whether the kernels take these rows."""
+    return rows_NV.is_cuda and _works(rows_NV.device)
+
+
+def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """`triton_rows.softmax`."""
+    from engine.sampling import triton_rows  # Triton is there where `applies`
+
+    return triton_rows.softmax(logits_NV, temperature_N)
+
+
+def surplus(
+    target_NV: Tensor,
+    target_row_C: Tensor,
+    weight_C: Tensor | None = None,
+    draft_MV: Tensor | None = None,
+    draft_row_C: Tensor | None = None,
+) -> Surplus:
+    """`triton_rows.Surplus`."""
+    from engine.sampling import triton_rows
+
+    return triton_rows.Surplus(target_NV, target_row_C, weight_C, draft_MV, draft_row_C)
+
+
+def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+    """[C] a token from each of the law's rows, by the kernels or by `categorical`."""
+    if applies(law_NV) and law_NV.is_contiguous():
+        return surplus(law_NV, row_C).draw(uniform_C)
+    return categorical(law_NV[row_C], uniform_C)
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    try:
+        fault = find_fault(device) if find_spec("triton") is not None else "Triton is not installed"
+    except Exception as error:  # a compiler or a device that cannot run them
+        fault = str(error) or type(error).__name__
+    if fault is not None:
+        print(f"rows of the vocabulary are computed without Triton kernels: {fault}", file=sys.stderr)
+    return fault is None
+
+
+def find_fault(device: torch.device) -> str | None:
+    """What is wrong with the kernels on a device; None where they give the plain operations' numbers."""
+    num_rows, width = 6, 5000
+    logits_NV = 4 * torch.arange(num_rows * width, device=device).sqrt().mul(9).sin().view(num_rows, width)
+    temperature_N = torch.linspace(0.3, 2, num_rows, device=device)
+    law_NV = softmax(logits_NV, temperature_N)
+    expected_NV = (logits_NV / temperature_N.unsqueeze(1)).softmax(1)
+    if not torch.allclose(law_NV, expected_NV, rtol=1e-4, atol=1e-7):
+        return "laws differ"
+    row_C = torch.arange(num_rows, device=device)
+    draft_MV, weight_C = law_NV.roll(1, 0), torch.linspace(0.4, 1, num_rows, device=device).double()
+    mass_CV = (weight_C.float().unsqueeze(1) * law_NV - draft_MV).clamp(min=0)
+    surplus_C = surplus(law_NV, row_C, weight_C, draft_MV, row_C)
+    if not torch.allclose(surplus_C.sum(), mass_CV.sum(1, dtype=torch.float64), rtol=1e-4):
+        return "sums differ"
+    uniform_C = torch.linspace(0.05, 0.95, num_rows, device=device).double()
+    if not torch.equal(surplus_C.draw(uniform_C), categorical(mass_CV, uniform_C)):
+        return "draws differ"
+    return None

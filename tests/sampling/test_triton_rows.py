@@ -1,0 +1,170 @@
+"""The kernels over rows of the vocabulary give the plain operations' numbers, in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton_rows = pytest.importorskip("engine.sampling.triton_rows")
+
+from engine.request import Sampling  # noqa: E402
+from engine.sampling import fused  # noqa: E402
+from engine.sampling.draw import categorical  # noqa: E402
+from engine.sampling.law import LawParameters, law  # noqa: E402
+from engine.speculation.drafting import ChainNoise, Chains, LawTable  # noqa: E402
+from engine.speculation.verification.block import verify_block  # noqa: E402
+from engine.speculation.verification.race import verify_bv_race  # noqa: E402
+from engine.speculation.verification.token import verify_token  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+
+DEVICE = tiny.DEVICE
+# More than two tiles of a row, and no whole number of them.
+WIDTH = 2 * triton_rows._TILE + 77
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go through the kernels, whatever the device."""
+    monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
+
+
+def random_law(chance: np.random.Generator, num_rows: int, spread: float = 3.0) -> Tensor:
+    logits = torch.from_numpy(spread * chance.standard_normal((num_rows, WIDTH))).float()
+    return logits.softmax(1).to(DEVICE)
+
+
+def test_they_agree_with_the_plain_operations_here() -> None:
+    assert fused.find_fault(DEVICE) is None
+
+
+@pytest.mark.parametrize("wrong", ["softmax", "sum", "draw"])
+def test_a_device_where_they_are_wrong_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a device the plain operations serve."""
+    right = {"softmax": triton_rows.softmax, "sum": triton_rows.Surplus.sum, "draw": triton_rows.Surplus.draw}[wrong]
+    place = triton_rows if wrong == "softmax" else triton_rows.Surplus
+    change = {"softmax": lambda law: law * 1.01, "sum": lambda sums: sums * 1.01, "draw": lambda tokens: tokens + 1}
+    monkeypatch.setattr(place, wrong, lambda *operands: change[wrong](right(*operands)))
+    assert fused.find_fault(DEVICE) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with gaps between them."""
+    chance = np.random.default_rng(1)
+    logits = torch.from_numpy(9 * chance.standard_normal((6, WIDTH + 3))).to(DEVICE, dtype)[:, :WIDTH]
+    logits[1, ::2] = -torch.inf
+    logits[2, : triton_rows._LAW_TILE] = -torch.inf
+    logits[2, -1] = 3.0
+    samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
+    parameters = LawParameters.of(samplings, DEVICE)
+    found = law(logits, parameters)
+    monkeypatch.setattr(fused, "applies", lambda rows_NV: False)
+    assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
+    assert found[2].argmax() == WIDTH - 1
+
+
+def test_other_filters_and_temperature_zero_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "softmax", None)
+    logits = torch.randn(1, 50, device=DEVICE)
+    for sampling in (Sampling(temperature=0), Sampling(top_k=3), Sampling(min_p=0.1)):
+        assert law(logits, LawParameters.of([sampling], DEVICE)).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
+    """A grid of numbers over the whole row, so that every token's share of draws is its probability."""
+    laws = random_law(np.random.default_rng(2), 3)
+    count = 250
+    uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
+    for row in range(3):
+        rows = torch.full((count,), row, device=DEVICE)
+        drawn, expected = fused.surplus(laws, rows).draw(uniform), categorical(laws[rows], uniform)
+        # Sums of another order may put a border on the other side of a number of the grid.
+        assert (drawn != expected).sum() <= 1
+        assert (drawn[1:] >= drawn[:-1]).all()
+
+
+def test_corners_of_a_draw() -> None:
+    """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, no surplus at all."""
+    laws = torch.zeros(3, WIDTH, device=DEVICE)
+    laws[0, -1] = 1.0
+    laws[1, [5, WIDTH - 2]] = 0.5
+    laws[2, triton_rows._TILE - 1 : triton_rows._TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
+    ends = torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
+
+    def draw(row: int, **more: Tensor) -> list[int]:
+        drawn: list[int] = fused.surplus(laws, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
+        return drawn
+
+    assert draw(0) == [WIDTH - 1] * 2
+    assert draw(1) == [5, WIDTH - 2]
+    assert draw(2)[1] == triton_rows._TILE
+    one = torch.ones(2, dtype=torch.float64, device=DEVICE)
+    same = {"weight_C": one, "draft_MV": laws, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
+    assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's law is drawn from"
+    assert draw(0, **same) == [WIDTH - 1] * 2
+
+
+def chains_of(chance: np.random.Generator, num_requests: int, num_chains: int, length: int) -> tuple[Chains, LawTable]:
+    """Chains of several lengths, one of them empty; laws close enough for acceptance to be common."""
+    count = num_requests * num_chains
+    length_C = torch.from_numpy(chance.integers(1, length + 1, count)).to(DEVICE)
+    length_C[-1] = 0
+    draft_row_CL = torch.arange(count * length, device=DEVICE).view(count, length)
+    target_row_CX = torch.arange(count * (length + 1), device=DEVICE).view(count, length + 1)
+    draft = LawTable(random_law(chance, count * length, 1.0), draft_row_CL)
+    target_NV = random_law(chance, count * (length + 1), 1.0)
+    target_NV[target_row_CX[:, :-1].flatten()] += 2 * draft.law_NV
+    target = LawTable(target_NV / target_NV.sum(1, keepdim=True), target_row_CX)
+    uniform = torch.from_numpy(chance.random(count * length)).to(DEVICE)
+    tokens_CL = categorical(draft.law_NV, uniform).view(count, length)
+    request_C = torch.arange(num_requests, device=DEVICE).repeat_interleave(num_chains)
+    rank_C = torch.arange(num_chains, device=DEVICE).repeat(num_requests)
+    return Chains(tokens_CL, length_C, request_C, rank_C, draft), target
+
+
+@pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_block, 1), (verify_bv_race, 3)])
+def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(verify)
+    chance = np.random.default_rng(3)
+    chains, target = chains_of(chance, 12, num_chains, 3)
+    numbers = torch.from_numpy(chance.random((9, chains.num_chains))).to(DEVICE)
+    noise = ChainNoise(numbers[:3].T, numbers[3], numbers[4], numbers[5:8].T, numbers[8])
+    plain = verify(chains, target, noise)
+    monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
+    parts = ("chain_B", "accepted_B", "next_token_B")
+    found = verify(chains, target, noise)
+    assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
+    # The wrong variant leaves the draft law out.
+    right = fused.surplus
+    monkeypatch.setattr(fused, "surplus", lambda law_NV, row_C, *_: right(law_NV, row_C))
+    assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
+    assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
+
+
+def test_rows_that_do_not_speculate_draw_from_their_law(kernels: None) -> None:
+    laws = random_law(np.random.default_rng(4), 2)
+    nothing = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
+    number = torch.arange(2, device=DEVICE)
+    draft = LawTable(laws[:0], nothing)
+    chains = Chains(nothing, torch.zeros_like(number), number, torch.zeros_like(number), draft)
+    uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
+    empty = nothing.double()
+    noise = ChainNoise(empty, uniform, uniform, empty, uniform)
+    found = verify_block(chains, LawTable(laws, number.unsqueeze(1)), noise)
+    assert torch.equal(found.next_token_B, categorical(laws, uniform))
+
+
+def test_every_kernel_compiles_for_hopper() -> None:
+    """Without a device: down to the machine code of an H100, by the compiler that Triton brings."""
+    script = Path(__file__).parent.parent / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["_attend", "_attend", "_softmax", "_sum_tiles", "_draw_in_tile"]
