@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,10 @@ def measure_plain(engine: Engine) -> PlainTimes:
     num_rows = [n for n in _NUM_ROWS if n < most_rows] + [most_rows]
     longest = min(engine.facts.max_model_len - 2, pool_tokens // 2)
     contexts = [c for c in _CONTEXTS if c < longest and 2 * c * num_rows[-1] <= pool_tokens] or [min(32, longest)]
-    seconds = [[median_s(engine, made_up_plan(engine, rows, context)) for context in contexts] for rows in num_rows]
+    steps = middle_steps(engine, [made_up_plan(engine, rows, context) for rows in num_rows for context in contexts])
+    walls = [wall_s for wall_s, _ in steps]
+    width = len(contexts)
+    seconds = [walls[start : start + width] for start in range(0, len(walls), width)]
     return PlainTimes(num_rows, contexts, seconds)
 
 
@@ -164,44 +167,55 @@ def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Specu
     return Plan(tuple(rows))
 
 
-def median_s(engine: Engine, plan: Plan) -> float:
-    """Duration of a step that carries out the plan: the middle one of several."""
-    return _middle_step(engine, plan)[0]
-
-
 @torch.inference_mode()
 def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
     """Parts of a step by size, from steps of a few shapes that the configured rule verifies."""
     context = min(256, engine.facts.max_model_len // 2)
     most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
-    plain: list[tuple[float, float]] = []
+    room = engine.scheduler.config.max_num_batched_tokens
+    points: list[tuple[int, int]] = []
+    for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
+        points.append((num_rows, 0))
+        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
+            if num_rows == 1 or num_rows * num_drafts * length <= min(_MOST_NODES, room - num_rows):
+                points.append((num_rows, num_drafts))
+    plans = []
+    for num_rows, num_drafts in points:
+        shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
+        plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
+    measured = dict(zip(points, middle_steps(engine, plans), strict=True))
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
-    for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
-        plain_s, _ = _middle_step(engine, made_up_plan(engine, num_rows, context))
-        plain.append((num_rows, plain_s))
-        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
-            num_nodes = num_rows * num_drafts * length
-            if num_rows > 1 and num_nodes > min(_MOST_NODES, engine.scheduler.config.max_num_batched_tokens - num_rows):
-                continue
-            shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
-            wall_s, phases_s = _middle_step(engine, made_up_plan(engine, num_rows, context, shape))
-            nodes.append((num_nodes, wall_s - phases_s["draft"] - plain_s))
-            if num_drafts == 1:
-                draft_pass.append((num_rows, phases_s["draft"] / length))
-            elif length > 1:
-                first_s = Curve(draft_pass).at(num_rows)
-                draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (length - 1)))
+    for (num_rows, num_drafts), (wall_s, phases_s) in measured.items():
+        if num_drafts:
+            plain_s = measured[num_rows, 0][0]
+            nodes.append((num_rows * num_drafts * length, wall_s - phases_s["draft"] - plain_s))
+        if num_drafts == 1:
+            draft_pass.append((num_rows, phases_s["draft"] / length))
+        elif num_drafts and length > 1:
+            first_s = Curve(draft_pass).at(num_rows)
+            draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (length - 1)))
+    plain = [(num_rows, wall_s) for (num_rows, num_drafts), (wall_s, _) in measured.items() if not num_drafts]
     return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
 
 
-def _middle_step(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
-    """(duration, durations by phase) of the step of median duration."""
-    engine.run_parts(plan)
-    runs: list[tuple[float, dict[str, float]]] = []
-    began = time.perf_counter()
-    while len(runs) < _MIN_REPEATS or (len(runs) < _MAX_REPEATS and time.perf_counter() - began < _POINT_BUDGET_S):
-        engine.stopwatch.start()
+def median_s(engine: Engine, plan: Plan) -> float:
+    """Duration of a step that carries out the plan: the middle one of several."""
+    return middle_steps(engine, [plan])[0][0]
+
+
+def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dict[str, float]]]:
+    """(duration, durations by phase) of each plan's step of median duration.
+
+    In turns, so that a machine that is busy for a while is so for all of them: what counts is how they compare.
+    """
+    runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
+    for plan in plans:
         engine.run_parts(plan)
-        runs.append(engine.stopwatch.stop())
-    return sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    for _ in range(_MAX_REPEATS):
+        for plan, of_plan in zip(plans, runs, strict=True):
+            if len(of_plan) < _MIN_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
+                engine.stopwatch.start()
+                engine.run_parts(plan)
+                of_plan.append(engine.stopwatch.stop())
+    return [sorted(of_plan, key=lambda run: run[0])[len(of_plan) // 2] for of_plan in runs]

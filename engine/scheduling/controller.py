@@ -7,8 +7,8 @@ whose drafts are not worth their rows decodes plainly beside the others. To leav
 the gain must be clear.
 
 Non-anticipating: a choice looks at sizes, times and tokens of the past, never at what is drafted or drawn next, so the
-law of the output stays the target's. Not for: requests that say their own shape, or whose seed must mean the same
-answer under any load (`Speculation.adaptive`).
+law of the output stays the target's. Now and then a few plain steps are made to see what they take. Not for: requests
+that say their own shape, or whose seed must mean the same answer under any load (`Speculation.adaptive`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ _KEEP = 0.998
 """Share of what is known that is kept from step to step; old observations fade."""
 _CLEAR_GAIN = 1.03
 _CHOOSE_EVERY = 8
+_MOST_WEIGHT, _FORGET = 19.0, 0.9
+"""A time's correction stands for the last twenty steps at most; each step of the other kind makes it a tenth weaker."""
+_RETRY = 0.999
+"""Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
+_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
+"""So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
 _CATCH_UP_STEPS = 32
 """Steps over which it must pay that the draft model computes what it has missed."""
 
@@ -102,9 +108,11 @@ class Choice:
     shape: Shape = PLAIN
     drafting: frozenset[int] = frozenset()
     """Sequences that draft; the other adaptive ones decode plainly."""
-    of: tuple[frozenset[int], int] = (frozenset(), -1)
-    """Adaptive sequences, and target rows of the others, that it was made for."""
+    of: tuple[frozenset[int], int, int] = (frozenset(), -1, 0)
+    """Adaptive sequences, and requests and nodes of the others, that it was made for."""
     age: int = 0
+    kept: Shape = PLAIN
+    """What has the advantage of being done when the next choice is made."""
 
 
 @dataclass
@@ -112,10 +120,18 @@ class _Correction:
     """Measured over predicted seconds of steps of one kind."""
 
     factor: float = 1.0
+    _weight: float = 6.0
+    """About how many recent steps it stands for; at first what was measured at start."""
+    step: int = 0
+    """The last of them."""
 
-    def note(self, measured_s: float, predicted_s: float) -> None:
+    def note(self, step: int, measured_s: float, predicted_s: float) -> None:
+        """Step number `step` was of this kind."""
+        # What was seen long ago says little of a machine that others use too: after a pause a few steps are believed.
+        self._weight = min(_MOST_WEIGHT, self._weight * _FORGET ** (step - self.step - 1)) + 1.0
+        self.step = step
         # Single steps are noisy: a slow one may have met another process.
-        self.factor += 0.05 * (min(3.0, max(0.3, measured_s / predicted_s)) - self.factor)
+        self.factor += (min(3.0, max(0.3, measured_s / predicted_s)) - self.factor) / max(3.0, self._weight)
 
 
 @dataclass
@@ -131,32 +147,54 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
         self._corrections = {True: _Correction(), False: _Correction()}
+        self._step = self._probed = 0
+        self._probe_after = _FIRST_PROBE
 
-    def choose(self, adaptive: Many[Sequence], num_other_rows: int, num_behind: int = 0) -> None:
-        """Decide for the running requests; before each step. `num_behind`: tokens the draft model must catch up on."""
+    def choose(
+        self, adaptive: Many[Sequence], num_others: int = 0, num_other_nodes: int = 0, num_behind: int = 0
+    ) -> None:
+        """Decide for the running requests; before each step.
+
+        num_others: requests beside them, with so many nodes; num_behind: tokens the draft model must catch up on.
+        """
         self.acceptance.fade()
-        asked = (frozenset(sequence.sequence_id for sequence in adaptive), num_other_rows)
+        asked = (frozenset(sequence.sequence_id for sequence in adaptive), num_others, num_other_nodes)
         self.choice.age += 1
         if not adaptive or (asked == self.choice.of and self.choice.age < _CHOOSE_EVERY):
             return
         skill = np.array([sequence.skill for sequence in adaptive])
         limits = [sequence.request.speculation for sequence in adaptive]
         most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
-        kept = self.choice.shape if asked[0] & self.choice.of[0] else None
-        num_rows = len(adaptive) + num_other_rows
-        plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN)
+        if self._probe_is_due(num_other_nodes):
+            self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY - _PROBE_STEPS, self.choice.shape)
+            return
+        kept = self.choice.kept if asked[0] & self.choice.of[0] else None
+        num_rows = len(adaptive) + num_others
+        plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN, num_other_nodes)
         # What is being done has the advantage: another shape must be clearly better.
         catch_up_s = self.costs.catch_up_s(num_behind) / _CATCH_UP_STEPS
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
-            extra_s = self._step_s(num_rows, len(adaptive), shape) - num_rows / plain_rate
+            extra_s = self._step_s(num_rows, len(adaptive), shape, num_other_nodes) - num_rows / plain_rate
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
-            rate = self._rate(shape, tokens, mask, num_rows, catch_up_s) * (1.0 if shape == kept else 1 / _CLEAR_GAIN)
+            step_s = self._step_s(num_rows, int(mask.sum()), shape, num_other_nodes) + catch_up_s
+            rate = (float(tokens[mask].sum()) + num_rows - int(mask.sum())) / step_s
+            rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
-        self.choice = Choice(best if drafting else PLAIN, drafting, asked)
+        chosen = best if drafting else PLAIN
+        self.choice = Choice(chosen, drafting, asked, kept=chosen)
+
+    def _probe_is_due(self, num_other_nodes: int) -> bool:
+        """Whether it is time to see how long plain steps take now: that nothing is slower is judged by that."""
+        if self.choice.shape == PLAIN or num_other_nodes:
+            return False
+        if self._step - max(self._probed, self._corrections[False].step) < self._probe_after:
+            return False
+        self._probed, self._probe_after = self._step, min(_PROBE_EVERY, 2 * self._probe_after)
+        return True
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
         """What a sequence drafts next."""
@@ -176,16 +214,16 @@ class Controller:
     def note_time(self, num_rows: int, num_drafting: int, shape: Shape, seconds: float) -> None:
         """A step without prompts took this long."""
         predicted = self.costs.step_s(num_rows, num_drafting, *shape)
-        self._corrections[num_drafting > 0].note(seconds, predicted)
+        self._step += 1
+        self._corrections[num_drafting > 0].note(self._step, seconds, predicted)
 
-    def _step_s(self, num_rows: int, num_drafting: int, shape: Shape) -> float:
-        return self.costs.step_s(num_rows, num_drafting, *shape) * self._corrections[num_drafting > 0].factor
-
-    def _rate(
-        self, shape: Shape, tokens: Numbers, mask: npt.NDArray[np.bool_], num_rows: int, catch_up_s: float
-    ) -> float:
-        emitted = float(tokens[mask].sum()) + num_rows - int(mask.sum())
-        return emitted / (self._step_s(num_rows, int(mask.sum()), shape) + catch_up_s)
+    def _step_s(self, num_rows: int, num_drafting: int, shape: Shape, num_other_nodes: int) -> float:
+        factor = self._corrections[False].factor
+        if num_drafting or num_other_nodes:
+            drafting = self._corrections[True]
+            # Slow steps may have had another reason: after long enough without any, drafting is tried again.
+            factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.step)
+        return self.costs.step_s(num_rows, num_drafting, *shape, num_other_nodes) * factor
 
     def _expected(self, shape: Shape, skill: Numbers) -> Numbers:
         """[requests] tokens of a step."""

@@ -54,11 +54,16 @@ class StepCosts:
         plain, nodes, draft_pass = (Curve(of_curve) for of_curve in points)
         return StepCosts(plain, nodes, draft_pass)
 
-    def step_s(self, num_rows: int, num_drafting: int, num_drafts: int, draft_length: int) -> float:
-        """A step of `num_rows` requests, `num_drafting` of which draft K chains of L tokens."""
-        seconds = self.plain.at(num_rows)
-        if num_drafting and draft_length:
-            seconds += self.nodes.at(num_drafting * num_drafts * draft_length)
+    def step_s(
+        self, num_rows: int, num_drafting: int, num_drafts: int, draft_length: int, num_other_nodes: int = 0
+    ) -> float:
+        """A step of `num_rows` requests, `num_drafting` of which draft K chains of L tokens.
+
+        num_other_nodes: nodes beside those; how long they take to draft is left out.
+        """
+        num_nodes = num_drafting * num_drafts * draft_length
+        seconds = self.plain.at(num_rows) + self.nodes.at(num_other_nodes + num_nodes)
+        if num_nodes:
             seconds += self.draft_pass.at(num_drafting)
             seconds += (draft_length - 1) * self.draft_pass.at(num_drafting * num_drafts)
         return seconds

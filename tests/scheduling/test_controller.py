@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import Limits, Request, Speculation
+from engine.scheduling import controller as controller_module
 from engine.scheduling.controller import PLAIN, Acceptance, Controller, menu, with_chains
 from engine.scheduling.costs import Curve, StepCosts
 from engine.scheduling.sequence import Sequence
@@ -36,7 +37,7 @@ def run(
     drafted: list[int] = []
     turns = dict.fromkeys(accepted, 0.0) if turns is None else turns
     for _ in range(num_steps):
-        controller.choose(sequences, 0)
+        controller.choose(sequences)
         drafted.append(0)
         for one in sequences:
             branching = controller.branching(one)
@@ -57,9 +58,23 @@ def run(
 def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
     for costs, most in ((FREE, True), (DEAR, False)):
         controller = Controller(costs, 16)
-        controller.choose([sequence(1)], 0)
+        controller.choose([sequence(1)])
         assert (controller.choice.shape != PLAIN) == most
         assert bool(controller.branching(sequence(1))) == most
+
+
+def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
+    """Twenty nodes are free and more are not: alone a request drafts, beside a neighbour's tree of twenty it does not.
+
+    The wrong variant counts the neighbour's nodes as requests, of which any number is free here.
+    """
+    costs = StepCosts(FREE.plain, Curve([(0, 0.0), (20, 0.001), (60, 40.0)]), FREE.draft_pass)
+    chosen = []
+    for num_others, num_other_nodes in ((0, 0), (1, 20), (21, 0)):
+        controller = Controller(costs, 16)
+        controller.choose([sequence(1)], num_others, num_other_nodes)
+        chosen.append(controller.choice.shape != PLAIN)
+    assert chosen == [True, False, True]
 
 
 def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> None:
@@ -100,24 +115,90 @@ def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
     one = sequence(1)
     run(controller, [one], 600, {1: 0.8})
     shape = controller.choice.shape
-    shapes, turns = set(), {1: 0.0}
+    shapes, turns = [], {1: 0.0}
     for step in range(100):
         controller.note_time(1, 1, shape, controller.costs.step_s(1, 1, *shape) * (1.02 if step % 2 else 0.98))
         run(controller, [one], 1, {1: 0.8}, turns)
-        shapes.add(controller.choice.shape)
-    assert shapes == {shape}
+        shapes.append(controller.choice.shape)
+    assert set(shapes) - {PLAIN} == {shape}
+    assert shapes.count(PLAIN) < 12, "more than the probes"
+
+
+def times(
+    controller: Controller, num_steps: int, plain: float, drafting: float, until: bool | None = None
+) -> list[bool]:
+    """Steps of one request that take so many times what was measured; whether each drafted. Ends after `until`."""
+    one, drafted, turns = sequence(1), [], {1: 0.0}
+    while len(drafted) < num_steps and until not in drafted[-1:]:
+        run(controller, [one], 1, {1: 0.8}, turns)
+        shape = controller.choice.shape
+        drafted.append(shape != PLAIN)
+        predicted_s = controller.costs.step_s(1, int(drafted[-1]), *shape)
+        controller.note_time(1, int(drafted[-1]), shape, predicted_s * (drafting if drafted[-1] else plain))
+    return drafted
 
 
 def test_steps_that_take_longer_than_measured_end_speculation() -> None:
     controller = Controller(USUAL, 16)
-    one = sequence(1)
-    run(controller, [one], 10, {1: 0.7})
-    assert controller.choice.shape != PLAIN
-    for _ in range(100):
-        shape = controller.choice.shape
-        controller.note_time(1, int(shape != PLAIN), shape, controller.costs.step_s(1, 1, *shape) * 3)
-        run(controller, [one], 1, {1: 0.7})
-    assert controller.choice.shape == PLAIN
+    assert all(times(controller, 10, 1.0, 1.0))
+    assert not any(times(controller, 200, 1.0, 3.0)[50:100])
+
+
+def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of plain steps is old by then: a few of them tell that they are slower too.
+
+    The wrong variant believes times seen long ago as much as those just seen.
+    """
+    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), USUAL.draft_pass)
+    num_plain = {}
+    for forget in (controller_module._FORGET, 1.0):
+        monkeypatch.setattr(controller_module, "_FORGET", forget)
+        controller = Controller(costs, 16)
+        for _ in range(50):
+            controller.note_time(1, 0, PLAIN, costs.step_s(1, 0, *PLAIN))
+        assert sum(times(controller, 100, 1.0, 1.0)) > 90
+        num_plain[forget] = times(controller, 200, 2.5, 2.5).count(False)
+    assert num_plain[0.9] <= 12 < 16 <= num_plain[1.0]
+
+
+@pytest.mark.parametrize("retry", [controller_module._RETRY, 1.0])
+def test_drafting_is_tried_again_when_its_slow_steps_are_long_ago(
+    retry: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disturbance that ended with the last drafting step. The wrong variant never forgets what it has seen last."""
+    monkeypatch.setattr(controller_module, "_RETRY", retry)
+    controller = Controller(USUAL, 16)
+    times(controller, 100, 1.0, 3.0, until=False)
+    assert times(controller, 1000, 1.0, 1.0, until=True)[-1] == (retry < 1)
+    assert (times(controller, 50, 1.0, 1.0).count(True) > 40) == (retry < 1)
+
+
+@pytest.mark.parametrize("probes", [True, False])
+def test_plain_steps_are_made_to_see_what_they_take(probes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was measured on a busy machine, plain decoding most of all: speculation looked like a gain of a half and is a
+    loss. The wrong variant trusts what was measured, as nothing contradicts it while it drafts."""
+    if not probes:
+        monkeypatch.setattr(controller_module, "_FIRST_PROBE", 10**9)
+    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), USUAL.draft_pass)
+    drafted = times(Controller(costs, 16), 100, 0.4, 0.8)
+    assert all(drafted[:16])
+    assert any(drafted[40:]) != probes
+
+
+def test_probes_are_few() -> None:
+    drafted = times(Controller(USUAL, 16), 4000, 1.0, 1.0)
+    assert 10 < drafted.count(False) < 60
+
+
+@pytest.mark.parametrize("slow", [3.0, 2.0])
+def test_trying_costs_little(slow: float) -> None:
+    """Drafting is slower than was measured, by little or by much; a drafting step gives 4.9 tokens."""
+    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, {3.0: 1.0, 2.0: 4.0}[slow])]), USUAL.draft_pass)
+    drafted = times(Controller(costs, 16), 6000, 1.0, slow)[1000:]
+    num_tried, step_s = sum(drafted), slow * costs.step_s(1, 1, 1, 5)
+    assert step_s > 4.9
+    assert num_tried > 0
+    assert (len(drafted) + 3.9 * num_tried) / (len(drafted) + (step_s - 1) * num_tried) > 0.985
 
 
 @given(num_drafts=st.integers(1, 16), draft_length=st.integers(1, 16))
