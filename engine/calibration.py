@@ -30,7 +30,7 @@ from engine.scheduling.costs import Curve, StepCosts
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _POINT_BUDGET_S = 0.15
-_MIN_REPEATS, _MAX_REPEATS = 3, 15
+_TURN, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
@@ -120,10 +120,10 @@ def _write(file: Path | None, measured: dict[str, Any]) -> None:
 @torch.inference_mode()
 def _factor_now(engine: Engine, plain: PlainTimes) -> float | None:
     """How long plain steps of one row, and of a middle number of rows, take now over then; None for too far apart."""
-    factors = []
-    for number in (0, len(plain.num_rows) // 2):
-        now_s = median_s(engine, made_up_plan(engine, plain.num_rows[number], plain.contexts[0]))
-        factors.append(now_s / plain.seconds[number][0])
+    numbers = 0, len(plain.num_rows) // 2
+    plans = [made_up_plan(engine, plain.num_rows[number], plain.contexts[0]) for number in numbers]
+    steps = zip(numbers, middle_steps(engine, plans), strict=True)
+    factors = [now_s / plain.seconds[number][0] for number, (now_s, _) in steps]
     return sum(factors) / 2 if max(abs(factor - 1) for factor in factors) <= _SAME else None
 
 
@@ -210,12 +210,12 @@ def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dic
     In turns, so that a machine that is busy for a while is so for all of them: what counts is how they compare.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
-    for plan in plans:
-        engine.run_parts(plan)
-    for _ in range(_MAX_REPEATS):
+    for _ in range(0, _MAX_REPEATS, _TURN):
         for plan, of_plan in zip(plans, runs, strict=True):
-            if len(of_plan) < _MIN_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
-                engine.stopwatch.start()
-                engine.run_parts(plan)
-                of_plan.append(engine.stopwatch.stop())
+            if sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
+                engine.run_parts(plan)  # behind another plan's step, which no step of a server is for long
+                for _ in range(_TURN):
+                    engine.stopwatch.start()
+                    engine.run_parts(plan)
+                    of_plan.append(engine.stopwatch.stop())
     return [sorted(of_plan, key=lambda run: run[0])[len(of_plan) // 2] for of_plan in runs]

@@ -23,7 +23,7 @@ from engine.metrics import Overhead, PlainTimes, StepStats, Stopwatch
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
-from engine.scheduling.controller import PLAIN
+from engine.scheduling.controller import added
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.verifying import Winner, observe_gap, split_prompts, verify_chains
@@ -109,14 +109,12 @@ class Engine:
         )
 
     def _note_time(self, wall_s: float) -> None:
-        """Tell the controller how long a step of its own choice took, where no other rows were in it."""
+        """Tell the controller how long a step took, where neither prompts nor copied tokens were in it."""
         controller, plan = self.scheduler.controller, self.scheduler.last_plan
-        if controller is None or plan.has_prefill or not plan.rows:
+        if controller is None or plan.has_prefill or not plan.rows or any(row.copies for row in plan.rows):
             return
-        drafting = [row for row in plan.rows if row.branching]
-        shapes = {(row.branching[0], row.draft_length) for row in drafting}
-        if len(shapes) <= 1 and not any(row.copies for row in plan.rows):
-            controller.note_time(len(plan.rows), len(drafting), next(iter(shapes), PLAIN), wall_s)
+        drafting = [row.widths for row in plan.rows if row.branching]
+        controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s)
 
     def _plain_s(self, around_s: float) -> float | None:
         """Duration of a plain step over the last plan's batch and contexts, where that is known."""

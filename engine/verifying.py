@@ -19,6 +19,7 @@ from engine.drafters.model import method_of
 from engine.execution.inputs import to_device
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
+from engine.sampling import fused
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.logprobs import token_logprobs
@@ -37,6 +38,8 @@ Bools = npt.NDArray[np.bool_]
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
 _CHAIN_BYTES = 32
+# Rules that the kernels of `sampling.fused` serve keep sums of tiles only.
+_BY_TILES = frozenset(RULES[name].verify for name in ("token", "block", "bv_race"))
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
     task = _follow_copies(rows, draft, _target_laws(rows, draft, logits_NV), _noise(draft, logits_NV.device))
     request_C = draft.layout.request_C[task.origin_C]
     winners: list[Winner | None] = [None] * len(rows)
-    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1]))
+    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1], fused.applies(logits_NV)))
     for verify, numbers in parts:
         if len(parts) == 1:
             verdict = verify(task.chains, task.target, task.noise)
@@ -247,7 +250,9 @@ def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
     return places
 
 
-def _parts(rows: Sequence[Row], goes_on_R: Bools, vocab_size: int) -> Iterator[tuple[Verify, list[int]]]:
+def _parts(
+    rows: Sequence[Row], goes_on_R: Bools, vocab_size: int, by_tiles: bool
+) -> Iterator[tuple[Verify, list[int]]]:
     """(rule, row numbers): the rows that are verified together, of one rule and within the memory for it."""
     by_rule: dict[Verify, list[int]] = {}
     going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on]
@@ -258,8 +263,9 @@ def _parts(rows: Sequence[Row], goes_on_R: Bools, vocab_size: int) -> Iterator[t
     for verify, numbers in by_rule.items():
         part: list[int] = []
         size = 0
+        token_bytes = 1 if by_tiles and verify in _BY_TILES else _CHAIN_BYTES
         for number in numbers:
-            chains_bytes = max(1, rows[number].num_drafts) * vocab_size * _CHAIN_BYTES
+            chains_bytes = max(1, rows[number].num_drafts) * vocab_size * token_bytes
             if part and size + chains_bytes > _VERIFY_BYTES:
                 yield verify, part
                 part, size = [], 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loadtest.report import prompts_of
+from loadtest.report import prompts_of, temperature_of
 
 Series = dict[str, list[tuple[float, float]]]
 """Points of each line by its name."""
@@ -28,8 +28,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for name, points in series.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         ticks = sorted({x for points in series.values() for x, _ in points})
-        scale = "symlog" if 0 in ticks else "log"
-        axis.set(title=title, xlabel=across, ylabel=up, xscale=scale, ylim=(0, None))
+        axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, None))
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize="small")
@@ -84,6 +83,6 @@ def gain_by_context(result: dict[str, Any]) -> Series:
     for cell in cells:
         for arm, measured in cell["arms"].items():
             if arm != "off":
-                name = f"{arm}, {cell['concurrency']} at once"
+                name = f"{arm}, {cell['concurrency']} at once{temperature_of(cell, result)}"
                 lines.setdefault(name, []).append((cell["context"], measured["ratio_to_off"]["median"]))
     return lines

@@ -31,7 +31,12 @@ def markdown(result: dict[str, Any]) -> str:
 def prompts_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
     """What a cell's prompts are, and the temperature where several were measured."""
     text = f"{cell['context']} random tokens" if cell.get("context") else str(cell["task"])
-    return f"{text}, T = {cell['temperature']:g}" if len(result["options"].get("temperatures", ())) > 1 else text
+    return text + temperature_of(cell, result)
+
+
+def temperature_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
+    """A cell's temperature, where several were measured."""
+    return f", T = {cell['temperature']:g}" if len(result["options"].get("temperatures", ())) > 1 else ""
 
 
 def rules_markdown(result: dict[str, Any]) -> str:

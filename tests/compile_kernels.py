@@ -38,18 +38,23 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> N
 
 
 def main() -> None:
-    """All kernels, attention in two kinds."""
+    """All kernels in the kinds that are served; attention also with what some models add."""
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
     own |= {"scale": "fp32", "softcap": "fp32"}
-    for dtype, more in (("*bf16", {}), ("*fp16", {"has_softcap": True, "has_window": True, "key_dim": 80})):
+    kinds = (
+        ("*bf16", {}),
+        ("*fp16", {"has_softcap": True, "has_window": True, "key_dim": 80}),
+        ("*fp32", {"upcast": True}),
+    )
+    for dtype, more in kinds:
         compiled(_attend, own | dict.fromkeys(("query", "keys", "values"), dtype), _ATTENTION | more)
-    pointers = {"logits": "*bf16", "temperatures": "*fp32", "law": "*fp32"}
-    compiled(_softmax, pointers, {"tile": 4096})
+    compiled(_softmax, {"logits": "*fp32", "temperatures": "*fp32", "law": "*fp32"}, {"tile": 4096})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"from_surplus": "*i32", "tiles": "*i64", "rests": "*fp64", "tokens": "*i64"}
-    compiled(_sum_tiles, laws | sums, {"tile": 1024, "has_draft": True})
-    compiled(_draw_in_tile, laws | draws, {"tile": 1024, "has_draft": True})
+    for has_draft in (True, False):
+        compiled(_sum_tiles, laws | sums, {"tile": 1024, "has_draft": has_draft})
+        compiled(_draw_in_tile, laws | draws, {"tile": 1024, "has_draft": has_draft})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m engine.analysis.peers`: this engine beside transformers' own generation, in one process, interleaved.
+"""`python -m engine.analysis.peers`: this engine beside transformers and llama.cpp, in one process, interleaved.
 
 Same weights, same prompts of random tokens, same number of tokens, no end token. At temperature 0 every arm's answers
 are compared with those of `generate` first. Writes one JSON document; every ratio is one of paired runs.
@@ -206,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
+    result.add_argument("--llama-cpp", action="store_true", help="also llama.cpp (needs llama-cpp-python and gguf)")
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
     return result
 
@@ -223,6 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "transformers assisted": theirs.assisted,
         "transformers continuous batching": theirs.continuous,
     }
+    if options.llama_cpp:
+        from engine.analysis.llama_cpp_arm import LlamaCpp  # what it needs is optional
+
+        llama_cpp = LlamaCpp(options)
+        arms |= {"llama.cpp": llama_cpp.plain, "llama.cpp with 3 drafts": llama_cpp.drafted}
     checked = random_prompts(3, options.prompt, 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}

@@ -6,8 +6,9 @@ packed is measured at start; where that is always, they are kept in this form on
 private ones: without them, and where packed numbers are not the plain ones, everything stays plain.
 
 oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
-thousand. Products that it runs therefore take few numbers of rows, all compiled at start: rows are filled up to the
-next one, so a server's memory does not grow with what it has seen, and no step waits for a compiler.
+thousand. Products that it runs therefore take few numbers of rows: rows are filled up to the next one, so a server's
+memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
+for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ from engine.config import Prepack
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _POINT_BUDGET_S = 0.03
 _MIN_REPEATS, _MAX_REPEATS = 3, 25
-# The numbers of rows of compiled products: all where a row is a large share of the work, then an eighth apart, where
-# prompts are read a quarter. More rows than the last are taken in turns.
-_SIZES = (*range(1, 25), *range(28, 65, 4), *range(72, 129, 8), *range(144, 257, 16), *range(320, 513, 64))
+# The numbers of rows of compiled products: all where a row is a large share of the work, then an eighth apart. More
+# rows than the last are taken in turns.
+_SIZES = (
+    *range(1, 25),
+    *range(28, 65, 4),
+    *range(72, 129, 8),
+    *range(144, 257, 16),
+    *range(288, 513, 32),
+    *range(576, 1025, 64),
+)
 _SIZE_OF = [next(size for size in (0, *_SIZES) if size >= num_rows) for num_rows in range(_SIZES[-1] + 1)]
 # The kernels of one shape are compiled at start for so long; those of more rows where they are met.
 _COMPILE_BUDGET_S = 0.2
@@ -90,7 +98,7 @@ class Product:
         if self._packed is None and not self._compiles:
             return
         began = time.perf_counter()
-        for size in _SIZES:
+        for size in _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]:
             self(torch.zeros(size, self.shape[1], dtype=self._dtype))
             if time.perf_counter() - began > _COMPILE_BUDGET_S:
                 return
@@ -166,7 +174,8 @@ def _in_sizes(
         return product(rows, weight, bias)
     results = []
     for part in torch.split(rows.reshape(num_rows, -1), _SIZES[-1]):
-        filled = pad(part, (0, 0, 0, _SIZE_OF[len(part)] - len(part)))
+        missing = _SIZE_OF[len(part)] - len(part)
+        filled = pad(part, (0, 0, 0, missing)) if missing else part
         results.append(product(filled, weight, bias)[: len(part)])
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.view(*rows.shape[:-1], -1)

@@ -13,12 +13,16 @@ that say their own shape, or whose seed must mean the same answer under any load
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.plan import level_widths
 from engine.scheduling.costs import StepCosts
 from engine.scheduling.sequence import Sequence
 
@@ -35,7 +39,7 @@ _KEEP = 0.998
 """Share of what is known that is kept from step to step; old observations fade."""
 _CLEAR_GAIN = 1.03
 _CHOOSE_EVERY = 8
-_MOST_WEIGHT, _FORGET = 19.0, 0.9
+_MOST_WEIGHT, _FORGET = 20.0, 0.9
 """A time's correction stands for the last twenty steps at most; each step of the other kind makes it a tenth weaker."""
 _RETRY = 0.999
 """Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
@@ -108,8 +112,8 @@ class Choice:
     shape: Shape = PLAIN
     drafting: frozenset[int] = frozenset()
     """Sequences that draft; the other adaptive ones decode plainly."""
-    of: tuple[frozenset[int], int, int] = (frozenset(), -1, 0)
-    """Adaptive sequences, and requests and nodes of the others, that it was made for."""
+    of: tuple[frozenset[int], tuple[tuple[int, ...], ...]] = (frozenset(), ((-1,),))
+    """Adaptive sequences, and what the others draft, that it was made for."""
     age: int = 0
     kept: Shape = PLAIN
     """What has the advantage of being done when the next choice is made."""
@@ -120,18 +124,42 @@ class _Correction:
     """Measured over predicted seconds of steps of one kind."""
 
     factor: float = 1.0
+    learned: int = 0
+    """The step that changed it last."""
     _weight: float = 6.0
     """About how many recent steps it stands for; at first what was measured at start."""
-    step: int = 0
-    """The last of them."""
+    _noted: int = 0
+    _recent: list[float] = field(default_factory=list)
 
     def note(self, step: int, measured_s: float, predicted_s: float) -> None:
         """Step number `step` was of this kind."""
-        # What was seen long ago says little of a machine that others use too: after a pause a few steps are believed.
-        self._weight = min(_MOST_WEIGHT, self._weight * _FORGET ** (step - self.step - 1)) + 1.0
-        self.step = step
-        # Single steps are noisy: a slow one may have met another process.
-        self.factor += (min(3.0, max(0.3, measured_s / predicted_s)) - self.factor) / max(3.0, self._weight)
+        if step - self._noted > _CHOOSE_EVERY:
+            # What was seen long ago says little of a machine that others use too.
+            self._weight *= _FORGET ** (step - self._noted)
+            self._recent.clear()
+        self._noted = step
+        num_new = 3.0 if len(self._recent) < 3 else 1.0
+        self._recent = [*self._recent[-2:], min(3.0, max(0.3, measured_s / predicted_s))]
+        if len(self._recent) < 3:
+            return
+        # Single steps are noisy: one that has met another process is not the middle one of three.
+        self._weight = min(_MOST_WEIGHT, self._weight + num_new)
+        self.factor += (sorted(self._recent)[1] - self.factor) * num_new / self._weight
+        self.learned = step
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a choice is made for."""
+
+    num_adaptive: int
+    others: tuple[tuple[int, ...], ...]
+    catch_up_s: float
+
+    @cached_property
+    def nodes_beside(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes by depth of each of the others."""
+        return tuple(level_widths(branching) for branching in self.others)
 
 
 @dataclass
@@ -147,53 +175,64 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
         self._corrections = {True: _Correction(), False: _Correction()}
-        self._step = self._probed = 0
+        self._step = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
 
-    def choose(
-        self, adaptive: Many[Sequence], num_others: int = 0, num_other_nodes: int = 0, num_behind: int = 0
-    ) -> None:
+    def choose(self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), num_behind: int = 0) -> None:
         """Decide for the running requests; before each step.
 
-        num_others: requests beside them, with so many nodes; num_behind: tokens the draft model must catch up on.
+        others: what the requests beside them draft (`Row.branching`).
+        num_behind: tokens that the draft model must catch up on.
         """
+        self._step += 1
         self.acceptance.fade()
-        asked = (frozenset(sequence.sequence_id for sequence in adaptive), num_others, num_other_nodes)
+        asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
-        if not adaptive or (asked == self.choice.of and self.choice.age < _CHOOSE_EVERY):
-            return
+        if self._probes(others):
+            self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY, self.choice.kept)
+        elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
+            self._choose(adaptive, _Load(len(adaptive), tuple(others), self.costs.catch_up_s(num_behind)))
+            self.choice.of = asked
+
+    def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
         skill = np.array([sequence.skill for sequence in adaptive])
         limits = [sequence.request.speculation for sequence in adaptive]
         most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
-        if self._probe_is_due(num_other_nodes):
-            self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY - _PROBE_STEPS, self.choice.shape)
-            return
-        kept = self.choice.kept if asked[0] & self.choice.of[0] else None
-        num_rows = len(adaptive) + num_others
-        plain_rate = num_rows / self._step_s(num_rows, 0, PLAIN, num_other_nodes)
+        kept = self.choice.kept if any(one.sequence_id in self.choice.of[0] for one in adaptive) else None
+        tokens_beside = sum(self._tokens_of(branching) for branching in load.others)
+        plain_s = self._step_s(load, 0, PLAIN)
+        plain_rate = (len(adaptive) + tokens_beside) / plain_s
         # What is being done has the advantage: another shape must be clearly better.
-        catch_up_s = self.costs.catch_up_s(num_behind) / _CATCH_UP_STEPS
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
-            extra_s = self._step_s(num_rows, len(adaptive), shape, num_other_nodes) - num_rows / plain_rate
+            extra_s = self._step_s(load, len(adaptive), shape) - plain_s
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
-            step_s = self._step_s(num_rows, int(mask.sum()), shape, num_other_nodes) + catch_up_s
-            rate = (float(tokens[mask].sum()) + num_rows - int(mask.sum())) / step_s
+            step_s = self._step_s(load, int(mask.sum()), shape) + load.catch_up_s / _CATCH_UP_STEPS
+            rate = (float(tokens[mask].sum()) + len(adaptive) - int(mask.sum()) + tokens_beside) / step_s
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
         chosen = best if drafting else PLAIN
-        self.choice = Choice(chosen, drafting, asked, kept=chosen)
+        self.choice = Choice(chosen, drafting, kept=chosen)
 
-    def _probe_is_due(self, num_other_nodes: int) -> bool:
-        """Whether it is time to see how long plain steps take now: that nothing is slower is judged by that."""
-        if self.choice.shape == PLAIN or num_other_nodes:
+    def _probes(self, others: Many[tuple[int, ...]]) -> bool:
+        """Whether this step is plain to see how long such steps take now: that nothing is slower is judged by that.
+
+        Beside requests that draft in any case no step is plain.
+        """
+        if any(others):
             return False
-        if self._step - max(self._probed, self._corrections[False].step) < self._probe_after:
+        if self._step <= self._probe_end:
+            return True
+        learned = self._corrections[False].learned
+        if self.choice.shape == PLAIN or self._step - max(self._probe_end, learned) <= self._probe_after:
             return False
-        self._probed, self._probe_after = self._step, min(_PROBE_EVERY, 2 * self._probe_after)
+        if learned + _PROBE_STEPS > self._probe_end:
+            # The last one has told something (steps with prompts tell nothing).
+            self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
+        self._probe_end = self._step + _PROBE_STEPS - 1
         return True
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
@@ -211,19 +250,25 @@ class Controller:
         self.acceptance.observe(num_drafts, tried, taken)
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried), _REQUEST_WEIGHT)
 
-    def note_time(self, num_rows: int, num_drafting: int, shape: Shape, seconds: float) -> None:
-        """A step without prompts took this long."""
-        predicted = self.costs.step_s(num_rows, num_drafting, *shape)
-        self._step += 1
+    def note_time(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float) -> None:
+        """The step chosen for took this long, without prompts in it."""
+        predicted = self.costs.step_s(num_rows, num_drafting, nodes_by_depth)
         self._corrections[num_drafting > 0].note(self._step, seconds, predicted)
 
-    def _step_s(self, num_rows: int, num_drafting: int, shape: Shape, num_other_nodes: int) -> float:
+    def _step_s(self, load: _Load, num_drafting: int, shape: Shape) -> float:
+        """A step in which so many of the adaptive requests draft this shape."""
         factor = self._corrections[False].factor
-        if num_drafting or num_other_nodes:
+        num_others = sum(map(bool, load.others))
+        if num_drafting or num_others:
             drafting = self._corrections[True]
             # Slow steps may have had another reason: after long enough without any, drafting is tried again.
-            factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.step)
-        return self.costs.step_s(num_rows, num_drafting, *shape, num_other_nodes) * factor
+            factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.learned)
+        nodes = added((*load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
+        return self.costs.step_s(load.num_adaptive + len(load.others), num_drafting + num_others, nodes) * factor
+
+    def _tokens_of(self, branching: tuple[int, ...]) -> float:
+        """Expected tokens of a step of a request with a shape of its own."""
+        return float(self._expected((branching[0], len(branching)), np.ones(1))[0]) if branching else 1.0
 
     def _expected(self, shape: Shape, skill: Numbers) -> Numbers:
         """[requests] tokens of a step."""
@@ -231,6 +276,11 @@ class Controller:
         of_request = np.minimum(0.995, skill[:, None] * by_position)
         expected: Numbers = 1.0 + of_request.cumprod(axis=1).sum(axis=1)
         return expected
+
+
+def added(nodes: Iterable[Many[int]]) -> tuple[int, ...]:
+    """Nodes by depth of several requests together."""
+    return tuple(sum(of_depth) for of_depth in zip_longest(*nodes, fillvalue=0))
 
 
 def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 
 class Curve:
     """A cost that grows with a size: never falls, goes on straight behind its last point."""
 
-    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, points: Many[tuple[float, float]]) -> None:
         """points: (size, seconds), any order; several of one size are averaged."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in points:
@@ -49,23 +49,17 @@ class StepCosts:
         return [list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves]
 
     @staticmethod
-    def of(points: Sequence[Sequence[tuple[float, float]]]) -> StepCosts:
+    def of(points: Many[Many[tuple[float, float]]]) -> StepCosts:
         """Costs with the given points."""
         plain, nodes, draft_pass = (Curve(of_curve) for of_curve in points)
         return StepCosts(plain, nodes, draft_pass)
 
-    def step_s(
-        self, num_rows: int, num_drafting: int, num_drafts: int, draft_length: int, num_other_nodes: int = 0
-    ) -> float:
-        """A step of `num_rows` requests, `num_drafting` of which draft K chains of L tokens.
-
-        num_other_nodes: nodes beside those; how long they take to draft is left out.
-        """
-        num_nodes = num_drafting * num_drafts * draft_length
-        seconds = self.plain.at(num_rows) + self.nodes.at(num_other_nodes + num_nodes)
-        if num_nodes:
-            seconds += self.draft_pass.at(num_drafting)
-            seconds += (draft_length - 1) * self.draft_pass.at(num_drafting * num_drafts)
+    def step_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int]) -> float:
+        """A step of `num_rows` requests, `num_drafting` of which draft; how many nodes of each depth, from 1 on."""
+        seconds = self.plain.at(num_rows) + self.nodes.at(sum(nodes_by_depth))
+        if num_drafting:
+            # The first pass is over the last known tokens; nodes of the last depth see none.
+            seconds += self.draft_pass.at(num_drafting) + sum(self.draft_pass.at(n) for n in nodes_by_depth[:-1])
         return seconds
 
     def catch_up_s(self, num_behind: int) -> float:

@@ -232,7 +232,7 @@ class Scheduler:
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
         fixed = [s.branching for s in decoding if not s.request.speculation.adaptive]
         lag = sum(lag_of(s, self.draft_window) for s in adaptive)
-        self.controller.choose(adaptive, len(fixed), sum(sum(level_widths(branching)) for branching in fixed), lag)
+        self.controller.choose(adaptive, fixed, lag)
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""

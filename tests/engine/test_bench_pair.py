@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from engine.analysis import gpu_check, peers
+from engine.analysis.llama_cpp_arm import _gguf_name, _interleaved
 from engine.demo import bench_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +67,8 @@ def test_peers_agree_and_are_compared(
     # Continuous batching takes a minute to start and stop.
     monkeypatch.setattr(peers.Transformers, "continuous", peers.Transformers.generate)
     output = tmp_path / "peers.json"
-    few = ("--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1")
+    optional = ["--llama-cpp"] if find_spec("llama_cpp") and find_spec("gguf") else []
+    few = (*optional, "--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1")
     assert peers.main([str(folder / "target"), str(folder / "draft"), *few, "--output", str(output)]) == 0
     result = json.loads(output.read_text())
     assert all(result["greedy_answers_equal_generate"].values())
@@ -73,6 +76,30 @@ def test_peers_agree_and_are_compared(
     assert cell["arms"].keys() == result["greedy_answers_equal_generate"].keys()
     assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
     assert peers.markdown(result) in capsys.readouterr().out
+
+
+def test_the_names_and_heads_that_llama_cpp_reads() -> None:
+    assert _gguf_name("lm_head.weight") == "output.weight"
+    assert _gguf_name("model.norm.weight") == "output_norm.weight"
+    assert _gguf_name("model.layers.11.self_attn.k_proj.weight") == "blk.11.attn_k.weight"
+    assert _gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
+    # Rotated by halves here and by neighbours there, two vectors have the same product.
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 16, 5, generator=generator)
+    inputs, angle = torch.randn(2, 5, generator=generator), torch.randn(2, 4, generator=generator)
+
+    def by_halves(vector: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        a, b = vector.view(2, 2, 4).unbind(1)
+        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
+
+    def by_neighbours(vector: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        a, b = vector.view(2, 4, 2).unbind(2)
+        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 2)
+
+    here = [by_halves(weights[i] @ inputs[i], angle[i]) for i in range(2)]
+    there = [by_neighbours(_interleaved(weights[i], 2) @ inputs[i], angle[i]) for i in range(2)]
+    products = [(a.flatten(1) * b.flatten(1)).sum(1) for a, b in (here, there)]
+    assert torch.allclose(*products, atol=1e-5)
 
 
 def test_a_check_without_a_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import engine.calibration as calibration
-from engine.calibration import measure, measure_plain
+from engine.calibration import measure, measure_plain, middle_steps
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.metrics import Overhead, PlainTimes, Stopwatch
@@ -134,3 +135,35 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(engine: Engine, 
     (tmp_path / "file").write_text("")
     assert "measuring" in measured(engine, tmp_path / "file")[0][0]
     assert "measuring" in measured(engine, "off")[0][0]
+
+
+class FakeSteps:
+    """An engine whose steps take as long as their plan says, three times that while the machine is busy."""
+
+    def __init__(self, busy: range) -> None:
+        self.busy, self.num_runs, self.stopwatch = busy, 0, self
+        self.elapsed = 0.0
+
+    def run_parts(self, plan: Any) -> None:
+        self.elapsed += plan * (3 if self.num_runs in self.busy else 1)
+        self.num_runs += 1
+
+    def start(self) -> None:
+        self.elapsed = 0.0
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        return self.elapsed, {}
+
+
+def test_plans_are_measured_in_turns() -> None:
+    """A busy time meets a part of every plan's runs, which their medians leave out."""
+    plans: Any = [0.001, 0.002, 0.003]
+    for busy in (range(12), range(20, 32), range(48, 60)):
+        engine: Any = FakeSteps(busy)
+        assert [wall_s for wall_s, _ in middle_steps(engine, plans)] == pytest.approx(plans)
+    # The wrong variant measures one plan after the other.
+    apart: list[float] = []
+    engine = FakeSteps(range(20))
+    for plan in plans:
+        apart.append(middle_steps(engine, [plan])[0][0])
+    assert apart == pytest.approx([0.003, 0.002, 0.003])

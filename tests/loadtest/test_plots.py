@@ -47,6 +47,14 @@ def test_the_panels_are_throughput_tokens_per_pass_and_gain(result: dict[str, An
     assert panels[-1][3]["block:1x5, 4 at once"] == [(64, 1.0625), (1024, 2.0)]
 
 
+def test_temperatures_have_lines_of_their_own(result: dict[str, Any]) -> None:
+    cold = [cell | {"temperature": 0.0} for cell in result["cells"]]
+    result["cells"] = [cell | {"temperature": 1.0} for cell in result["cells"]] + cold
+    result["options"]["temperatures"] = [0.0, 1.0]
+    assert set(panels_of(result)[-1][3]) >= {"block:1x5, 4 at once, T = 0", "block:1x5, 4 at once, T = 1"}
+    assert all(len(points) == 2 for points in panels_of(result)[-1][3].values())
+
+
 def test_a_result_without_chains_or_contexts_has_no_panels_for_them(result: dict[str, Any]) -> None:
     result["cells"] = result["cells"][:2]
     result["options"]["arms"] = {arm: result["options"]["arms"][arm] for arm in ("off", "block:1x5")}

@@ -58,16 +58,18 @@ def test_a_device_where_they_are_wrong_is_found_out(wrong: str, monkeypatch: pyt
 def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with gaps between them."""
     chance = np.random.default_rng(1)
-    logits = torch.from_numpy(9 * chance.standard_normal((6, WIDTH + 3))).to(DEVICE, dtype)[:, :WIDTH]
+    width = 2 * triton_rows._LAW_TILE + 77
+    logits = torch.from_numpy(9 * chance.standard_normal((6, width + 3))).to(DEVICE, dtype)[:, :width]
     logits[1, ::2] = -torch.inf
     logits[2, : triton_rows._LAW_TILE] = -torch.inf
-    logits[2, -1] = 3.0
+    logits[3, triton_rows._LAW_TILE :] = -torch.inf
+    logits[5, -1] = 50.0
     samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
     parameters = LawParameters.of(samplings, DEVICE)
     found = law(logits, parameters)
     monkeypatch.setattr(fused, "applies", lambda rows_NV: False)
     assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
-    assert found[2].argmax() == WIDTH - 1
+    assert found[5, -1] > 0.99
 
 
 def test_other_filters_and_temperature_zero_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,4 +169,4 @@ def test_every_kernel_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["_attend", "_attend", "_softmax", "_sum_tiles", "_draw_in_tile"]
+    assert done.stdout.split() == ["_attend"] * 3 + ["_softmax"] + ["_sum_tiles", "_draw_in_tile"] * 2

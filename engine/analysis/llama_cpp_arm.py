@@ -1,0 +1,204 @@
+"""llama.cpp as a peer of the bench: a Llama checkpoint written as GGUF, decoded by its own library.
+
+Optional: needs llama-cpp-python and gguf, which nothing else does. Not for: serving.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(folder: Path, file: Path, dtype: str) -> None:
+    """A Llama checkpoint of one safetensors file as GGUF without a vocabulary; dtype: float32 or bfloat16."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "llama", "written for checkpoints of the Llama kind"
+    weights = load_file(folder / "model.safetensors")
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    plain, matrix = (
+        gguf.GGMLQuantizationType.F32,
+        gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}[dtype]],
+    )
+    for name, weight in weights.items():
+        heads = num_heads if "q_proj" in name else num_kv_heads if "k_proj" in name else 0
+        values = (_interleaved(weight, heads) if heads else weight).float().numpy()
+        kind = plain if values.ndim == 1 else matrix
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    if "lm_head.weight" not in weights:
+        values = weights["model.embed_tokens.weight"].float().numpy()
+        writer.add_tensor("output.weight", gguf.quants.quantize(values, matrix), raw_dtype=matrix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem = name.removesuffix(".weight")
+    if stem in whole:
+        return f"{whole[stem]}.weight"
+    number, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{number}.{_NAMES[part]}.weight"
+
+
+def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
+    """Rotation pairs neighbours there, and here the halves of a head."""
+    rows, columns = weight.shape
+    return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+class Context:
+    """A loaded model with room for several sequences."""
+
+    def __init__(self, folder: Path, dtype: str, num_sequences: int, num_tokens: int, num_threads: int) -> None:
+        """num_tokens: of one sequence at most."""
+        import llama_cpp
+
+        self._api = llama_cpp
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / "model.gguf"
+            write_gguf(folder, file, dtype)
+            wanted = llama_cpp.llama_model_default_params()
+            wanted.use_mmap = False
+            self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), wanted)
+        assert self._model, "llama.cpp cannot load the model"
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_seq_max = num_sequences * num_tokens, num_sequences
+        options.n_batch = options.n_ubatch = 512
+        options.n_threads = options.n_threads_batch = num_threads
+        self._context = llama_cpp.llama_init_from_model(self._model, options)
+        assert self._context, "llama.cpp cannot make a context"
+        self._batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+
+    def forget(self, sequence: int | None = None, start: int = 0) -> None:
+        """Drop a sequence's K/V from a position on, or everything."""
+        if sequence is None:
+            self._api.llama_memory_clear(self._memory, True)
+        else:
+            self._api.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
+        """One pass over (token, position, sequence, whether its logits are wanted)."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence, wanted) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, int(wanted)
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self._api.llama_decode(self._context, batch)
+        assert status == 0, f"llama_decode returned {status}"
+
+    def sampler(self, temperature: float, seed: int) -> Any:
+        """llama.cpp's own sampling chain."""
+        api = self._api
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if temperature:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(temperature))
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(seed))
+        else:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_greedy())
+        return chain
+
+    def sample(self, sampler: Any, index: int) -> int:
+        """A token from the logits of the last pass's `index`-th token."""
+        return int(self._api.llama_sampler_sample(sampler, self._context, index))
+
+
+class LlamaCpp:
+    """llama.cpp's decoding of a pair, as an arm of `peers`."""
+
+    def __init__(self, options: Any) -> None:
+        room = options.prompt + options.tokens + 8
+        sequences = max(int(part) for part in options.concurrency.split(","))
+        self._num_tokens = options.tokens
+        self._target = Context(Path(options.target), options.dtype, sequences, room, options.threads)
+        self._draft = Context(Path(options.draft), options.dtype, 1, room, options.threads)
+        self._seed = 0
+
+    def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
+        """All prompts in one batch."""
+        target = self._target
+        target.forget()
+        samplers = [self._sampler(temperature) for _ in prompts]
+        answers: list[list[int]] = []
+        for number, prompt in enumerate(prompts):
+            last = len(prompt) - 1
+            target.decode([(token, i, number, i == last) for i, token in enumerate(prompt)])
+            answers.append([target.sample(samplers[number], last)])
+        for step in range(self._num_tokens - 1):
+            target.decode(
+                [(answer[-1], len(prompts[number]) + step, number, True) for number, answer in enumerate(answers)]
+            )
+            for number, answer in enumerate(answers):
+                answer.append(target.sample(samplers[number], number))
+        return answers
+
+    def drafted(self, prompts: list[list[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
+        """One prompt after the other, with the draft model's likeliest tokens: those that are sampled too are kept."""
+        return [self._drafted(prompt, temperature, num_drafts) for prompt in prompts]
+
+    def _drafted(self, prompt: list[int], temperature: float, num_drafts: int) -> list[int]:
+        target, draft = self._target, self._draft
+        target.forget()
+        draft.forget()
+        sampler, likeliest = self._sampler(temperature), draft.sampler(0.0, 0)
+        last = len(prompt) - 1
+        target.decode([(token, i, 0, i == last) for i, token in enumerate(prompt)])
+        text = [*prompt, target.sample(sampler, last)]
+        num_drafted = 0
+        while len(text) < len(prompt) + self._num_tokens:
+            missing = text[num_drafted:]
+            draft.decode([(token, num_drafted + i, 0, i == len(missing) - 1) for i, token in enumerate(missing)])
+            drafts = [draft.sample(likeliest, len(missing) - 1)]
+            while len(drafts) < num_drafts:
+                draft.decode([(drafts[-1], len(text) + len(drafts) - 1, 0, True)])
+                drafts.append(draft.sample(likeliest, 0))
+            start = len(text) - 1
+            target.decode([(token, start + i, 0, True) for i, token in enumerate([text[-1], *drafts])])
+            for i, token in enumerate([*drafts, None]):
+                text.append(target.sample(sampler, i))
+                if text[-1] != token:
+                    break
+            target.forget(0, len(text) - 1)
+            num_drafted = min(len(text) - 1, start + num_drafts)
+            draft.forget(0, num_drafted)
+        return text[len(prompt) :][: self._num_tokens]
+
+    def _sampler(self, temperature: float) -> Any:
+        self._seed += 1
+        return self._target.sampler(temperature, self._seed)
