@@ -28,7 +28,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for name, points in series.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         ticks = sorted({x for points in series.values() for x, _ in points})
-        axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, None))
+        highest = max(y for points in series.values() for _, y in points)
+        axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, 1.08 * highest))
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.legend(fontsize="small")
@@ -45,6 +46,7 @@ def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
     panels = [
         (prompts, "requests at once", "tokens per second", throughput(result, cells))
         for prompts, cells in by_prompts.items()
+        if len(cells) > 1 or len(by_prompts) == 1
     ]
     first_cells = [min(cells, key=lambda cell: int(cell["concurrency"])) for cells in by_prompts.values()]
     chains = {prompts: tokens_per_pass(result, cell) for prompts, cell in zip(by_prompts, first_cells, strict=True)}

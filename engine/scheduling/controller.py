@@ -45,6 +45,8 @@ _RETRY = 0.999
 """Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
 _PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
 """So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
+_PROMPT = 64
+"""Tokens of a prompt by whose time all are judged."""
 _CATCH_UP_STEPS = 32
 """Steps over which it must pay that the draft model computes what it has missed."""
 
@@ -177,6 +179,7 @@ class Controller:
         self._corrections = {True: _Correction(), False: _Correction()}
         self._step = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
+        self._num_prompt = self._num_emitted = 0.0
 
     def choose(self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), num_behind: int = 0) -> None:
         """Decide for the running requests; before each step.
@@ -208,8 +211,9 @@ class Controller:
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(load, len(adaptive), shape) - plain_s
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
+            emitted = float(tokens[mask].sum()) + len(adaptive) - int(mask.sum())
             step_s = self._step_s(load, int(mask.sum()), shape) + load.catch_up_s / _CATCH_UP_STEPS
-            rate = (float(tokens[mask].sum()) + len(adaptive) - int(mask.sum()) + tokens_beside) / step_s
+            rate = (emitted + tokens_beside) / (step_s + emitted * self._prompt_s())
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
@@ -242,13 +246,25 @@ class Controller:
         is_new = sequence.sequence_id not in self.choice.of[0]
         if not length or not (is_new or sequence.sequence_id in self.choice.drafting):
             return ()
-        return (min(num_drafts, sequence.request.speculation.num_drafts), *(1,) * (length - 1))
+        # What is chosen for all may be more than this one asked for.
+        own = sequence.request.speculation
+        num_drafts = min(num_drafts, own.num_drafts)
+        return (num_drafts, *(1,) * (min(length, own.num_drafts * own.draft_length // num_drafts) - 1))
 
     def observe(self, sequence: Sequence, num_drafts: int, draft_length: int, num_accepted: int) -> None:
         """A row's drafts have been verified."""
         tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
         self.acceptance.observe(num_drafts, tried, taken)
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried), _REQUEST_WEIGHT)
+
+    def note_tokens(self, num_prompt: int, num_emitted: int) -> None:
+        """Tokens of prompts that a step computed, and tokens it emitted."""
+        self._num_prompt = _KEEP * self._num_prompt + num_prompt
+        self._num_emitted = _KEEP * self._num_emitted + num_emitted
+
+    def _prompt_s(self) -> float:
+        """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
+        return self.costs.catch_up_s(_PROMPT) / _PROMPT * self._num_prompt / max(1.0, self._num_emitted)
 
     def note_time(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float) -> None:
         """The step chosen for took this long, without prompts in it."""

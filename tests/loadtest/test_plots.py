@@ -55,6 +55,11 @@ def test_temperatures_have_lines_of_their_own(result: dict[str, Any]) -> None:
     assert all(len(points) == 2 for points in panels_of(result)[-1][3].values())
 
 
+def test_throughput_at_one_concurrency_is_no_curve(result: dict[str, Any]) -> None:
+    result["cells"] = result["cells"][::2]
+    assert [panel[1] for panel in panels_of(result)] == [*["chains"] * 3, "tokens of the prompt"]
+
+
 def test_a_result_without_chains_or_contexts_has_no_panels_for_them(result: dict[str, Any]) -> None:
     result["cells"] = result["cells"][:2]
     result["options"]["arms"] = {arm: result["options"]["arms"][arm] for arm in ("off", "block:1x5")}

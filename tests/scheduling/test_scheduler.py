@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Emission, Plan, Verdict
 from engine.request import Limits, Request, Speculation
+from engine.scheduling.controller import PLAIN, Choice, Controller
+from engine.scheduling.costs import Curve, StepCosts
 from engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
@@ -61,8 +64,13 @@ class Traffic(RuleBasedStateMachine):
     def submit(self, length: int, max_tokens: int, drafts: int, draft_length: int, priority: int) -> None:
         name = str(self.next_name)
         self.next_name += 1
-        self.scheduler.submit(request(name, length, max_tokens, drafts, draft_length if drafts else 0, priority))
+        asked = request(name, length, max_tokens, priority=priority)
+        speculation = self.speculation(drafts, draft_length if drafts else 0)
+        self.scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
         self.remaining[name] = max_tokens
+
+    def speculation(self, drafts: int, draft_length: int) -> Speculation:
+        return Speculation(num_drafts=drafts, draft_length=draft_length)
 
     @precondition(lambda self: self.remaining)
     @rule(index=st.integers(0, 99))
@@ -106,6 +114,59 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class Whims(Controller):
+    """A controller that is told what to choose."""
+
+    def __init__(self) -> None:
+        flat = Curve([(1, 1.0)])
+        super().__init__(StepCosts(flat, flat, flat), 16)
+
+    def tell(self, num_drafts: int, draft_length: int) -> None:
+        self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
+
+    def choose(self, *_: object) -> None:
+        """Nothing is to be decided."""
+
+
+class AdaptiveTraffic(Traffic):
+    """The same where what requests draft changes at any time, and with it what the draft model has to catch up on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whims = Whims()
+        self.scheduler.controller = self.whims
+
+    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4))
+    def choose(self, num_drafts: int, draft_length: int) -> None:
+        self.whims.tell(num_drafts, draft_length)
+
+    def speculation(self, drafts: int, draft_length: int) -> Speculation:
+        return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
+
+
+TestAdaptiveTraffic = AdaptiveTraffic.TestCase
+TestAdaptiveTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
+    """And later where that changes, if it is near enough; else the request goes on without drafts."""
+    config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
+    scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
+    scheduler.controller = whims
+    for name, length in (("short", 40), ("long", 300)):
+        asked = request(name, length, 50, first=1000 * length)
+        speculation = Speculation(num_drafts=2, draft_length=2, adaptive=True)
+        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
+    plan = scheduler.plan()
+    assert [len(row.known) for row in plan.rows] == [40, 300]
+    assert not any(row.draft_known for row in plan.rows)
+    scheduler.commit(plan, verdict(plan))
+    whims.tell(2, 2)
+    short, long = sorted(scheduler.plan().rows, key=lambda row: row.end)
+    assert (len(short.draft_known), short.branching) == (41, (2, 1))
+    assert (len(long.draft_known), long.branching) == (0, ())
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:
