@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+NUM_CHECKED = 3
+"""Prompts whose greedy answers are compared first."""
 _NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -144,7 +146,7 @@ class LlamaCpp:
 
     def __init__(self, options: Any) -> None:
         room = options.prompt + options.tokens + 8
-        sequences = max(int(part) for part in options.concurrency.split(","))
+        sequences = max(NUM_CHECKED, *(int(part) for part in options.concurrency.split(",")))
         self._num_tokens = options.tokens
         self._target = Context(Path(options.target), options.dtype, sequences, room, options.threads)
         self._draft = Context(Path(options.draft), options.dtype, 1, room, options.threads)

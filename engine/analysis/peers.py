@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
 from engine.analysis.loading import environment
 from engine.building import build_engine
 from engine.calibration import measure_costs
@@ -225,11 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "transformers continuous batching": theirs.continuous,
     }
     if options.llama_cpp:
-        from engine.analysis.llama_cpp_arm import LlamaCpp  # what it needs is optional
-
         llama_cpp = LlamaCpp(options)
         arms |= {"llama.cpp": llama_cpp.plain, "llama.cpp with 3 drafts": llama_cpp.drafted}
-    checked = random_prompts(3, options.prompt, 0)
+    checked = random_prompts(NUM_CHECKED, options.prompt, 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
     counts = [int(part) for part in options.concurrency.split(",")]
