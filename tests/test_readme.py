@@ -15,7 +15,7 @@ import pytest
 from engine.analysis import peers
 from engine.analysis.report import table
 from loadtest.daemon import running_daemon
-from loadtest.report import markdown
+from loadtest.report import markdown, rules_markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -70,6 +70,8 @@ def test_the_table_is_the_committed_result() -> None:
         ("pair", "bench-pair-cpu", markdown),
         ("useless", "useless-drafter-cpu", markdown),
         ("peers", "peers-cpu", peers.markdown),
+        ("peers-bf16", "peers-bf16-cpu", peers.markdown),
+        ("chains", "chains-cpu", rules_markdown),
     ],
 )
 def test_tables_of_performance_are_committed_results(mark: str, file: str, table_of: Any) -> None:

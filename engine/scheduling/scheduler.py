@@ -232,6 +232,8 @@ class Scheduler:
         """Whether the draft model is near enough to catch up, should all do so in the same step."""
         budget = self.config.max_num_batched_tokens
         most = min(budget // 2, max(_LITTLE_LAG, budget // 2 // max(1, len(self._running))))
+        if sequence.num_missing > 1:
+            most = max(most, self._most_lag)  # behind a cached prefix
         return lag_of(sequence, self.draft_window) <= most
 
     def _choose_shapes(self) -> None:
