@@ -148,18 +148,15 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
             visible[len(part.known) :, end:] = torch.ones(size, size).tril().bool().numpy()
         return visible
 
-    def flat(part, start, block_size):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
+    def flat(part, block_size):  # type: ignore[no-untyped-def]
+        """Tree nodes numbered one after the other instead of by their depth."""
+        found, first = places(part, block_size), part.first_index
+        return found._replace(query_positions=torch.arange(first, first + len(found.query_positions)).numpy())
 
-        segment, own = segments(part, start, block_size)
-        first = part.first_index
-        count = len(segment.query_positions)
-        return replace(segment, query_positions=torch.arange(first, first + count).numpy()), own
-
-    segments = inputs._segment
+    places = inputs._places
     patches = {
         "causal": patch.object(inputs, "_visible", causal),
-        "positions": patch.object(inputs, "_segment", flat),
+        "positions": patch.object(inputs, "_places", flat),
         "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),
         "window": patch("engine.execution.attention.Segment.mask", lambda self, window: self.visible),
     }
