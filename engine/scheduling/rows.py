@@ -40,6 +40,7 @@ def part_of(
     sequence: Sequence, branching: tuple[int, ...], budget: int, max_copied_tokens: int, draft_window: int
 ) -> Part:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt."""
+    speculation = sequence.request.speculation
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
     # One token must stay to be emitted after the drafts.
@@ -51,8 +52,8 @@ def part_of(
         nodes += len(copy.tokens)
     # Each token that reports its logprob needs a row of logits: few at a time.
     chunk = min(budget, _PROMPT_LOGPROBS + nodes) if sequence.wants_prompt_logprobs else budget
-    # What is not to be drafted for, the draft model need not see: it catches up when that changes.
-    drafting = bool(branching)
+    # Of a prompt the draft model computes all it will see, also where the controller draws nothing yet.
+    drafting = bool(branching) or (num_missing > 1 and speculation.num_drafts > 0)
     draft_first = draft_from(sequence, draft_window)
     # Where the draft model has more to catch up on than the target, it takes the budget.
     lag = max(0, first - draft_first) if drafting else 0

@@ -28,8 +28,6 @@ from engine.scheduling.sequence import Sequence
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
 _MOST_SHARING = 8
-# Tokens that a draft model may catch up on whatever the number of requests.
-_LITTLE_LAG = 64
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:
@@ -176,9 +174,8 @@ class Scheduler:
         for number, sequence in enumerate(sharing):
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
-            # What the draft model has to catch up on first is bounded (`_most_lag`, `_is_near`).
-            lag = lag_of(sequence, self.draft_window) if self._branching(sequence) else 0
-            share = max(1 + lag, budget // rivals)
+            # What the draft model has to catch up on first is bounded (`_most_lag`).
+            share = max(1 + lag_of(sequence, self.draft_window), budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
         return shares
@@ -196,9 +193,6 @@ class Scheduler:
             sequence.draft_start = row.draft_start
             if row.samples:
                 outcomes.append(self._append(sequence, row, next(emissions)))
-        if self.controller is not None:
-            num_prompt = sum(len(row.known) - 1 for row in plan.rows)
-            self.controller.note_tokens(num_prompt, sum(len(outcome.token_ids) for outcome in outcomes))
         return outcomes
 
     def check_invariants(self) -> None:
@@ -226,25 +220,17 @@ class Scheduler:
         """What the sequence draws: as its request says, or as the controller has chosen."""
         if self.controller is None or not sequence.request.speculation.adaptive:
             return sequence.branching
-        return self.controller.branching(sequence) if self._is_near(sequence) else ()
-
-    def _is_near(self, sequence: Sequence) -> bool:
-        """Whether the draft model is near enough to catch up, should all do so in the same step."""
-        budget = self.config.max_num_batched_tokens
-        most = min(budget // 2, max(_LITTLE_LAG, budget // 2 // max(1, len(self._running))))
-        if sequence.num_missing > 1:
-            most = max(most, self._most_lag)  # behind a cached prefix
-        return lag_of(sequence, self.draft_window) <= most
+        if lag_of(sequence, self.draft_window) > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
+            return ()  # its draft model is too far behind to catch up in a step
+        return self.controller.branching(sequence)
 
     def _choose_shapes(self) -> None:
         """Let the controller decide about the requests that decode."""
         if self.controller is None:
             return
         decoding = [s for s in self._running.values() if s.num_missing == 1]
-        adaptive = [s for s in decoding if s.request.speculation.adaptive and self._is_near(s)]
-        chosen = {s.sequence_id for s in adaptive}
-        others = [s for s in decoding if s.sequence_id not in chosen]
-        beside = [() if s.request.speculation.adaptive else s.branching for s in others]
+        adaptive = [s for s in decoding if s.request.speculation.adaptive]
+        beside = [s.branching for s in decoding if not s.request.speculation.adaptive]
         self.controller.choose(adaptive, beside, sum(lag_of(s, self.draft_window) for s in adaptive))
 
     def _text(self, sequence: Sequence) -> Text | None:

@@ -150,25 +150,6 @@ TestAdaptiveTraffic = AdaptiveTraffic.TestCase
 TestAdaptiveTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
-    """And later where that changes, if it is near enough; else the request goes on without drafts."""
-    config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
-    scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
-    scheduler.controller = whims
-    for name, length in (("short", 40), ("long", 300)):
-        asked = request(name, length, 50, first=1000 * length)
-        speculation = Speculation(num_drafts=2, draft_length=2, adaptive=True)
-        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
-    plan = scheduler.plan()
-    assert [len(row.known) for row in plan.rows] == [40, 300]
-    assert not any(row.draft_known for row in plan.rows)
-    scheduler.commit(plan, verdict(plan))
-    whims.tell(2, 2)
-    short, long = sorted(scheduler.plan().rows, key=lambda row: row.end)
-    assert (len(short.draft_known), short.branching) == (41, (2, 1))
-    assert (len(long.draft_known), long.branching) == (0, ())
-
-
 def test_a_long_prompt_rides_along_in_chunks() -> None:
     """Decoding goes on in every step while a long prompt is computed."""
     scheduler = build(budget=16, num_blocks=64)
