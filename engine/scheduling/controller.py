@@ -157,9 +157,14 @@ class _Load:
     catch_up_s: float
 
     @cached_property
-    def nodes_beside(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes by depth of each of the others."""
-        return tuple(level_widths(branching) for branching in self.others)
+    def nodes_beside(self) -> tuple[int, ...]:
+        """Nodes by depth of the others."""
+        return added(level_widths(branching) for branching in self.others)
+
+    @cached_property
+    def num_drafting_beside(self) -> int:
+        """How many of the others draft."""
+        return sum(map(bool, self.others))
 
 
 @dataclass
@@ -262,13 +267,13 @@ class Controller:
     def _step_s(self, load: _Load, num_drafting: int, shape: Shape) -> float:
         """A step in which so many of the adaptive requests draft this shape."""
         factor = self._corrections[False].factor
-        num_others = sum(map(bool, load.others))
-        if num_drafting or num_others:
+        num_drafting_in_all = num_drafting + load.num_drafting_beside
+        if num_drafting_in_all:
             drafting = self._corrections[True]
             # Slow steps may have had another reason: after long enough without any, drafting is tried again.
             factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.learned)
-        nodes = added((*load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
-        return self.costs.step_s(load.num_adaptive + len(load.others), num_drafting + num_others, nodes) * factor
+        nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
+        return self.costs.step_s(load.num_adaptive + len(load.others), num_drafting_in_all, nodes) * factor
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:
         """Expected tokens of a step of a request with a shape of its own."""
