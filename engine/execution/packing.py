@@ -9,13 +9,16 @@ oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight
 thousand. Products that it runs therefore take few numbers of rows: rows are filled up to the next one, so a server's
 memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
 for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
+
+Its kernels for five or six rows read a weight faster than those for one or two (20 GB/s against 13 to 15 on a core that
+reads 27), so few rows are filled up further where a measurement at start shows a gain.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +30,12 @@ from engine.config import Prepack
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _POINT_BUDGET_S = 0.03
 _MIN_REPEATS, _MAX_REPEATS = 3, 25
-# The numbers of rows of compiled products: all where a row is a large share of the work, then an eighth apart. More
-# rows than the last are taken in turns.
+# The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
+# More rows than the last are taken in turns.
+_FEW = (1, 2, 4, 5, 6, 8)
 _SIZES = (
-    *range(1, 25),
+    *_FEW,
+    *range(9, 25),
     *range(28, 65, 4),
     *range(72, 129, 8),
     *range(144, 257, 16),
@@ -44,6 +49,8 @@ _COMPILE_BUDGET_S = 0.2
 _MEASURED_BYTES = 128 << 20
 # A weight kept in one form only is worth so much of a product's time.
 _ONE_FORM = 1.05
+# And so much more filling few rows up further than to the next number.
+_FURTHER = 1.08
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
@@ -51,7 +58,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 class Product:
     """`rows @ weight.T + bias`, by whichever form of the weight is faster for the number of rows."""
 
-    __slots__ = ("_compiles", "_dtype", "_modules", "_packed", "_packed_from", "_plain", "bias", "shape")
+    __slots__ = ("_compiles", "_dtype", "_modules", "_packed", "_packed_from", "_plain", "_size_of", "bias", "shape")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
         """modules: those whose weights are `weight`, and that nothing else runs."""
@@ -60,6 +67,7 @@ class Product:
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         self._packed_from = 0
+        self._size_of: Sequence[int] = _SIZE_OF
         self._modules = tuple(modules)
         self._dtype = weight.dtype
         # Where torch leaves even the plain product to oneDNN.
@@ -69,7 +77,7 @@ class Product:
         """[..., in] -> [..., out]."""
         num_rows = rows.shape[:-1].numel()
         if self._plain is None or (self._packed is not None and num_rows >= self._packed_from):
-            return _in_sizes(_packed_linear, rows, num_rows, self._packed, self.bias)
+            return _in_sizes(_packed_linear, rows, num_rows, self._packed, self.bias, self._size_of)
         if self._compiles:
             return _in_sizes(linear, rows, num_rows, self._plain, self.bias)
         return linear(rows, self._plain, self.bias)
@@ -85,9 +93,12 @@ class Product:
         """Memory of the packed form."""
         return 0 if self._packed is None else self._packed.nbytes
 
-    def pack(self, packed_from: int) -> None:
-        """Run packed from so many rows on; from one row on, the plain form is given up."""
-        self._packed, self._packed_from = reorder(self.weight), packed_from
+    def pack(self, packed_from: int, size_of: Sequence[int] = _SIZE_OF) -> None:
+        """Run packed from so many rows on; from one row on, the plain form is given up.
+
+        size_of: with how many rows so many are run, for each number up to the largest size.
+        """
+        self._packed, self._packed_from, self._size_of = reorder(self.weight), packed_from, size_of
         if packed_from == 1:
             self._plain = None
             for module in self._modules:
@@ -98,7 +109,8 @@ class Product:
         if self._packed is None and not self._compiles:
             return
         began = time.perf_counter()
-        for size in _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]:
+        sizes = _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]
+        for size in dict.fromkeys(map(self._size_of.__getitem__, sizes)):
             self(torch.zeros(size, self.shape[1], dtype=self._dtype))
             if time.perf_counter() - began > _COMPILE_BUDGET_S:
                 return
@@ -145,10 +157,10 @@ def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
-        packed_from = 1 if wanted == "always" else _fastest_from(alike)
+        packed_from, size_of = (1, _SIZE_OF) if wanted == "always" else _fastest(alike)
         if packed_from and _agrees(alike[0].weight):
             for product in alike:
-                product.pack(packed_from)
+                product.pack(packed_from, size_of)
     if not works():
         for product in products:
             product.unpack()
@@ -167,18 +179,26 @@ def reorder(weight: Tensor) -> Tensor:
 
 
 def _in_sizes(
-    product: Callable[..., Tensor], rows: Tensor, num_rows: int, weight: Tensor | None, bias: Tensor | None
+    product: Callable[..., Tensor],
+    rows: Tensor,
+    num_rows: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    size_of: Sequence[int] = _SIZE_OF,
 ) -> Tensor:
-    """The product of [..., in], run with numbers of rows of `_SIZES` only."""
-    if num_rows < len(_SIZE_OF) and _SIZE_OF[num_rows] == num_rows:
+    """The product of [..., in], run with numbers of rows of `size_of` only."""
+    if num_rows >= len(size_of):
+        flat = rows.reshape(num_rows, -1)
+        parts = [
+            _in_sizes(product, part, len(part), weight, bias, size_of) for part in torch.split(flat, len(size_of) - 1)
+        ]
+        return torch.cat(parts).view(*rows.shape[:-1], -1)
+    missing = size_of[num_rows] - num_rows
+    if not missing:
         return product(rows, weight, bias)
-    results = []
-    for part in torch.split(rows.reshape(num_rows, -1), _SIZES[-1]):
-        missing = _SIZE_OF[len(part)] - len(part)
-        filled = pad(part, (0, 0, 0, missing)) if missing else part
-        results.append(product(filled, weight, bias)[: len(part)])
-    result = results[0] if len(results) == 1 else torch.cat(results)
-    return result.view(*rows.shape[:-1], -1)
+    if rows.dim() == 2:
+        return product(pad(rows, (0, 0, 0, missing)), weight, bias).narrow(0, 0, num_rows)
+    return _in_sizes(product, rows.reshape(num_rows, -1), num_rows, weight, bias, size_of).view(*rows.shape[:-1], -1)
 
 
 def _packed_linear(rows: Tensor, packed: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -209,17 +229,33 @@ def _made_up(num_rows: int, weight: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _fastest_from(alike: Sequence[Product]) -> int:
-    """From how many rows on weights of one shape are run packed; 0 for never."""
+def _fastest(alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+    """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
     count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
     plain = [product.weight for product in alike[:count]]
     packed = [reorder(weight) for weight in plain]
-    gains = []
-    for num_rows in _NUM_ROWS:
-        rows = _made_up(num_rows, plain[0])
-        plain_s, packed_s = _middle_s(linear, rows, plain), _middle_s(_packed_linear, rows, packed)
-        gains.append(math.log(plain_s / packed_s))
-    return choose_from(gains)
+    rows = {size: _made_up(size, plain[0]) for size in sorted({*_NUM_ROWS, *_FEW})}
+    packed_s = _middle_s(_packed_linear, rows, packed)
+    plain_s = _middle_s(linear, {size: rows[size] for size in _NUM_ROWS}, plain)
+    filling_s = _middle_s(lambda rows, _: _in_sizes(_nothing, rows, 1, None, None, (0, 8)), {1: rows[1]}, plain)[1]
+    size_of = choose_sizes(packed_s, filling_s)
+    filled_s = {n: packed_s[size_of[n]] + (filling_s if size_of[n] != n else 0) for n in _NUM_ROWS}
+    return choose_from([math.log(plain_s[n] / filled_s[n]) for n in _NUM_ROWS]), size_of
+
+
+def _nothing(rows: Tensor, *_: Tensor | None) -> Tensor:
+    """In place of a product, to time what is around it."""
+    return rows
+
+
+def choose_sizes(packed_s: Mapping[int, float], filling_s: float) -> Sequence[int]:
+    """With how many rows so many are run, given the seconds for each of `_FEW` and those of filling up."""
+    size_of = list(_SIZE_OF)
+    for num_rows in range(1, _FEW[-1] + 1):
+        cost_s = {_SIZE_OF[num_rows]: packed_s[_SIZE_OF[num_rows]]}
+        cost_s |= {size: (packed_s[size] + filling_s) * _FURTHER for size in _FEW if size > _SIZE_OF[num_rows]}
+        size_of[num_rows] = min(cost_s, key=cost_s.__getitem__)
+    return size_of
 
 
 def choose_from(gains: Sequence[float]) -> int:
@@ -230,12 +266,18 @@ def choose_from(gains: Sequence[float]) -> int:
     return max(total, key=total.__getitem__)
 
 
-def _middle_s(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Sequence[Tensor]) -> float:
-    """Time of the products of all weights: the middle one of several."""
-    runs: list[float] = []
-    while len(runs) < _MIN_REPEATS or (len(runs) < _MAX_REPEATS and sum(runs) < _POINT_BUDGET_S):
-        began = time.perf_counter()
-        for weight in weights:
-            product(rows, weight)
-        runs.append(time.perf_counter() - began)
-    return sorted(runs)[len(runs) // 2]
+def _middle_s(
+    product: Callable[[Tensor, Tensor], Tensor], rows: Mapping[int, Tensor], weights: Sequence[Tensor]
+) -> dict[int, float]:
+    """Time of the products of all weights with so many rows: the middle one of several, taken in turns."""
+    runs_s: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
+    began = time.perf_counter()
+    for repeat in range(_MAX_REPEATS):
+        if repeat >= _MIN_REPEATS and time.perf_counter() - began > _POINT_BUDGET_S * len(rows):
+            break
+        for num_rows, some in rows.items():
+            began_one = time.perf_counter()
+            for weight in weights:
+                product(some, weight)
+            runs_s[num_rows].append(time.perf_counter() - began_one)
+    return {num_rows: sorted(runs)[len(runs) // 2] for num_rows, runs in runs_s.items()}

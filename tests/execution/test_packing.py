@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.execution import packing
-from engine.execution.packing import Product, choose_from, pack, take_over
+from engine.execution.packing import Product, choose_from, choose_sizes, pack, take_over
 from engine.execution.probe import find_kv_shape, probe, probe_ways
 from engine.request import Speculation
 from tests.engine import tiny
@@ -155,7 +155,38 @@ def test_few_numbers_of_rows_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = packing._in_sizes(product, rows[:34].view(2, 17, 6), 34, weight, bias)
     assert torch.allclose(nested, expected[:34].view(2, 17, 5), atol=1e-6)
     assert met - {0} <= set(packing._SIZES)
-    assert all(size <= 1.125 * num_rows for num_rows, size in enumerate(packing._SIZE_OF))
+    assert all(size <= 1.125 * num_rows for num_rows, size in enumerate(packing._SIZE_OF) if num_rows > 8)
+
+
+@pytest.mark.parametrize(
+    ("micros", "filling", "expected"),
+    [
+        # All alike: to the next number that there is, no further.
+        ([10, 10, 10, 10, 10, 10], 1, [0, 1, 2, 4, 4, 5, 6, 8, 8]),
+        # Five rows are the fastest.
+        ([72, 84, 55, 53, 57, 69], 1, [0, 5, 5, 4, 4, 5, 6, 8, 8]),
+        # So they are by the products, but filling up takes more than is gained.
+        ([72, 84, 55, 53, 57, 69], 40, [0, 1, 2, 4, 4, 5, 6, 8, 8]),
+        ([72, 84, 80, 80, 30, 20], 1, [0, 8, 8, 8, 8, 8, 8, 8, 8]),
+    ],
+)
+def test_few_rows_are_filled_up_where_that_is_faster(micros: list[int], filling: int, expected: list[int]) -> None:
+    size_of = choose_sizes(dict(zip(packing._FEW, micros, strict=True)), filling)
+    assert size_of[:9] == expected
+    assert size_of[9:] == packing._SIZE_OF[9:]
+
+
+@CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filled_up_rows_have_the_plain_numbers(dtype: torch.dtype) -> None:
+    product = Product(torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype))
+    rows = torch.randn(2, 4, 32).to(dtype)
+    expected = product(rows)
+    product.pack(1, choose_sizes(dict(zip(packing._FEW, [9, 9, 9, 9, 1, 9], strict=True)), 0))
+    for num_rows in (1, 2, 3, 4):
+        result = product(rows[:, :num_rows])
+        assert result.shape == (2, num_rows, 48)
+        assert torch.allclose(result, expected[:, :num_rows], atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 @CPU
