@@ -85,8 +85,8 @@ class Engine:
         self._note_time(wall_s)
         # What lies around the parts of a step, planning and messages, a plain step has too.
         around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
-        plain_s = self._plain_s(around_s.usual)
-        if plain_s is not None and self.plain_times is not None and not self.scheduler.last_plan.has_drafts:
+        plain_s, last = self._plain_s(around_s.usual), self.scheduler.last_plan
+        if plain_s is not None and self.plain_times is not None and not (last.has_drafts or last.is_behind):
             self.plain_times.correct(self.stopwatch.parts_s, plain_s - around_s.usual)
         return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, phases_s))
 
@@ -109,9 +109,15 @@ class Engine:
         )
 
     def _note_time(self, wall_s: float) -> None:
-        """Tell the controller how long a step took, where neither prompts nor copied tokens were in it."""
+        """Tell the controller how long a step took that only decoded: no prompts, copied tokens, catching up."""
         controller, plan = self.scheduler.controller, self.scheduler.last_plan
-        if controller is None or plan.has_prefill or not plan.rows or any(row.copies for row in plan.rows):
+        if (
+            controller is None
+            or not plan.rows
+            or plan.has_prefill
+            or plan.is_behind
+            or any(row.copies for row in plan.rows)
+        ):
             return
         drafting = [row.widths for row in plan.rows if row.branching]
         controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s)

@@ -78,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens the target computes, at indices `first_index` and on."""
     first_index: int
     draft_known: tuple[int, ...]
-    """Tokens the draft model computes, at `draft_first_index` and on; ends where `known` ends."""
+    """Tokens the draft model computes, at `draft_first_index` and on; ends where `known` ends if the row draws."""
     draft_first_index: int
     draft_start: int = 0
     """Index of the first token whose draft K/V is there or will be; the draft model sees none before it."""
@@ -158,6 +158,14 @@ class Plan:
     def has_prefill(self) -> bool:
         """Whether any row computes more than the one token of a decode step."""
         return any(len(row.known) > 1 or not row.samples for row in self.rows)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the draft model computes more than what the last step emitted, or something nobody drafts from."""
+        return any(
+            len(row.draft_known) > max(2, len(row.known)) or (row.draft_known and not row.branching)
+            for row in self.rows
+        )
 
     @property
     def has_drafts(self) -> bool:

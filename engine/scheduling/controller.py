@@ -45,6 +45,8 @@ _RETRY = 0.999
 """Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
 _PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
 """So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
+_PROMPT = 64
+"""Tokens of a prompt by whose time all are judged."""
 _CATCH_UP_STEPS = 32
 """Steps over which it must pay that the draft model computes what it has missed."""
 
@@ -182,6 +184,9 @@ class Controller:
         self._corrections = {True: _Correction(), False: _Correction()}
         self._step = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
+        self._num_prompt = self._num_emitted = 0.0
+        self.reads = True
+        """Whether the draft model reads along what is not yet drafted from: not while plain decoding is chosen."""
 
     def choose(self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), num_behind: int = 0) -> None:
         """Decide for the running requests; before each step.
@@ -215,13 +220,14 @@ class Controller:
             mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
             emitted = float(tokens[mask].sum()) + len(adaptive) - int(mask.sum())
             step_s = self._step_s(load, int(mask.sum()), shape) + load.catch_up_s / _CATCH_UP_STEPS
-            rate = (emitted + tokens_beside) / step_s
+            rate = (emitted + tokens_beside) / (step_s + emitted * self._prompt_s())
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
         chosen = best if drafting else PLAIN
         self.choice = Choice(chosen, drafting, kept=chosen)
+        self.reads = chosen != PLAIN
 
     def _probes(self, others: Many[tuple[int, ...]]) -> bool:
         """Whether this step is plain to see how long such steps take now: that nothing is slower is judged by that.
@@ -258,6 +264,15 @@ class Controller:
         tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
         self.acceptance.observe(num_drafts, tried, taken)
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried), _REQUEST_WEIGHT)
+
+    def note_tokens(self, num_prompt: int, num_emitted: int) -> None:
+        """Tokens of prompts that a step computed, and tokens it emitted."""
+        self._num_prompt = _KEEP * self._num_prompt + num_prompt
+        self._num_emitted = _KEEP * self._num_emitted + num_emitted
+
+    def _prompt_s(self) -> float:
+        """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
+        return self.costs.catch_up_s(_PROMPT) / _PROMPT * self._num_prompt / max(1.0, self._num_emitted)
 
     def note_time(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float) -> None:
         """The step chosen for took this long, without prompts in it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.plan import Copy, Row, Text, level_widths
+from engine.scheduling.lag import draft_from
 from engine.scheduling.sequence import Sequence
 
 # Prompt tokens a step computes of a row that reports their logprobs.
@@ -37,10 +38,17 @@ class Part(NamedTuple):
 
 
 def part_of(
-    sequence: Sequence, branching: tuple[int, ...], budget: int, max_copied_tokens: int, draft_window: int
+    sequence: Sequence,
+    branching: tuple[int, ...],
+    budget: int,
+    max_copied_tokens: int,
+    draft_window: int,
+    most_read: int,
 ) -> Part:
-    """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt."""
-    speculation = sequence.request.speculation
+    """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
+
+    most_read: tokens that the draft model computes where nothing is drafted from them yet.
+    """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
     # One token must stay to be emitted after the drafts.
@@ -52,33 +60,17 @@ def part_of(
         nodes += len(copy.tokens)
     # Each token that reports its logprob needs a row of logits: few at a time.
     chunk = min(budget, _PROMPT_LOGPROBS + nodes) if sequence.wants_prompt_logprobs else budget
-    # Of a prompt the draft model computes all it will see, also where the controller draws nothing yet.
-    drafting = bool(branching) or (num_missing > 1 and speculation.num_drafts > 0)
     draft_first = draft_from(sequence, draft_window)
     # Where the draft model has more to catch up on than the target, it takes the budget.
-    lag = max(0, first - draft_first) if drafting else 0
+    lag = max(0, first - draft_first) if branching else 0
     samples = num_missing + max(nodes, lag) <= chunk
     end = total if samples else first + max(0, min(num_missing - 1, chunk - lag))
-    if not drafting or draft_first >= end:
+    draft_end = end if branching else min(end, draft_first + min(most_read, budget))
+    if draft_first >= draft_end:
         draft_first = draft_end = sequence.num_draft_computed
-    else:
-        draft_end = end
     if not samples:
         branching, copies, nodes = (), (), 0
     return Part(sequence, end, samples, branching, copies, draft_first, draft_end, nodes)
-
-
-def draft_from(sequence: Sequence, draft_window: int) -> int:
-    """Index of the first token that the draft model would compute: no further back than it sees."""
-    computed = sequence.num_draft_computed
-    return max(computed, len(sequence.tokens) - draft_window) if draft_window else computed
-
-
-def lag_of(sequence: Sequence, draft_window: int) -> int:
-    """Known tokens the draft model must catch up on before the target's next; none where nothing is drafted."""
-    if not sequence.request.speculation.num_drafts:
-        return 0
-    return max(0, sequence.num_target_computed - draft_from(sequence, draft_window))
 
 
 def row_of(part: Part, text: Text | None) -> Row:

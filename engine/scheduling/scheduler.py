@@ -22,8 +22,9 @@ from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_width
 from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
+from engine.scheduling.lag import CatchingUp
 from engine.scheduling.outcome import Outcome
-from engine.scheduling.rows import Part, lag_of, part_of, row_of
+from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
@@ -51,7 +52,7 @@ class Scheduler:
         draft_window: int = 0,
     ) -> None:
         self.config = config
-        self.draft_window = draft_window
+        self.catching_up = CatchingUp(config, draft_window)
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
@@ -83,14 +84,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._waiting or self._running)
-
-    @property
-    def _most_lag(self) -> int:
-        """Most tokens that the draft model catches up on behind a cached prefix: what prompts are sure to get of a
-        step, but for one token."""
-        budget = self.config.max_num_batched_tokens
-        sure = min(budget // 4, self.config.max_prompt_tokens or budget) - 1
-        return max(0, min(max(budget // 8, self.draft_window), sure))
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of a row."""
@@ -174,8 +167,9 @@ class Scheduler:
         for number, sequence in enumerate(sharing):
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
-            # What the draft model has to catch up on first is bounded (`_most_lag`).
-            share = max(1 + lag_of(sequence, self.draft_window), budget // rivals)
+            # What the draft model has to catch up on before it drafts is bounded (`CatchingUp.most_lag`).
+            lag = self.catching_up.lag(sequence) if self._branching(sequence) else 0
+            share = max(1 + lag, budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
         return shares
@@ -193,6 +187,9 @@ class Scheduler:
             sequence.draft_start = row.draft_start
             if row.samples:
                 outcomes.append(self._append(sequence, row, next(emissions)))
+        if self.controller is not None:
+            num_prompt = sum(len(row.known) - 1 for row in plan.rows)
+            self.controller.note_tokens(num_prompt, sum(len(outcome.token_ids) for outcome in outcomes))
         return outcomes
 
     def check_invariants(self) -> None:
@@ -213,16 +210,20 @@ class Scheduler:
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.arrival))
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
-        config = self.config
-        return part_of(sequence, self._branching(sequence), budget, config.max_copied_tokens, self.draft_window)
+        keeps_up = self.controller is None or self.controller.reads or not self._adapts(sequence)
+        most_read = self.catching_up.most_read(sequence, budget) if keeps_up else 0
+        most_copied, window = self.config.max_copied_tokens, self.catching_up.draft_window
+        return part_of(sequence, self._branching(sequence), budget, most_copied, window, most_read)
 
     def _branching(self, sequence: Sequence) -> tuple[int, ...]:
         """What the sequence draws: as its request says, or as the controller has chosen."""
-        if self.controller is None or not sequence.request.speculation.adaptive:
+        if self.controller is None or not self._adapts(sequence):
             return sequence.branching
-        if lag_of(sequence, self.draft_window) > self.config.max_num_batched_tokens // 2 and sequence.num_missing == 1:
-            return ()  # its draft model is too far behind to catch up in a step
-        return self.controller.branching(sequence)
+        return () if self.catching_up.is_far(sequence) else self.controller.branching(sequence)
+
+    def _adapts(self, sequence: Sequence) -> bool:
+        """Whether the controller says what it drafts."""
+        return self.controller is not None and sequence.request.speculation.adaptive
 
     def _choose_shapes(self) -> None:
         """Let the controller decide about the requests that decode."""
@@ -231,7 +232,8 @@ class Scheduler:
         decoding = [s for s in self._running.values() if s.num_missing == 1]
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
         beside = [s.branching for s in decoding if not s.request.speculation.adaptive]
-        self.controller.choose(adaptive, beside, sum(lag_of(s, self.draft_window) for s in adaptive))
+        self.catching_up.share_among(adaptive)
+        self.controller.choose(adaptive, beside, sum(map(self.catching_up.lag, adaptive)))
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""
@@ -250,12 +252,13 @@ class Scheduler:
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
-            # The draft model catches up in the first step: no further than what prompts are sure to get of it.
-            nearest = len(sequence.tokens) - self.draft_window if self.draft_window else 0
-            most = (max(num_drafted * self.block_size, nearest) + self._most_lag) // self.block_size
-            self.blocks.release(sequence.block_ids[most:])
-            del sequence.block_ids[most:]
-            sequence.num_draft_computed = min(num_drafted, most) * self.block_size
+            if not self._adapts(sequence):
+                most = (
+                    self.catching_up.most_cached(len(sequence.tokens), num_drafted * self.block_size) // self.block_size
+                )
+                self.blocks.release(sequence.block_ids[most:])
+                del sequence.block_ids[most:]
+            sequence.num_draft_computed = min(num_drafted, len(sequence.block_ids)) * self.block_size
         sequence.num_target_computed = len(sequence.block_ids) * self.block_size
         sequence.num_published_blocks = len(sequence.block_ids)
         sequence.num_drafted_blocks = num_drafted

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import engine.verifying as verifying
 from engine.engine import Engine
@@ -17,6 +18,7 @@ from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.costs import Curve, StepCosts
+from engine.scheduling.lag import draft_from
 from engine.scheduling.sequence import Sequence
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
@@ -27,10 +29,14 @@ COSTS = StepCosts(Curve([(1, 1.0)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.
 
 
 class Restless(Controller):
-    """Another shape at every step, by the last token and the number of running requests."""
+    """Another shape at every step, by the last token and the number of running requests; texts are not always read."""
 
     def __init__(self) -> None:
         super().__init__(COSTS, 16)
+
+    def choose(self, *asked: Any) -> None:
+        super().choose(*asked)
+        self.reads = self._step % 3 > 0
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
         most = sequence.request.speculation.num_drafts
@@ -135,6 +141,36 @@ def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
 
     late, whole = accepted(Late()), accepted(None)
     assert 0.3 < late / whole < 0.8
+
+
+def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
+    """Every draft of a model that is the target itself is accepted, once it has read all: while plain decoding is
+    chosen it reads nothing, afterwards a piece in every step. The wrong variant reads on as if it had read the rest."""
+
+    class Told(Controller):
+        def choose(self, *_: Any) -> None:
+            self._step += 1
+            self.reads = self._step > 12
+
+        def branching(self, sequence: Sequence) -> tuple[int, ...]:
+            return (1, 1, 1) if self.reads else ()
+
+    def run(begins: Any) -> list[bool]:
+        engine = tiny.build(TARGET, TARGET, budget=64)
+        engine.scheduler.controller = Told(COSTS, 16)
+        requests = [tiny.request(str(n), range(5, 5 + n), adaptive("block", 1), 80) for n in (12, 33)]
+        with patch("engine.scheduling.rows.draft_from", begins):
+            found = tiny.run(engine, requests)
+        plain = tiny.run(tiny.build(TARGET, None), [replace(one, speculation=tiny.OFF) for one in requests])
+        assert found.tokens == plain.tokens
+        drafting = [outcome for outcome in chain(*found.outcomes.values()) if outcome.draft_length]
+        # The last step of an answer emits no more than was asked for.
+        return [one.num_accepted == one.draft_length for one in drafting if one.finish_reason is None]
+
+    right, wrong = run(draft_from), run(lambda sequence, _: sequence.num_target_computed)
+    assert len(right) > 20
+    assert all(right)
+    assert not all(wrong)
 
 
 def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:

@@ -93,6 +93,17 @@ def test_what_neighbours_gain_by_their_drafts_counts(monkeypatch: pytest.MonkeyP
         assert (controller.choice.shape != PLAIN) == drafts
 
 
+def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
+    """A gain of a tenth: enough for long answers, not where every answer begins with a long prompt to be read."""
+    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), Curve([(1, 0.05), (65, 1.65)]))
+    for num_prompt, drafts in ((0, True), (200, False)):
+        controller = Controller(costs, 16)
+        assert controller.reads, "nothing is known yet"
+        controller.note_tokens(num_prompt, 20)
+        controller.choose([sequence(1)])
+        assert (controller.choice.shape != PLAIN) == drafts == controller.reads
+
+
 def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> None:
     controller = Controller(USUAL, 16)
     first = run(controller, [sequence(1)], 64, {1: 0.0})

@@ -125,6 +125,7 @@ class Whims(Controller):
 
     def tell(self, num_drafts: int, draft_length: int) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
+        self.reads = num_drafts > 0
 
     def choose(self, *_: object) -> None:
         """Nothing is to be decided."""
@@ -148,6 +149,39 @@ class AdaptiveTraffic(Traffic):
 
 TestAdaptiveTraffic = AdaptiveTraffic.TestCase
 TestAdaptiveTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
+    """Where that changes, it catches up with the near ones at once, with the far ones piece by piece beside their
+    decoding; the wrong variant never drafts for these again."""
+    config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
+    scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
+    scheduler.controller = whims
+    whims.tell(0, 0)
+    for name, length in (("short", 40), ("long", 300), ("middle", 171)):
+        asked = request(name, length, 50, first=1000 * length)
+        speculation = Speculation(num_drafts=2, draft_length=2, adaptive=True)
+        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
+    plan = scheduler.plan()
+    assert [len(row.known) for row in plan.rows] == [40, 300, 171]
+    assert not any(row.draft_known for row in plan.rows)
+    scheduler.commit(plan, verdict(plan))
+    whims.tell(2, 2)
+    read = []
+    while True:
+        plan = scheduler.plan()
+        assert all(row.samples for row in plan.rows)
+        assert plan.is_behind
+        short, middle, long = sorted(plan.rows, key=lambda row: row.end)
+        read.append(tuple((len(row.draft_known), bool(row.branching)) for row in (short, middle, long)))
+        assert short.branching
+        scheduler.commit(plan, verdict(plan))
+        if long.branching:
+            break
+    # 64 tokens a step are read of the far ones together; who is no more than that behind drafts.
+    assert read[0] == ((41, True), (32, False), (32, False))
+    assert read[4] == ((1, True), (48, True), (64, False))
+    assert not scheduler.plan().is_behind
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:

@@ -1,0 +1,65 @@
+"""How far the draft model is behind a text, and how it catches up.
+
+Requests that draft what they ask for are never far behind: the draft model reads their prompts along, and they begin
+behind no more of a cached prefix than it catches up on in a step. For those that the controller decides about it reads
+nothing while plain decoding is chosen (of short answers to long prompts, prompts are most of the work). Where drafting
+is chosen again, those not far behind catch up in the step that drafts; the others decode plainly until the draft model
+has read a piece of their text in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.config import SchedulerConfig
+from engine.scheduling.sequence import Sequence
+
+# Tokens of a text that the draft model reads in a step at least, where it catches up: more than a plain step adds.
+_LEAST_READ = 4
+
+
+class CatchingUp:
+    """What the draft model reads beside what is drafted from at once."""
+
+    def __init__(self, config: SchedulerConfig, draft_window: int) -> None:
+        budget = config.max_num_batched_tokens
+        sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
+        self.draft_window = draft_window
+        self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
+        """Most tokens that it catches up on in a step that drafts: what prompts are sure to get of a step, but for one
+        token."""
+        self._num_far = 1
+
+    def lag(self, sequence: Sequence) -> int:
+        """Known tokens it must catch up on before the target's next; none where nothing is drafted."""
+        if not sequence.request.speculation.num_drafts:
+            return 0
+        return max(0, sequence.num_target_computed - draft_from(sequence, self.draft_window))
+
+    def is_far(self, sequence: Sequence) -> bool:
+        """Whether it is too far behind to catch up in a step that drafts."""
+        return self.lag(sequence) > max(self.most_lag, sequence.request.speculation.draft_length)
+
+    def most_cached(self, num_tokens: int, num_drafted: int) -> int:
+        """Tokens of a cached prefix that a request begins behind if it is to draft in its first step: it has K/V of
+        `num_drafted` of them."""
+        nearest = num_tokens - self.draft_window if self.draft_window else 0
+        return max(num_drafted, nearest) + self.most_lag
+
+    def share_among(self, decoding: Iterable[Sequence]) -> None:
+        """These may want to catch up in the next step."""
+        self._num_far = max(1, sum(map(self.is_far, decoding)))
+
+    def most_read(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a text that is to be kept up with and that nothing is drafted from in this step."""
+        if not sequence.request.speculation.num_drafts:
+            return 0
+        if sequence.num_missing > 1:
+            return budget
+        return max(_LEAST_READ, self.most_lag // self._num_far) if self.is_far(sequence) else 0
+
+
+def draft_from(sequence: Sequence, draft_window: int) -> int:
+    """Index of the first token that the draft model would compute: no further back than it sees."""
+    computed = sequence.num_draft_computed
+    return max(computed, len(sequence.tokens) - draft_window) if draft_window else computed
