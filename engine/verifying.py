@@ -301,20 +301,11 @@ def _noise(draft: Draft, device: torch.device) -> ChainNoise:
     seed, position, rank = layout.seed_C, layout.position_C, layout.rank_C
     depth_L = np.arange(layout.max_length)
 
-    def each(purpose: Purpose) -> Tensor:
-        return to_device(uniform(seed, position, purpose, rank), device)
-
-    def each_depth(purpose: Purpose) -> Tensor:
-        numbers = uniform(seed[:, None], position[:, None], purpose, rank[:, None], depth_L)
-        return to_device(numbers.reshape(layout.num_chains, layout.max_length), device)
-
-    return ChainNoise(
-        each_depth(Purpose.ACCEPT),
-        each(Purpose.RESIDUAL),
-        each(Purpose.SCORE),
-        each_depth(Purpose.CHOSEN_ACCEPT),
-        each(Purpose.CHOSEN_RESIDUAL),
-    )
+    once_P1 = [[Purpose.RESIDUAL], [Purpose.SCORE], [Purpose.CHOSEN_RESIDUAL]]
+    each_depth_P11 = [[[Purpose.ACCEPT]], [[Purpose.CHOSEN_ACCEPT]]]
+    once_PC = to_device(uniform(seed, position, once_P1, rank), device)
+    deep_PCL = to_device(uniform(seed[:, None], position[:, None], each_depth_P11, rank[:, None], depth_L), device)
+    return ChainNoise(deep_PCL[0], once_PC[0], once_PC[1], deep_PCL[1], once_PC[2])
 
 
 def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:

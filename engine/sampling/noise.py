@@ -64,12 +64,15 @@ def hash_words(seed: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
 def uniform(
     seed: npt.ArrayLike,
     position: npt.ArrayLike,
-    purpose: Purpose,
+    purpose: npt.ArrayLike,
     chain: npt.ArrayLike = 0,
     depth: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension)."""
-    word = hash_words(seed, position, int(purpose), chain, depth)
+    """Uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension).
+
+    purpose: one `Purpose`, or several, to draw for them in one call.
+    """
+    word = hash_words(seed, position, purpose, chain, depth)
     return ((word >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
