@@ -35,7 +35,7 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 2
+_FORMAT = 3
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""

@@ -109,8 +109,7 @@ class Product:
         if self._packed is None and not self._compiles:
             return
         began = time.perf_counter()
-        sizes = _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]
-        for size in dict.fromkeys(map(self._size_of.__getitem__, sizes)):
+        for size in _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]:
             self(torch.zeros(size, self.shape[1], dtype=self._dtype))
             if time.perf_counter() - began > _COMPILE_BUDGET_S:
                 return
@@ -271,13 +270,12 @@ def _middle_s(
 ) -> dict[int, float]:
     """Time of the products of all weights with so many rows: the middle one of several, taken in turns."""
     runs_s: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
-    began = time.perf_counter()
     for repeat in range(_MAX_REPEATS):
-        if repeat >= _MIN_REPEATS and time.perf_counter() - began > _POINT_BUDGET_S * len(rows):
-            break
         for num_rows, some in rows.items():
-            began_one = time.perf_counter()
+            if repeat >= _MIN_REPEATS and sum(runs_s[num_rows]) > _POINT_BUDGET_S:
+                continue
+            began = time.perf_counter()
             for weight in weights:
                 product(some, weight)
-            runs_s[num_rows].append(time.perf_counter() - began_one)
+            runs_s[num_rows].append(time.perf_counter() - began)
     return {num_rows: sorted(runs)[len(runs) // 2] for num_rows, runs in runs_s.items()}

@@ -45,10 +45,8 @@ _RETRY = 0.999
 """Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
 _PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
 """So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
-_PROMPT = 64
-"""Tokens of a prompt by whose time all are judged."""
-_CATCH_UP_STEPS = 32
-"""Steps over which it must pay that the draft model computes what it has missed."""
+_BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
+"""Tokens of an answer before any has ended; and the share of what is known of answers that each new one leaves."""
 
 
 def with_chains(acceptance: float, num_drafts: int) -> float:
@@ -156,7 +154,8 @@ class _Load:
 
     num_adaptive: int
     others: tuple[tuple[int, ...], ...]
-    catch_up_s: float
+    reading_s: Numbers
+    """[adaptive requests] what the draft model takes to catch up with each, by token that its answer may still get."""
 
     @cached_property
     def nodes_beside(self) -> tuple[int, ...]:
@@ -184,15 +183,17 @@ class Controller:
         self._corrections = {True: _Correction(), False: _Correction()}
         self._step = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
-        self._num_prompt = self._num_emitted = 0.0
+        self._answers = np.array([0.0, _BELIEVED_ANSWER, 1.0])
         self.reads = True
         """Whether the draft model reads along what is not yet drafted from: not while plain decoding is chosen."""
 
-    def choose(self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), num_behind: int = 0) -> None:
+    def choose(
+        self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), behind: Many[int] | None = None
+    ) -> None:
         """Decide for the running requests; before each step.
 
         others: what the requests beside them draft (`Row.branching`).
-        num_behind: tokens that the draft model must catch up on.
+        behind: tokens that the draft model must catch up on, by adaptive request.
         """
         self._step += 1
         self.acceptance.fade()
@@ -201,7 +202,7 @@ class Controller:
         if self._probes(others):
             self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY, self.choice.kept)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
-            self._choose(adaptive, _Load(len(adaptive), tuple(others), self.costs.catch_up_s(num_behind)))
+            self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind)))
             self.choice.of = asked
 
     def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
@@ -217,10 +218,11 @@ class Controller:
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(load, len(adaptive), shape) - plain_s
-            mask = tokens - 1 > max(0.0, extra_s) / len(adaptive) * plain_rate
+            mask = tokens - 1 > (max(0.0, extra_s) / len(adaptive) + tokens * load.reading_s) * plain_rate
             emitted = float(tokens[mask].sum()) + len(adaptive) - int(mask.sum())
-            step_s = self._step_s(load, int(mask.sum()), shape) + load.catch_up_s / _CATCH_UP_STEPS
-            rate = (emitted + tokens_beside) / (step_s + emitted * self._prompt_s())
+            # Where drafting is what is done, the texts of those that come must be read too.
+            reading_s = max(float((tokens * load.reading_s)[mask].sum()), emitted * self._prompt_s())
+            rate = (emitted + tokens_beside) / (self._step_s(load, int(mask.sum()), shape) + reading_s)
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
@@ -265,14 +267,21 @@ class Controller:
         self.acceptance.observe(num_drafts, tried, taken)
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried), _REQUEST_WEIGHT)
 
-    def note_tokens(self, num_prompt: int, num_emitted: int) -> None:
-        """Tokens of prompts that a step computed, and tokens it emitted."""
-        self._num_prompt = _KEEP * self._num_prompt + num_prompt
-        self._num_emitted = _KEEP * self._num_emitted + num_emitted
+    def note_answer(self, num_prompt: int, num_emitted: int) -> None:
+        """An answer has ended: how many tokens of its prompt a draft model must read, and how many it has itself."""
+        self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
 
     def _prompt_s(self) -> float:
         """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
-        return self.costs.catch_up_s(_PROMPT) / _PROMPT * self._num_prompt / max(1.0, self._num_emitted)
+        num_prompt, num_emitted, num_answers = self._answers.tolist()
+        return self.costs.catch_up_s(num_prompt / num_answers) * float(num_answers / num_emitted)
+
+    def _reading_s(self, adaptive: Many[Sequence], behind: Many[int] | None) -> Numbers:
+        """[requests] what catching up costs for each token that the answer may still get."""
+        usual = self._answers[1] / self._answers[2]
+        left = np.array([max(1.0, min(sequence.num_remaining, usual)) for sequence in adaptive])
+        result: Numbers = np.array([self.costs.catch_up_s(lag) for lag in behind or [0] * len(adaptive)]) / left
+        return result
 
     def note_time(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float) -> None:
         """The step chosen for took this long, without prompts in it."""

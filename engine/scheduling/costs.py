@@ -62,6 +62,6 @@ class StepCosts:
             seconds += self.draft_pass.at(num_drafting) + sum(self.draft_pass.at(n) for n in nodes_by_depth[:-1])
         return seconds
 
-    def catch_up_s(self, num_behind: int) -> float:
+    def catch_up_s(self, num_behind: float) -> float:
         """What the draft model takes for tokens it has not seen, beside its first pass."""
         return self.draft_pass.at(1 + num_behind) - self.draft_pass.at(1) if num_behind else 0.0

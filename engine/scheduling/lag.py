@@ -1,10 +1,10 @@
 """How far the draft model is behind a text, and how it catches up.
 
 Requests that draft what they ask for are never far behind: the draft model reads their prompts along, and they begin
-behind no more of a cached prefix than it catches up on in a step. For those that the controller decides about it reads
+behind no more of a cached prefix than it catches up on in a step. Of those that the controller decides about it reads
 nothing while plain decoding is chosen (of short answers to long prompts, prompts are most of the work). Where drafting
-is chosen again, those not far behind catch up in the step that drafts; the others decode plainly until the draft model
-has read a piece of their text in every step.
+is chosen again, a step catches up on a bounded number of tokens: who is no further behind than its part of them drafts
+at once, the others decode plainly while the draft model reads a piece of their text in every step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ class CatchingUp:
         sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
         self.draft_window = draft_window
         self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
-        """Most tokens that it catches up on in a step that drafts: what prompts are sure to get of a step, but for one
-        token."""
-        self._num_far = 1
+        """Most tokens that it catches up on in a step: what prompts are sure to get of a step, but for one token."""
+        self._share = self.most_lag
+
+    @property
+    def piece(self) -> int:
+        """Tokens that it catches up on in a step in which a request drafts nothing."""
+        return max(_LEAST_READ, self._share)
 
     def lag(self, sequence: Sequence) -> int:
         """Known tokens it must catch up on before the target's next; none where nothing is drafted."""
@@ -38,7 +42,14 @@ class CatchingUp:
 
     def is_far(self, sequence: Sequence) -> bool:
         """Whether it is too far behind to catch up in a step that drafts."""
-        return self.lag(sequence) > max(self.most_lag, sequence.request.speculation.draft_length)
+        # As many as a chain has tokens fit a decoding row in any case.
+        fitting = sequence.request.speculation.draft_length if sequence.num_missing == 1 else 0
+        return self.lag(sequence) > max(self._share, fitting)
+
+    def to_read(self, sequence: Sequence) -> int:
+        """Prompt tokens it reads for a request that drafts."""
+        missing = len(sequence.request.prompt_token_ids) - max(0, sequence.num_cached)
+        return min(missing, self.draft_window) if self.draft_window else missing
 
     def most_cached(self, num_tokens: int, num_drafted: int) -> int:
         """Tokens of a cached prefix that a request begins behind if it is to draft in its first step: it has K/V of
@@ -46,17 +57,9 @@ class CatchingUp:
         nearest = num_tokens - self.draft_window if self.draft_window else 0
         return max(num_drafted, nearest) + self.most_lag
 
-    def share_among(self, decoding: Iterable[Sequence]) -> None:
-        """These may want to catch up in the next step."""
-        self._num_far = max(1, sum(map(self.is_far, decoding)))
-
-    def most_read(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of a text that is to be kept up with and that nothing is drafted from in this step."""
-        if not sequence.request.speculation.num_drafts:
-            return 0
-        if sequence.num_missing > 1:
-            return budget
-        return max(_LEAST_READ, self.most_lag // self._num_far) if self.is_far(sequence) else 0
+    def share_among(self, sequences: Iterable[Sequence]) -> None:
+        """These may catch up in the next step."""
+        self._share = self.most_lag // max(1, sum(self.lag(sequence) > 0 for sequence in sequences))
 
 
 def draft_from(sequence: Sequence, draft_window: int) -> int:

@@ -43,11 +43,12 @@ def part_of(
     budget: int,
     max_copied_tokens: int,
     draft_window: int,
-    most_read: int,
+    piece: int | None,
 ) -> Part:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
-    most_read: tokens that the draft model computes where nothing is drafted from them yet.
+    piece: tokens that the draft model computes where nothing is drafted from them yet, beside as many as the target;
+        None where it computes none.
     """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
@@ -65,7 +66,10 @@ def part_of(
     lag = max(0, first - draft_first) if branching else 0
     samples = num_missing + max(nodes, lag) <= chunk
     end = total if samples else first + max(0, min(num_missing - 1, chunk - lag))
-    draft_end = end if branching else min(end, draft_first + min(most_read, budget))
+    if branching:
+        draft_end = end
+    else:
+        draft_end = min(end, draft_first + min(end - first + piece, budget)) if piece is not None else draft_first
     if draft_first >= draft_end:
         draft_first = draft_end = sequence.num_draft_computed
     if not samples:

@@ -168,7 +168,7 @@ class Scheduler:
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
             # What the draft model has to catch up on before it drafts is bounded (`CatchingUp.most_lag`).
-            lag = self.catching_up.lag(sequence) if self._branching(sequence) else 0
+            lag = self.catching_up.lag(sequence) if self._drafting(sequence)[0] else 0
             share = max(1 + lag, budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
@@ -187,9 +187,6 @@ class Scheduler:
             sequence.draft_start = row.draft_start
             if row.samples:
                 outcomes.append(self._append(sequence, row, next(emissions)))
-        if self.controller is not None:
-            num_prompt = sum(len(row.known) - 1 for row in plan.rows)
-            self.controller.note_tokens(num_prompt, sum(len(outcome.token_ids) for outcome in outcomes))
         return outcomes
 
     def check_invariants(self) -> None:
@@ -210,16 +207,19 @@ class Scheduler:
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.arrival))
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
-        keeps_up = self.controller is None or self.controller.reads or not self._adapts(sequence)
-        most_read = self.catching_up.most_read(sequence, budget) if keeps_up else 0
+        branching, piece = self._drafting(sequence)
         most_copied, window = self.config.max_copied_tokens, self.catching_up.draft_window
-        return part_of(sequence, self._branching(sequence), budget, most_copied, window, most_read)
+        return part_of(sequence, branching, budget, most_copied, window, piece)
 
-    def _branching(self, sequence: Sequence) -> tuple[int, ...]:
-        """What the sequence draws: as its request says, or as the controller has chosen."""
+    def _drafting(self, sequence: Sequence) -> tuple[tuple[int, ...], int | None]:
+        """What the sequence draws, as its request says or as the controller has chosen; and where it draws nothing,
+        what the draft model reads of it (`part_of`)."""
         if self.controller is None or not self._adapts(sequence):
-            return sequence.branching
-        return () if self.catching_up.is_far(sequence) else self.controller.branching(sequence)
+            return sequence.branching, None
+        branching = self.controller.branching(sequence)
+        far = self.catching_up.is_far(sequence)
+        reads = self.controller.reads if sequence.num_missing > 1 else far and bool(branching)
+        return () if far else branching, self.catching_up.piece if reads else None
 
     def _adapts(self, sequence: Sequence) -> bool:
         """Whether the controller says what it drafts."""
@@ -232,8 +232,8 @@ class Scheduler:
         decoding = [s for s in self._running.values() if s.num_missing == 1]
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
         beside = [s.branching for s in decoding if not s.request.speculation.adaptive]
-        self.catching_up.share_among(adaptive)
-        self.controller.choose(adaptive, beside, sum(map(self.catching_up.lag, adaptive)))
+        self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
+        self.controller.choose(adaptive, beside, [self.catching_up.lag(s) for s in adaptive])
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""
@@ -368,6 +368,8 @@ class Scheduler:
         return emitted, None
 
     def _finish(self, sequence: Sequence) -> None:
+        if self.controller is not None and self._adapts(sequence):
+            self.controller.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
         num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
         self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
         del self._running[sequence.sequence_id]

@@ -18,10 +18,14 @@ DEAR = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (1, 5.0), (100, 
 USUAL = StepCosts(Curve([(1, 1.0), (2, 1.1)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]))
 
 
-def sequence(number: int, num_drafts: int = 4, draft_length: int = 5) -> Sequence:
+# A gain of a tenth, and a draft model that takes a fortieth of a plain step for a token.
+SLOW_READER = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), Curve([(1, 0.05), (65, 1.65)]))
+
+
+def sequence(number: int, num_drafts: int = 4, draft_length: int = 5, max_tokens: int = 99) -> Sequence:
     speculation = Speculation(num_drafts=num_drafts, draft_length=draft_length, adaptive=True)
     request = Request(
-        request_id=str(number), prompt_token_ids=(1,), limits=Limits(max_tokens=99), speculation=speculation
+        request_id=str(number), prompt_token_ids=(1,), limits=Limits(max_tokens=max_tokens), speculation=speculation
     )
     return Sequence(number, request, 0.0)
 
@@ -95,13 +99,34 @@ def test_what_neighbours_gain_by_their_drafts_counts(monkeypatch: pytest.MonkeyP
 
 def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
     """A gain of a tenth: enough for long answers, not where every answer begins with a long prompt to be read."""
-    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), Curve([(1, 0.05), (65, 1.65)]))
-    for num_prompt, drafts in ((0, True), (200, False)):
-        controller = Controller(costs, 16)
+    for num_prompt, num_emitted, drafts in ((0, 20, True), (200, 20, False), (200, 2000, True)):
+        controller = Controller(SLOW_READER, 16)
         assert controller.reads, "nothing is known yet"
-        controller.note_tokens(num_prompt, 20)
+        for _ in range(10):
+            controller.note_answer(num_prompt, num_emitted)
         controller.choose([sequence(1)])
         assert (controller.choice.shape != PLAIN) == drafts == controller.reads
+
+
+def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
+    """Plain decoding does not stay the choice because prompts were left unread: many that are far behind draft, if
+    their answers are long enough. The wrong variant charges all that is behind to a few steps."""
+    for num_emitted, drafts in ((1000, True), (10, False)):
+        controller = Controller(SLOW_READER, 16)
+        for _ in range(40):
+            controller.note_answer(500, num_emitted)
+        for number, lag in enumerate((0, 500, 500)):
+            controller.choose([sequence(number, max_tokens=2000)], (), [lag])
+            assert (controller.choice.shape != PLAIN) == drafts
+    controller = Controller(SLOW_READER, 16)
+    controller.choose([sequence(1, max_tokens=20)], (), [500])
+    assert controller.choice.shape == PLAIN, "what is left of the answer does not pay for the reading"
+
+
+def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
+    controller = Controller(StepCosts(USUAL.plain, FREE.nodes, SLOW_READER.draft_pass), 16)
+    controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 3000, 1])
+    assert controller.choice.drafting == {1, 3}
 
 
 def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> None:
