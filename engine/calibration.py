@@ -173,29 +173,32 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
     context = min(256, engine.facts.max_model_len // 2)
     most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
     room = engine.scheduler.config.max_num_batched_tokens
-    points: list[tuple[int, int]] = []
+    points: list[tuple[int, int, int]] = []
     for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
-        points.append((num_rows, 0))
+        points.append((num_rows, 0, 0))
         for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
             if num_rows == 1 or num_rows * num_drafts * length <= min(_MOST_NODES, room - num_rows):
-                points.append((num_rows, num_drafts))
+                points.append((num_rows, num_drafts, length))
+    if speculation.draft_length > length:
+        # The few rows of one chain cost next to nothing: between three nodes and twelve no line shows that.
+        points.append((1, 1, speculation.draft_length))
     plans = []
-    for num_rows, num_drafts in points:
-        shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=length, tree=())
+    for num_rows, num_drafts, of_chain in points:
+        shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
         plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
     measured = dict(zip(points, middle_steps(engine, plans), strict=True))
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
-    for (num_rows, num_drafts), (wall_s, phases_s) in measured.items():
+    for (num_rows, num_drafts, of_chain), (wall_s, phases_s) in measured.items():
         if num_drafts:
-            plain_s = measured[num_rows, 0][0]
-            nodes.append((num_rows * num_drafts * length, wall_s - phases_s["draft"] - plain_s))
+            plain_s = measured[num_rows, 0, 0][0]
+            nodes.append((num_rows * num_drafts * of_chain, wall_s - phases_s["draft"] - plain_s))
         if num_drafts == 1:
-            draft_pass.append((num_rows, phases_s["draft"] / length))
-        elif num_drafts and length > 1:
+            draft_pass.append((num_rows, phases_s["draft"] / of_chain))
+        elif num_drafts and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
-            draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (length - 1)))
-    plain = [(num_rows, wall_s) for (num_rows, num_drafts), (wall_s, _) in measured.items() if not num_drafts]
+            draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
+    plain = [(num_rows, wall_s) for (num_rows, num_drafts, _), (wall_s, _) in measured.items() if not num_drafts]
     return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
 
 
