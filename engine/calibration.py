@@ -35,7 +35,7 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 3
+_FORMAT = 4
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -186,7 +186,9 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
     for num_rows, num_drafts, of_chain in points:
         shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
         plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
-    measured = dict(zip(points, middle_steps(engine, plans), strict=True))
+    num_read = min(_MOST_NODES, context)
+    *steps, (_, reading_s) = middle_steps(engine, [*plans, _reading_plan(engine, context, num_read)])
+    measured = dict(zip(points, steps, strict=True))
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
     for (num_rows, num_drafts, of_chain), (wall_s, phases_s) in measured.items():
@@ -198,8 +200,15 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
         elif num_drafts and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
             draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
+    draft_pass.append((num_read, reading_s["draft"]))
     plain = [(num_rows, wall_s) for (num_rows, num_drafts, _), (wall_s, _) in measured.items() if not num_drafts]
     return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
+
+
+def _reading_plan(engine: Engine, context: int, num_read: int) -> Plan:
+    """A plain step of one row beside which the draft model reads so many tokens."""
+    (row,) = made_up_plan(engine, 1, context).rows
+    return Plan((msgspec.structs.replace(row, draft_known=(0,) * num_read, draft_first_index=row.end - num_read),))
 
 
 def median_s(engine: Engine, plan: Plan) -> float:

@@ -12,6 +12,7 @@ from engine.calibration import measure, measure_plain, middle_steps
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.metrics import Overhead, PlainTimes, Stopwatch
+from engine.plan import Plan
 from engine.request import Speculation
 from tests.engine import tiny
 
@@ -167,3 +168,29 @@ def test_plans_are_measured_in_turns() -> None:
     for plan in plans:
         apart.append(middle_steps(engine, [plan])[0][0])
     assert apart == pytest.approx([0.003, 0.002, 0.003])
+
+
+def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each part of a step grows in proportion, so do the costs; reading is measured as a pass of many rows."""
+
+    def draft_s(plan: Plan) -> float:
+        passes = [sum(max(1, len(row.draft_known)) for row in plan.rows if row.draft_known)]
+        passes += [sum(row.widths[depth] for row in plan.rows) for depth in range(plan.rows[0].draft_length - 1)]
+        return sum(0.01 + 0.001 * num_rows for num_rows in passes if num_rows)
+
+    def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
+        nodes = [sum(row.num_nodes for row in plan.rows) for plan in plans]
+        other = [0.1 + 0.01 * len(plan.rows) + 0.002 * count for plan, count in zip(plans, nodes, strict=True)]
+        return [(s + draft_s(plan), {"draft": draft_s(plan)}) for s, plan in zip(other, plans, strict=True)]
+
+    target = tiny.llama(seed=1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.02), max_num_seqs=16)
+    monkeypatch.setattr(calibration, "middle_steps", steps)
+    costs = calibration.measure_costs(engine, Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True))
+    assert costs.step_s(4, 0, ()) == pytest.approx(0.14)
+    assert costs.step_s(4, 4, (8, 8, 8)) == pytest.approx(0.14 + 0.048 + 0.014 + 2 * 0.018)
+    assert costs.step_s(1, 1, (1,) * 5) == pytest.approx(0.11 + 0.01 + 5 * 0.011)
+    assert costs.catch_up_s(100) == pytest.approx(0.1)
+    assert costs.catch_up_s(4000) == pytest.approx(4.0)
+    assert {5, 12} <= set(costs.nodes.sizes)
+    assert 64 in costs.draft_pass.sizes
