@@ -214,16 +214,17 @@ class Scheduler:
     def _drafting(self, sequence: Sequence) -> tuple[tuple[int, ...], int | None]:
         """What the sequence draws, as its request says or as the controller has chosen; and where it draws nothing,
         what the draft model reads of it (`part_of`)."""
-        if self.controller is None or not self._adapts(sequence):
+        controller = self._controller_of(sequence)
+        if controller is None:
             return sequence.branching, None
-        branching = self.controller.branching(sequence)
+        branching = controller.branching(sequence)
         far = self.catching_up.is_far(sequence)
-        reads = self.controller.reads if sequence.num_missing > 1 else far and bool(branching)
+        reads = controller.reads if sequence.num_missing > 1 else far and bool(branching)
         return () if far else branching, self.catching_up.piece if reads else None
 
-    def _adapts(self, sequence: Sequence) -> bool:
-        """Whether the controller says what it drafts."""
-        return self.controller is not None and sequence.request.speculation.adaptive
+    def _controller_of(self, sequence: Sequence) -> Controller | None:
+        """Who says what it drafts; None where its request does."""
+        return self.controller if sequence.request.speculation.adaptive else None
 
     def _choose_shapes(self) -> None:
         """Let the controller decide about the requests that decode."""
@@ -252,10 +253,9 @@ class Scheduler:
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
-            if not self._adapts(sequence):
-                most = (
-                    self.catching_up.most_cached(len(sequence.tokens), num_drafted * self.block_size) // self.block_size
-                )
+            if self._controller_of(sequence) is None:
+                most_tokens = self.catching_up.most_cached(len(sequence.tokens), num_drafted * self.block_size)
+                most = most_tokens // self.block_size
                 self.blocks.release(sequence.block_ids[most:])
                 del sequence.block_ids[most:]
             sequence.num_draft_computed = min(num_drafted, len(sequence.block_ids)) * self.block_size
@@ -368,8 +368,9 @@ class Scheduler:
         return emitted, None
 
     def _finish(self, sequence: Sequence) -> None:
-        if self.controller is not None and self._adapts(sequence):
-            self.controller.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
+        controller = self._controller_of(sequence)
+        if controller is not None:
+            controller.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
         num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
         self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
         del self._running[sequence.sequence_id]
