@@ -35,7 +35,9 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 4
+_TEXT_ROWS = 16
+"""Requests of the steps that show what longer texts add."""
+_FORMAT = 5
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -170,24 +172,18 @@ def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Specu
 @torch.inference_mode()
 def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
     """Parts of a step by size, from steps of a few shapes that the configured rule verifies."""
-    context = min(256, engine.facts.max_model_len // 2)
-    most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
-    room = engine.scheduler.config.max_num_batched_tokens
-    points: list[tuple[int, int, int]] = []
-    for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
-        points.append((num_rows, 0, 0))
-        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
-            if num_rows == 1 or num_rows * num_drafts * length <= min(_MOST_NODES, room - num_rows):
-                points.append((num_rows, num_drafts, length))
-    if speculation.draft_length > length:
-        # The few rows of one chain cost next to nothing: between three nodes and twelve no line shows that.
-        points.append((1, 1, speculation.draft_length))
+    context = max(2, min(256, engine.facts.max_model_len // 2))
+    points = _points(engine, speculation)
     plans = []
     for num_rows, num_drafts, of_chain in points:
         shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
         plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
-    num_read = min(_MOST_NODES, context)
-    *steps, (_, reading_s) = middle_steps(engine, [*plans, _reading_plan(engine, context, num_read)])
+    num_read, short = min(_MOST_NODES, context), max(1, context // 8)
+    num_texts = min(_TEXT_ROWS, engine.scheduler.config.max_num_seqs)
+    plans += [made_up_plan(engine, num_texts, length) for length in (short, context)]
+    *steps, (short_s, _), (long_s, _), (_, reading) = middle_steps(
+        engine, [*plans, _reading_plan(engine, context, num_read)]
+    )
     measured = dict(zip(points, steps, strict=True))
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
@@ -200,9 +196,31 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
         elif num_drafts and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
             draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
-    draft_pass.append((num_read, reading_s["draft"]))
     plain = [(num_rows, wall_s) for (num_rows, num_drafts, _), (wall_s, _) in measured.items() if not num_drafts]
-    return StepCosts(Curve(plain), Curve(nodes), Curve(draft_pass))
+    return StepCosts(
+        plain=Curve(plain),
+        nodes=Curve(nodes),
+        draft_pass=Curve(draft_pass),
+        reading=Curve([(0, 0.0), (num_read - 1, reading["draft"] - Curve(draft_pass).at(1))]),
+        text_s=max(0.0, (long_s - short_s) / (num_texts * (context - short))),
+        context=context + 1,  # the row's own token is one of its text
+    )
+
+
+def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, int]]:
+    """(requests, chains, tokens in a chain) of the steps that are measured."""
+    most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
+    room = engine.scheduler.config.max_num_batched_tokens
+    points: list[tuple[int, int, int]] = []
+    for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
+        points.append((num_rows, 0, 0))
+        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
+            if num_rows == 1 or num_rows * num_drafts * length <= min(_MOST_NODES, room - num_rows):
+                points.append((num_rows, num_drafts, length))
+    if speculation.draft_length > length:
+        # The few rows of one chain cost next to nothing: between three nodes and twelve no line shows that.
+        points.append((1, 1, speculation.draft_length))
+    return points
 
 
 def _reading_plan(engine: Engine, context: int, num_read: int) -> Plan:

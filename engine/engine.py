@@ -120,7 +120,8 @@ class Engine:
         ):
             return
         drafting = [row.widths for row in plan.rows if row.branching]
-        controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s)
+        num_text = sum(row.end for row in plan.rows)
+        controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s, num_text)
 
     def _plain_s(self, around_s: float) -> float | None:
         """Duration of a plain step over the last plan's batch and contexts, where that is known."""

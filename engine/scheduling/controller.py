@@ -31,7 +31,7 @@ Shape = tuple[int, int]
 """(chains, tokens in a chain)."""
 
 PLAIN: Shape = (0, 0)
-_MENU = ((1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
+_MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 # What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
 _BELIEF, _GROWTH = 0.7, 0.25
 _BELIEF_WEIGHT, _REQUEST_WEIGHT = 6.0, 10.0
@@ -156,6 +156,8 @@ class _Load:
     others: tuple[tuple[int, ...], ...]
     reading_s: Numbers
     """[adaptive requests] what the draft model takes to catch up with each, by token that its answer may still get."""
+    num_text: int
+    """Tokens of all texts."""
 
     @cached_property
     def nodes_beside(self) -> tuple[int, ...]:
@@ -184,16 +186,23 @@ class Controller:
         self._step = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
         self._answers = np.array([0.0, _BELIEVED_ANSWER, 1.0])
+        self._newcomers: set[int] = set()
+        self._most_newcomers = 0
         self.reads = True
         """Whether the draft model reads along what is not yet drafted from: not while plain decoding is chosen."""
 
     def choose(
-        self, adaptive: Many[Sequence], others: Many[tuple[int, ...]] = (), behind: Many[int] | None = None
+        self,
+        adaptive: Many[Sequence],
+        others: Many[tuple[int, ...]] = (),
+        behind: Many[int] | None = None,
+        text_beside: int = 0,
     ) -> None:
         """Decide for the running requests; before each step.
 
         others: what the requests beside them draft (`Row.branching`).
         behind: tokens that the draft model must catch up on, by adaptive request.
+        text_beside: tokens of the others' texts.
         """
         self._step += 1
         self.acceptance.fade()
@@ -202,8 +211,12 @@ class Controller:
         if self._probes(others):
             self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY, self.choice.kept)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
-            self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind)))
+            num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
+            self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
             self.choice.of = asked
+        num_chosen_for = len(self.choice.of[0])
+        self._newcomers.clear()
+        self._most_newcomers = max(1, num_chosen_for // 4, num_chosen_for - len(adaptive))
 
     def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
         skill = np.array([sequence.skill for sequence in adaptive])
@@ -252,9 +265,13 @@ class Controller:
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
         """What a sequence drafts next."""
         num_drafts, length = self.choice.shape
-        # A request that has just come drafts like the others.
-        is_new = sequence.sequence_id not in self.choice.of[0]
-        if not length or not (is_new or sequence.sequence_id in self.choice.drafting):
+        drafts = sequence.sequence_id in self.choice.drafting
+        if length and sequence.sequence_id not in self.choice.of[0]:
+            # One that has just come drafts like the others, many at once only if it was chosen for so many.
+            if len(self._newcomers) < self._most_newcomers:
+                self._newcomers.add(sequence.sequence_id)
+            drafts = sequence.sequence_id in self._newcomers
+        if not length or not drafts:
             return ()
         # What is chosen for all may be more than this one asked for.
         own = sequence.request.speculation
@@ -274,18 +291,20 @@ class Controller:
     def _prompt_s(self) -> float:
         """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
         num_prompt, num_emitted, num_answers = self._answers.tolist()
-        return self.costs.catch_up_s(num_prompt / num_answers) * float(num_answers / num_emitted)
+        return self.costs.reading.at(num_prompt / num_answers) * float(num_answers / num_emitted)
 
     def _reading_s(self, adaptive: Many[Sequence], behind: Many[int] | None) -> Numbers:
         """[requests] what catching up costs for each token that the answer may still get."""
         usual = self._answers[1] / self._answers[2]
         left = np.array([max(1.0, min(sequence.num_remaining, usual)) for sequence in adaptive])
-        result: Numbers = np.array([self.costs.catch_up_s(lag) for lag in behind or [0] * len(adaptive)]) / left
+        result: Numbers = np.array([self.costs.reading.at(lag) for lag in behind or [0] * len(adaptive)]) / left
         return result
 
-    def note_time(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float) -> None:
-        """The step chosen for took this long, without prompts in it."""
-        predicted = self.costs.step_s(num_rows, num_drafting, nodes_by_depth)
+    def note_time(
+        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int | None = None
+    ) -> None:
+        """The step chosen for took this long, without prompts in it; `num_text` as in `StepCosts.step_s`."""
+        predicted = self.costs.step_s(num_rows, num_drafting, nodes_by_depth, num_text)
         self._corrections[num_drafting > 0].note(self._step, seconds, predicted)
 
     def _step_s(self, load: _Load, num_drafting: int, shape: Shape) -> float:
@@ -297,7 +316,8 @@ class Controller:
             # Slow steps may have had another reason: after long enough without any, drafting is tried again.
             factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.learned)
         nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
-        return self.costs.step_s(load.num_adaptive + len(load.others), num_drafting_in_all, nodes) * factor
+        num_rows = load.num_adaptive + len(load.others)
+        return self.costs.step_s(num_rows, num_drafting_in_all, nodes, load.num_text) * factor
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:
         """Expected tokens of a step of a request with a shape of its own."""

@@ -41,27 +41,39 @@ class StepCosts:
     """What verifying drafted nodes adds (the target's pass, the rule, K/V moves), by all nodes of a step; from 0 on."""
     draft_pass: Curve
     """By rows of one pass of the draft model."""
+    reading: Curve
+    """What the draft model takes for tokens it has not seen, beside its first pass; from 0 on."""
+    text_s: float = 0.0
+    """What a token more of a request's text adds to a step."""
+    context: float = 0.0
+    """Tokens of the texts that the curves were measured behind."""
 
     @property
     def points(self) -> list[list[tuple[float, float]]]:
-        """The curves' points, as `of` reads them."""
-        curves = (self.plain, self.nodes, self.draft_pass)
-        return [list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves]
+        """The curves' points and what texts add, as `of` reads them."""
+        curves = (self.plain, self.nodes, self.draft_pass, self.reading)
+        of_curves = (list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves)
+        return [*of_curves, [(self.context, self.text_s)]]
 
     @staticmethod
     def of(points: Many[Many[tuple[float, float]]]) -> StepCosts:
         """Costs with the given points."""
-        plain, nodes, draft_pass = (Curve(of_curve) for of_curve in points)
-        return StepCosts(plain, nodes, draft_pass)
+        *curves, ((context, text_s),) = points
+        plain, nodes, draft_pass, reading = map(Curve, curves)
+        return StepCosts(plain, nodes, draft_pass, reading, text_s, context)
 
-    def step_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int]) -> float:
-        """A step of `num_rows` requests, `num_drafting` of which draft; how many nodes of each depth, from 1 on."""
+    def step_s(
+        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: float | None = None
+    ) -> float:
+        """A step of `num_rows` requests, `num_drafting` of which draft; how many nodes of each depth, from 1 on.
+
+        num_text: tokens of all their texts; None where they are as long as those that were measured.
+        """
         seconds = self.plain.at(num_rows) + self.nodes.at(sum(nodes_by_depth))
+        if num_text is not None:
+            # At least half of it: no line is followed down to nothing.
+            seconds = max(seconds / 2, seconds + self.text_s * (num_text - num_rows * self.context))
         if num_drafting:
             # The first pass is over the last known tokens; nodes of the last depth see none.
             seconds += self.draft_pass.at(num_drafting) + sum(self.draft_pass.at(n) for n in nodes_by_depth[:-1])
         return seconds
-
-    def catch_up_s(self, num_behind: float) -> float:
-        """What the draft model takes for tokens it has not seen, beside its first pass."""
-        return self.draft_pass.at(1 + num_behind) - self.draft_pass.at(1) if num_behind else 0.0

@@ -232,9 +232,10 @@ class Scheduler:
             return
         decoding = [s for s in self._running.values() if s.num_missing == 1]
         adaptive = [s for s in decoding if s.request.speculation.adaptive]
-        beside = [s.branching for s in decoding if not s.request.speculation.adaptive]
+        others = [s for s in decoding if not s.request.speculation.adaptive]
         self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
-        self.controller.choose(adaptive, beside, [self.catching_up.lag(s) for s in adaptive])
+        lags, text_beside = [self.catching_up.lag(s) for s in adaptive], sum(len(s.tokens) for s in others)
+        self.controller.choose(adaptive, [s.branching for s in others], lags, text_beside)
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""

@@ -25,7 +25,7 @@ from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, d
 
 __all__ = ["pair"]
 
-COSTS = StepCosts(Curve([(1, 1.0)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05)]))
+COSTS = StepCosts(Curve([(1, 1.0)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05)]), Curve([(0, 0.0)]))
 
 
 class Restless(Controller):
@@ -177,7 +177,8 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
     """End to end: with free nodes it drafts, with dear ones it stops."""
     for node_s, drafts_much in ((0.0, True), (50.0, False)):
         engine = tiny.build(TARGET, DRAFT)
-        costs = StepCosts(Curve([(1, 1e-2)]), Curve([(0, 0.0), (10, node_s)]), Curve([(1, 1e-5)]))
+        nodes, draft_pass = Curve([(0, 0.0), (10, node_s)]), Curve([(1, 1e-5)])
+        costs = StepCosts(Curve([(1, 1e-2)]), nodes, draft_pass, COSTS.reading)
         engine.scheduler.controller = Controller(costs, 5)
         # What this machine's steps take must not decide a test.
         engine.scheduler.controller.note_time = lambda *_: None  # type: ignore[method-assign]

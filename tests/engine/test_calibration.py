@@ -172,6 +172,7 @@ def test_plans_are_measured_in_turns() -> None:
 
 def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each part of a step grows in proportion, so do the costs; reading is measured as a pass of many rows."""
+    text_s = 1e-4
 
     def draft_s(plan: Plan) -> float:
         passes = [sum(max(1, len(row.draft_known)) for row in plan.rows if row.draft_known)]
@@ -181,16 +182,19 @@ def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytes
     def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
         nodes = [sum(row.num_nodes for row in plan.rows) for plan in plans]
         other = [0.1 + 0.01 * len(plan.rows) + 0.002 * count for plan, count in zip(plans, nodes, strict=True)]
-        return [(s + draft_s(plan), {"draft": draft_s(plan)}) for s, plan in zip(other, plans, strict=True)]
+        behind = [text_s * sum(row.end for row in plan.rows) for plan in plans]
+        every = zip(map(sum, zip(other, behind, strict=True)), plans, strict=True)
+        return [(s + draft_s(plan), {"draft": draft_s(plan)}) for s, plan in every]
 
     target = tiny.llama(seed=1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02), max_num_seqs=16)
     monkeypatch.setattr(calibration, "middle_steps", steps)
     costs = calibration.measure_costs(engine, Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True))
-    assert costs.step_s(4, 0, ()) == pytest.approx(0.14)
-    assert costs.step_s(4, 4, (8, 8, 8)) == pytest.approx(0.14 + 0.048 + 0.014 + 2 * 0.018)
-    assert costs.step_s(1, 1, (1,) * 5) == pytest.approx(0.11 + 0.01 + 5 * 0.011)
-    assert costs.catch_up_s(100) == pytest.approx(0.1)
-    assert costs.catch_up_s(4000) == pytest.approx(4.0)
+    assert costs.step_s(4, 0, (), 40) == pytest.approx(0.14 + 40 * text_s)
+    assert costs.step_s(4, 4, (8, 8, 8), 4000) == pytest.approx(0.14 + 0.048 + 0.014 + 2 * 0.018 + 4000 * text_s)
+    assert costs.step_s(1, 1, (1,) * 5, 0) == pytest.approx(0.11 + 0.01 + 5 * 0.011)
+    assert costs.step_s(4, 0, ()) == pytest.approx(costs.step_s(4, 0, (), round(4 * costs.context)))
+    assert costs.reading.at(100) == pytest.approx(0.1)
+    assert costs.reading.at(4000) == pytest.approx(4.0)
     assert {5, 12} <= set(costs.nodes.sizes)
     assert 64 in costs.draft_pass.sizes

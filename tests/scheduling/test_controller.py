@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +14,15 @@ from engine.scheduling.controller import PLAIN, Acceptance, Controller, Shape, m
 from engine.scheduling.costs import Curve, StepCosts
 from engine.scheduling.sequence import Sequence
 
-FREE = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]))
-DEAR = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]))
+READ = Curve([(0, 0.0)])
+FREE = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]), READ)
+DEAR = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]), READ)
 # A node costs a tenth of a plain step, a draft pass a twentieth.
-USUAL = StepCosts(Curve([(1, 1.0), (2, 1.1)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]))
+USUAL = StepCosts(Curve([(1, 1.0), (2, 1.1)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]), READ)
 
 
 # A gain of a tenth, and a draft model that takes a fortieth of a plain step for a token.
-SLOW_READER = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), Curve([(1, 0.05), (65, 1.65)]))
+SLOW_READER = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]), reading=Curve([(0, 0.0), (64, 1.6)]))
 
 
 def sequence(number: int, num_drafts: int = 4, draft_length: int = 5, max_tokens: int = 99) -> Sequence:
@@ -77,7 +80,7 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
 
     The wrong variant counts the neighbour's nodes as requests, of which any number is free here.
     """
-    costs = StepCosts(FREE.plain, Curve([(0, 0.0), (20, 0.001), (60, 40.0)]), FREE.draft_pass)
+    costs = replace(FREE, nodes=Curve([(0, 0.0), (20, 0.001), (60, 40.0)]))
     chosen = []
     for others in ([], [(4, 1, 1, 1, 1)], [()] * 21):
         controller = Controller(costs, 16)
@@ -89,7 +92,7 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
 def test_what_neighbours_gain_by_their_drafts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes more cost half of a step: too much when all wait for it, but not for the wrong variant, to which a
     neighbour that emits three tokens emits one."""
-    costs = StepCosts(FREE.plain, Curve([(0, 0.0), (20, 0.001), (25, 1.2), (60, 40.0)]), FREE.draft_pass)
+    costs = replace(FREE, nodes=Curve([(0, 0.0), (20, 0.001), (25, 1.2), (60, 40.0)]))
     for tokens_of, drafts in ((Controller._tokens_of, False), (lambda *_: 1.0, True)):
         monkeypatch.setattr(Controller, "_tokens_of", tokens_of)
         controller = Controller(costs, 16)
@@ -123,8 +126,44 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
     assert controller.choice.shape == PLAIN, "what is left of the answer does not pay for the reading"
 
 
+def test_longer_texts_make_all_steps_dearer() -> None:
+    """And so drafts worth more: what is added to every step is shared by more tokens."""
+    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 20.0)]), text_s=0.01, context=10.0)
+    assert costs.step_s(2, 0, (), 520) == pytest.approx(1.1 + 5.0)
+    assert costs.step_s(2, 2, (2,), 20) == pytest.approx(costs.step_s(2, 2, (2,)))
+    assert costs.step_s(2, 0, (), 0) == pytest.approx(0.9)
+    assert replace(costs, text_s=1.0).step_s(2, 0, (), 0) == pytest.approx(0.55), "half of it stays"
+    for num_text, drafts in ((9, False), (900, True)):
+        controller, one = Controller(costs, 16), sequence(1)
+        one.tokens += [1] * num_text
+        controller.choose([one])
+        assert (controller.choice.shape != PLAIN) == drafts
+        # Texts of requests beside it count too.
+        controller = Controller(costs, 16)
+        controller.choose([sequence(1)], [()], text_beside=num_text)
+        assert (controller.choice.shape != PLAIN) == drafts
+
+
+def test_many_that_come_at_once_do_not_draft_what_was_chosen_for_few() -> None:
+    controller = Controller(FREE, 16)
+    run(controller, [sequence(1)], 20, {1: 0.9})
+    assert controller.choice.shape != PLAIN
+    for num_decoding, num_coming, num_drafting in ((0, 1, 1), (0, 9, 1), (1, 9, 1)):
+        controller.choose([sequence(1)][:num_decoding])
+        new = [sequence(100 + number) for number in range(num_coming)]
+        # As often as it is asked, a step's answer stays.
+        assert [sum(bool(controller.branching(one)) for one in new) for _ in range(2)] == [num_drafting] * 2
+    many = [sequence(number) for number in range(16)]
+    controller.choose(many)
+    assert controller.choice.shape != PLAIN
+    for num_decoding, num_drafting in ((16, 4), (15, 3), (0, 15)):
+        controller.choose(many[:num_decoding])
+        new = [sequence(100 + number) for number in range(20)]
+        assert sum(bool(controller.branching(one)) for one in new) == num_drafting
+
+
 def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
-    controller = Controller(StepCosts(USUAL.plain, FREE.nodes, SLOW_READER.draft_pass), 16)
+    controller = Controller(replace(SLOW_READER, nodes=FREE.nodes), 16)
     controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 3000, 1])
     assert controller.choice.drafting == {1, 3}
 
@@ -205,7 +244,7 @@ def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(mo
 
     The wrong variant believes times seen long ago as much as those just seen.
     """
-    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), USUAL.draft_pass)
+    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]))
     num_plain = {}
     for forget in (controller_module._FORGET, 1.0):
         monkeypatch.setattr(controller_module, "_FORGET", forget)
@@ -236,7 +275,7 @@ def test_plain_steps_are_made_to_see_what_they_take(probes: bool, monkeypatch: p
     loss. The wrong variant trusts what was measured, as nothing contradicts it while it drafts."""
     if not probes:
         monkeypatch.setattr(controller_module, "_FIRST_PROBE", 10**9)
-    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, 4.0)]), USUAL.draft_pass)
+    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]))
     drafted = times(Controller(costs, 16), 100, 0.4, 0.8)
     assert all(drafted[:16])
     assert any(drafted[40:]) != probes
@@ -287,7 +326,7 @@ def test_probes_are_few() -> None:
 @pytest.mark.parametrize("slow", [3.0, 2.0])
 def test_trying_costs_little(slow: float) -> None:
     """Drafting is slower than was measured, by little or by much; a drafting step gives 4.9 tokens."""
-    costs = StepCosts(USUAL.plain, Curve([(0, 0.0), (10, {3.0: 1.0, 2.0: 4.0}[slow])]), USUAL.draft_pass)
+    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, {3.0: 1.0, 2.0: 4.0}[slow])]))
     drafted = times(Controller(costs, 16), 6000, 1.0, slow)[1000:]
     num_tried, step_s = sum(drafted), slow * costs.step_s(1, 1, nodes_of((1, 5)))
     assert step_s > 4.9

@@ -121,7 +121,8 @@ class Whims(Controller):
 
     def __init__(self) -> None:
         flat = Curve([(1, 1.0)])
-        super().__init__(StepCosts(flat, flat, flat), 16)
+        super().__init__(StepCosts(flat, flat, flat, flat), 16)
+        self._most_newcomers = 10**6
 
     def tell(self, num_drafts: int, draft_length: int) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
