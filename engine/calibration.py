@@ -35,9 +35,7 @@ _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_TEXT_ROWS = 16
-"""Requests of the steps that show what longer texts add."""
-_FORMAT = 5
+_FORMAT = 6
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -59,7 +57,7 @@ def measure(
     costs = None
     if adapts:
         progress("measuring speculative steps")
-        costs = measure_costs(engine, speculation)
+        costs = measure_costs(engine, speculation, plain)
     _write(file, {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points})
     return plain, costs
 
@@ -98,7 +96,7 @@ def _kept(read: Any, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | None
     """Measurements as they were written; None where the file holds something else."""
     try:
         plain = PlainTimes(*read["plain"])
-        costs = StepCosts.of(read["costs"]) if adapts else None
+        costs = StepCosts.of(read["costs"], plain) if adapts else None
         grid = len(plain.num_rows), len(plain.contexts)
         whole = min(grid) > 0 and (len(plain.seconds), *map(len, plain.seconds)) == (grid[0], *[grid[1]] * grid[0])
         return (plain, costs) if whole and min(min(row) for row in plain.seconds) > 0 else None
@@ -123,7 +121,7 @@ def _write(file: Path | None, measured: dict[str, Any]) -> None:
 def _factor_now(engine: Engine, plain: PlainTimes) -> float | None:
     """How long plain steps of one row, and of a middle number of rows, take now over then; None for too far apart."""
     numbers = 0, len(plain.num_rows) // 2
-    plans = [made_up_plan(engine, plain.num_rows[number], plain.contexts[0]) for number in numbers]
+    plans = [made_up_plan(engine, plain.num_rows[number], plain.contexts[0] - 1) for number in numbers]
     steps = zip(numbers, middle_steps(engine, plans), strict=True)
     factors = [now_s / plain.seconds[number][0] for number, (now_s, _) in steps]
     return sum(factors) / 2 if max(abs(factor - 1) for factor in factors) <= _SAME else None
@@ -141,7 +139,8 @@ def measure_plain(engine: Engine) -> PlainTimes:
     walls = [wall_s for wall_s, _ in steps]
     width = len(contexts)
     seconds = [walls[start : start + width] for start in range(0, len(walls), width)]
-    return PlainTimes(num_rows, contexts, seconds)
+    # A row's own token is one of its text.
+    return PlainTimes(num_rows, [context + 1 for context in contexts], seconds)
 
 
 def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Speculation = _PLAIN) -> Plan:
@@ -170,20 +169,20 @@ def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Specu
 
 
 @torch.inference_mode()
-def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
-    """Parts of a step by size, from steps of a few shapes that the configured rule verifies."""
+def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -> StepCosts:
+    """Parts of a step by size, from steps of a few shapes that the configured rule verifies.
+
+    plain: what plain steps take (`measure_plain`).
+    """
     context = max(2, min(256, engine.facts.max_model_len // 2))
     points = _points(engine, speculation)
     plans = []
     for num_rows, num_drafts, of_chain in points:
         shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
         plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
-    num_read, short = min(_MOST_NODES, context), max(1, context // 8)
-    num_texts = min(_TEXT_ROWS, engine.scheduler.config.max_num_seqs)
-    plans += [made_up_plan(engine, num_texts, length) for length in (short, context)]
-    *steps, (short_s, _), (long_s, _), (_, reading) = middle_steps(
-        engine, [*plans, _reading_plan(engine, context, num_read)]
-    )
+    num_read = min(_MOST_NODES, context)
+    plans += [_reading_plan(engine, context, num_tokens) for num_tokens in (1, num_read)]
+    *steps, (_, reads_one), (_, reads_many) = middle_steps(engine, plans)
     measured = dict(zip(points, steps, strict=True))
     nodes: list[tuple[float, float]] = [(0, 0.0)]
     draft_pass: list[tuple[float, float]] = []
@@ -196,15 +195,8 @@ def measure_costs(engine: Engine, speculation: Speculation) -> StepCosts:
         elif num_drafts and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
             draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
-    plain = [(num_rows, wall_s) for (num_rows, num_drafts, _), (wall_s, _) in measured.items() if not num_drafts]
-    return StepCosts(
-        plain=Curve(plain),
-        nodes=Curve(nodes),
-        draft_pass=Curve(draft_pass),
-        reading=Curve([(0, 0.0), (num_read - 1, reading["draft"] - Curve(draft_pass).at(1))]),
-        text_s=max(0.0, (long_s - short_s) / (num_texts * (context - short))),
-        context=context + 1,  # the row's own token is one of its text
-    )
+    reading = Curve([(0, 0.0), (num_read - 1, reads_many["draft"] - reads_one["draft"])])
+    return StepCosts(plain, Curve(nodes), Curve(draft_pass), reading)
 
 
 def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, int]]:

@@ -56,9 +56,13 @@ class PlainTimes:
         self.factor *= 1 + _SLOW_NEWS * (min(1.5, max(0.7, seconds / expected_s)) - 1)
 
     def step_s(self, num_rows: int, context: float) -> float:
-        """Duration for `num_rows` rows of `context` tokens each; beyond the last point the slope goes on."""
+        """Duration for `num_rows` rows of `context` tokens each, as steps are now."""
+        return self.factor * self.measured_s(num_rows, context)
+
+    def measured_s(self, num_rows: int, context: float) -> float:
+        """Duration when it was measured; beyond the last point the slope goes on."""
         by_rows = [_interpolate(self.contexts, row, context) for row in self.seconds]
-        return self.factor * _interpolate(self.num_rows, by_rows, num_rows)
+        return _interpolate(self.num_rows, by_rows, num_rows)
 
 
 def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
 from engine.analysis.loading import environment
 from engine.building import build_engine
-from engine.calibration import measure_costs
+from engine.calibration import measure_costs, measure_plain
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.host import keep_freed_memory
@@ -50,9 +50,8 @@ class Own:
         self.engine: Engine = build_engine(config)
         self.num_tokens = options.tokens
         adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
-        self.engine.scheduler.controller = Controller(
-            measure_costs(self.engine, adaptive), speculation.max_draft_length
-        )
+        costs = measure_costs(self.engine, adaptive, measure_plain(self.engine))
+        self.engine.scheduler.controller = Controller(costs, speculation.max_draft_length)
         self._adaptive = adaptive
         self._number = 0
 

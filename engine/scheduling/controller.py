@@ -7,8 +7,9 @@ whose drafts are not worth their rows decodes plainly beside the others. To leav
 the gain must be clear.
 
 Non-anticipating: a choice looks at sizes, times and tokens of the past, never at what is drafted or drawn next, so the
-law of the output stays the target's. Now and then a few plain steps are made to see what they take. Not for: requests
-that say their own shape, or whose seed must mean the same answer under any load (`Speculation.adaptive`).
+law of the output stays the target's. Now and then a few plain steps are made, and a few of a shape that may be as good,
+to see what they take. Not for: requests that say their own shape, or whose seed must mean the same answer under any
+load (`Speculation.adaptive`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.plan import level_widths
+from engine.scheduling.corrections import BESIDE, PLAIN, Corrections, Shape
 from engine.scheduling.costs import StepCosts
 from engine.scheduling.sequence import Sequence
 
 Numbers = npt.NDArray[np.float64]
-Shape = tuple[int, int]
-"""(chains, tokens in a chain)."""
-
-PLAIN: Shape = (0, 0)
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 # What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
 _BELIEF, _GROWTH = 0.7, 0.25
@@ -39,12 +37,10 @@ _KEEP = 0.998
 """Share of what is known that is kept from step to step; old observations fade."""
 _CLEAR_GAIN = 1.03
 _CHOOSE_EVERY = 8
-_MOST_WEIGHT, _FORGET = 20.0, 0.9
-"""A time's correction stands for the last twenty steps at most; each step of the other kind makes it a tenth weaker."""
-_RETRY = 0.999
-"""Share of what is known of drafting steps' times, beyond what is known of plain ones, that a plain step leaves."""
 _PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
 """So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
+_RIVAL = 0.85
+"""A shape predicted to have this share of the best one's rate is tried after them."""
 _BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
 """Tokens of an answer before any has ended; and the share of what is known of answers that each new one leaves."""
 
@@ -90,9 +86,14 @@ class Acceptance:
     def by_position(self, num_drafts: int) -> Numbers:
         """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
         belief = with_chains(self._of_one_chain(), num_drafts)
-        taken = self._taken.get(num_drafts, np.zeros(self._longest))
-        tried = self._tried.get(num_drafts, np.zeros(self._longest))
-        return np.minimum(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+        if num_drafts not in self._tried:
+            return np.full(self._longest, min(0.995, belief))
+        result = []
+        for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
+            # A position seldom reached is like the one before it: texts that are easy stay so for a while.
+            belief = min(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+            result.append(belief)
+        return np.array(result)
 
     def _of_one_chain(self) -> float:
         total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
@@ -117,35 +118,8 @@ class Choice:
     age: int = 0
     kept: Shape = PLAIN
     """What has the advantage of being done when the next choice is made."""
-
-
-@dataclass
-class _Correction:
-    """Measured over predicted seconds of steps of one kind."""
-
-    factor: float = 1.0
-    learned: int = 0
-    """The step that changed it last."""
-    _weight: float = 6.0
-    """About how many recent steps it stands for; at first what was measured at start."""
-    _noted: int = 0
-    _recent: list[float] = field(default_factory=list)
-
-    def note(self, step: int, measured_s: float, predicted_s: float) -> None:
-        """Step number `step` was of this kind."""
-        if step - self._noted > _CHOOSE_EVERY:
-            # What was seen long ago says little of a machine that others use too.
-            self._weight *= _FORGET ** (step - self._noted)
-            self._recent.clear()
-        self._noted = step
-        num_new = 3.0 if len(self._recent) < 3 else 1.0
-        self._recent = [*self._recent[-2:], min(3.0, max(0.3, measured_s / predicted_s))]
-        if len(self._recent) < 3:
-            return
-        # Single steps are noisy: one that has met another process is not the middle one of three.
-        self._weight = min(_MOST_WEIGHT, self._weight + num_new)
-        self.factor += (sorted(self._recent)[1] - self.factor) * num_new / self._weight
-        self.learned = step
+    rival: tuple[Shape, frozenset[int]] = (PLAIN, frozenset())
+    """A shape that may be as good, and who would draft it; plain for none."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +156,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
-        self._corrections = {True: _Correction(), False: _Correction()}
-        self._step = self._probe_end = 0
+        self._corrections = Corrections()
+        self._step = self._probe_start = self._probe_end = 0
         self._probe_after = _FIRST_PROBE
         self._answers = np.array([0.0, _BELIEVED_ANSWER, 1.0])
         self._newcomers: set[int] = set()
@@ -209,14 +183,16 @@ class Controller:
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
         if self._probes(others):
-            self.choice = Choice(PLAIN, frozenset(), asked, _CHOOSE_EVERY, self.choice.kept)
+            is_plain = self._step < self._probe_start + _PROBE_STEPS
+            shape, drafting = (PLAIN, frozenset[int]()) if is_plain else self.choice.rival
+            self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, self.choice.kept, self.choice.rival)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
             self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
             self.choice.of = asked
-        num_chosen_for = len(self.choice.of[0])
+        num_drafting = len(self.choice.drafting)
         self._newcomers.clear()
-        self._most_newcomers = max(1, num_chosen_for // 4, num_chosen_for - len(adaptive))
+        self._most_newcomers = max(1, num_drafting // 4 if adaptive else num_drafting)
 
     def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
         skill = np.array([sequence.skill for sequence in adaptive])
@@ -228,6 +204,7 @@ class Controller:
         plain_rate = (len(adaptive) + tokens_beside) / plain_s
         # What is being done has the advantage: another shape must be clearly better.
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
+        rates: list[tuple[float, Shape, npt.NDArray[np.bool_]]] = []
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(load, len(adaptive), shape) - plain_s
@@ -237,15 +214,22 @@ class Controller:
             reading_s = max(float((tokens * load.reading_s)[mask].sum()), emitted * self._prompt_s())
             rate = (emitted + tokens_beside) / (self._step_s(load, int(mask.sum()), shape) + reading_s)
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
+            rates.append((rate, shape, mask))
             if rate > best_rate:
                 best, best_rate, best_mask = shape, rate, mask
-        drafting = frozenset(one.sequence_id for one, drafts in zip(adaptive, best_mask, strict=True) if drafts)
+        drafting = _chosen(adaptive, best_mask)
         chosen = best if drafting else PLAIN
-        self.choice = Choice(chosen, drafting, kept=chosen)
+        # Of the shapes that may be as good, the one seen least recently is tried next.
+        rivals = [one for one in rates if one[1] != best and one[0] > _RIVAL * best_rate and one[2].any()]
+        num_rows = load.num_adaptive + len(load.others)
+        rivals.sort(key=lambda one: (self._corrections.learned(one[1], num_rows), -one[0]))
+        rival, mask = rivals[0][1:] if rivals else (PLAIN, skill < 0)
+        self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, _chosen(adaptive, mask)))
         self.reads = chosen != PLAIN
 
     def _probes(self, others: Many[tuple[int, ...]]) -> bool:
-        """Whether this step is plain to see how long such steps take now: that nothing is slower is judged by that.
+        """Whether this step is made to see how long such steps take now: plain ones, by which it is judged that nothing
+        is slower, and after them a rival's.
 
         Beside requests that draft in any case no step is plain.
         """
@@ -253,21 +237,25 @@ class Controller:
             return False
         if self._step <= self._probe_end:
             return True
-        learned = self._corrections[False].learned
+        learned = self._corrections.plain.learned
         if self.choice.shape == PLAIN or self._step - max(self._probe_end, learned) <= self._probe_after:
             return False
-        if learned + _PROBE_STEPS > self._probe_end:
+        if learned >= self._probe_start:
             # The last one has told something (steps with prompts tell nothing).
             self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
-        self._probe_end = self._step + _PROBE_STEPS - 1
+        num_steps = _PROBE_STEPS if self.choice.rival[0] == PLAIN else 2 * _PROBE_STEPS
+        self._probe_start, self._probe_end = self._step, self._step + num_steps - 1
         return True
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
-        """What a sequence drafts next."""
+        """What a sequence drafts in the step chosen for.
+
+        One that has just come takes a place the first time it is asked for, and keeps it for the step.
+        """
         num_drafts, length = self.choice.shape
         drafts = sequence.sequence_id in self.choice.drafting
         if length and sequence.sequence_id not in self.choice.of[0]:
-            # One that has just come drafts like the others, many at once only if it was chosen for so many.
+            # Those that have just come draft like the others, but few of them beside what it was chosen for.
             if len(self._newcomers) < self._most_newcomers:
                 self._newcomers.add(sequence.sequence_id)
             drafts = sequence.sequence_id in self._newcomers
@@ -301,22 +289,18 @@ class Controller:
         return result
 
     def note_time(
-        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int | None = None
+        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int = 0
     ) -> None:
-        """The step chosen for took this long, without prompts in it; `num_text` as in `StepCosts.step_s`."""
+        """The step chosen for took this long, without prompts in it; sizes as in `StepCosts.step_s`."""
         predicted = self.costs.step_s(num_rows, num_drafting, nodes_by_depth, num_text)
-        self._corrections[num_drafting > 0].note(self._step, seconds, predicted)
+        self._corrections.note(self._step, _kind(self.choice.shape, num_drafting), num_rows, seconds, predicted)
 
     def _step_s(self, load: _Load, num_drafting: int, shape: Shape) -> float:
         """A step in which so many of the adaptive requests draft this shape."""
-        factor = self._corrections[False].factor
-        num_drafting_in_all = num_drafting + load.num_drafting_beside
-        if num_drafting_in_all:
-            drafting = self._corrections[True]
-            # Slow steps may have had another reason: after long enough without any, drafting is tried again.
-            factor += (drafting.factor - factor) * _RETRY ** (self._step - drafting.learned)
-        nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
         num_rows = load.num_adaptive + len(load.others)
+        num_drafting_in_all = num_drafting + load.num_drafting_beside
+        nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
+        factor = self._corrections.factor(self._step, _kind(shape, num_drafting_in_all), num_rows)
         return self.costs.step_s(num_rows, num_drafting_in_all, nodes, load.num_text) * factor
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:
@@ -329,6 +313,16 @@ class Controller:
         of_request = np.minimum(0.995, skill[:, None] * by_position)
         expected: Numbers = 1.0 + of_request.cumprod(axis=1).sum(axis=1)
         return expected
+
+
+def _kind(shape: Shape, num_drafting: int) -> Shape:
+    """Of a step in which so many draft, and adaptive requests this shape."""
+    return PLAIN if not num_drafting else BESIDE if shape == PLAIN else shape
+
+
+def _chosen(sequences: Many[Sequence], mask: npt.NDArray[np.bool_]) -> frozenset[int]:
+    """Ids of those that the mask holds."""
+    return frozenset(one.sequence_id for one, drafts in zip(sequences, mask, strict=True) if drafts)
 
 
 def added(nodes: Iterable[Many[int]]) -> tuple[int, ...]:

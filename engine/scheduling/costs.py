@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from engine.metrics import PlainTimes
+
 
 class Curve:
     """A cost that grows with a size: never falls, goes on straight behind its last point."""
@@ -35,44 +37,34 @@ class Curve:
 class StepCosts:
     """Parts of a step by size."""
 
-    plain: Curve
-    """A plain step, by requests."""
+    plain: PlainTimes
+    """A plain step, by requests and the length of their texts."""
     nodes: Curve
     """What verifying drafted nodes adds (the target's pass, the rule, K/V moves), by all nodes of a step; from 0 on."""
     draft_pass: Curve
     """By rows of one pass of the draft model."""
     reading: Curve
     """What the draft model takes for tokens it has not seen, beside its first pass; from 0 on."""
-    text_s: float = 0.0
-    """What a token more of a request's text adds to a step."""
-    context: float = 0.0
-    """Tokens of the texts that the curves were measured behind."""
 
     @property
     def points(self) -> list[list[tuple[float, float]]]:
-        """The curves' points and what texts add, as `of` reads them."""
-        curves = (self.plain, self.nodes, self.draft_pass, self.reading)
-        of_curves = (list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves)
-        return [*of_curves, [(self.context, self.text_s)]]
+        """The curves' points, as `of` reads them."""
+        curves = (self.nodes, self.draft_pass, self.reading)
+        return [list(zip(curve.sizes, curve.seconds, strict=True)) for curve in curves]
 
     @staticmethod
-    def of(points: Many[Many[tuple[float, float]]]) -> StepCosts:
+    def of(points: Many[Many[tuple[float, float]]], plain: PlainTimes) -> StepCosts:
         """Costs with the given points."""
-        *curves, ((context, text_s),) = points
-        plain, nodes, draft_pass, reading = map(Curve, curves)
-        return StepCosts(plain, nodes, draft_pass, reading, text_s, context)
+        nodes, draft_pass, reading = map(Curve, points)
+        return StepCosts(plain, nodes, draft_pass, reading)
 
-    def step_s(
-        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: float | None = None
-    ) -> float:
-        """A step of `num_rows` requests, `num_drafting` of which draft; how many nodes of each depth, from 1 on.
+    def step_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: int = 0) -> float:
+        """A step of `num_rows` requests, `num_drafting` of which draft.
 
-        num_text: tokens of all their texts; None where they are as long as those that were measured.
+        nodes_by_depth: how many nodes of each depth, from 1 on.
+        num_text: tokens of all requests' texts. What longer texts add to the passes of drafts is not known.
         """
-        seconds = self.plain.at(num_rows) + self.nodes.at(sum(nodes_by_depth))
-        if num_text is not None:
-            # At least half of it: no line is followed down to nothing.
-            seconds = max(seconds / 2, seconds + self.text_s * (num_text - num_rows * self.context))
+        seconds = self.plain.measured_s(num_rows, num_text / max(1, num_rows)) + self.nodes.at(sum(nodes_by_depth))
         if num_drafting:
             # The first pass is over the last known tokens; nodes of the last depth see none.
             seconds += self.draft_pass.at(num_drafting) + sum(self.draft_pass.at(n) for n in nodes_by_depth[:-1])

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 import engine.verifying as verifying
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
+from engine.metrics import PlainTimes
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
@@ -25,7 +26,9 @@ from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, d
 
 __all__ = ["pair"]
 
-COSTS = StepCosts(Curve([(1, 1.0)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05)]), Curve([(0, 0.0)]))
+COSTS = StepCosts(
+    PlainTimes((1,), (1,), ((1.0,),)), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05)]), Curve([(0, 0.0)])
+)
 
 
 class Restless(Controller):
@@ -178,13 +181,41 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
     for node_s, drafts_much in ((0.0, True), (50.0, False)):
         engine = tiny.build(TARGET, DRAFT)
         nodes, draft_pass = Curve([(0, 0.0), (10, node_s)]), Curve([(1, 1e-5)])
-        costs = StepCosts(Curve([(1, 1e-2)]), nodes, draft_pass, COSTS.reading)
+        costs = StepCosts(PlainTimes((1,), (1,), ((1e-2,),)), nodes, draft_pass, COSTS.reading)
         engine.scheduler.controller = Controller(costs, 5)
         # What this machine's steps take must not decide a test.
         engine.scheduler.controller.note_time = lambda *_: None  # type: ignore[method-assign]
         outcomes = chain(*tiny.run(engine, wishes(4)).outcomes.values())
         share = np.mean([outcome.draft_length > 0 for outcome in outcomes])
         assert (share > 0.8) if drafts_much else (share < 0.2)
+
+
+def test_the_controller_is_told_how_long_texts_are() -> None:
+    """Of those it decides about and those beside them, as they are when a step begins."""
+    told: list[int] = []
+
+    class Spy(Controller):
+        def choose(self, *asked: Any) -> None:
+            if len(asked[0]) == 1 and len(asked[1]) == 1:
+                told.append(asked[3])
+            super().choose(*asked)
+
+        def note_time(self, *noted: Any) -> None:
+            told.append(noted[4])
+
+    engine = tiny.build(TARGET, DRAFT)
+    engine.scheduler.controller = Spy(COSTS, 5)
+    lengths = {"adapts": 5, "beside": 21}
+    engine.submit(tiny.request("adapts", range(5, 10), adaptive("block", 1), 40))
+    engine.submit(tiny.request("beside", range(5, 26), Speculation(num_drafts=1, draft_length=2), 40))
+    expected: list[int] = []
+    for step in range(12):
+        if step:
+            expected += [lengths["beside"], sum(lengths.values())]
+        for outcome in engine.run_step().outcomes:
+            lengths[outcome.request_id] += len(outcome.token_ids)
+            assert outcome.finish_reason is None
+    assert told == expected
 
 
 def test_a_plan_without_a_controller_drafts_all_it_may() -> None:

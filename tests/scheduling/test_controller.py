@@ -8,17 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.metrics import PlainTimes
 from engine.request import Limits, Request, Speculation
 from engine.scheduling import controller as controller_module
-from engine.scheduling.controller import PLAIN, Acceptance, Controller, Shape, menu, with_chains
+from engine.scheduling import corrections
+from engine.scheduling.controller import Acceptance, Controller, menu, with_chains
+from engine.scheduling.corrections import PLAIN, Shape
 from engine.scheduling.costs import Curve, StepCosts
 from engine.scheduling.sequence import Sequence
 
 READ = Curve([(0, 0.0)])
-FREE = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]), READ)
-DEAR = StepCosts(Curve([(1, 1.0), (64, 1.0)]), Curve([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]), READ)
+FREE = StepCosts(PlainTimes((1,), (1,), ((1.0,),)), Curve([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]), READ)
+DEAR = StepCosts(PlainTimes((1,), (1,), ((1.0,),)), Curve([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]), READ)
 # A node costs a tenth of a plain step, a draft pass a twentieth.
-USUAL = StepCosts(Curve([(1, 1.0), (2, 1.1)]), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]), READ)
+USUAL = StepCosts(
+    PlainTimes((1, 2), (1,), ((1.0,), (1.1,))), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]), READ
+)
 
 
 # A gain of a tenth, and a draft model that takes a fortieth of a plain step for a token.
@@ -128,11 +133,10 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
 
 def test_longer_texts_make_all_steps_dearer() -> None:
     """And so drafts worth more: what is added to every step is shared by more tokens."""
-    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 20.0)]), text_s=0.01, context=10.0)
+    plain = PlainTimes((1, 2), (10, 1010), ((1.0, 11.0), (1.1, 21.1)))
+    costs = replace(USUAL, plain=plain, nodes=Curve([(0, 0.0), (10, 20.0)]))
     assert costs.step_s(2, 0, (), 520) == pytest.approx(1.1 + 5.0)
-    assert costs.step_s(2, 2, (2,), 20) == pytest.approx(costs.step_s(2, 2, (2,)))
-    assert costs.step_s(2, 0, (), 0) == pytest.approx(0.9)
-    assert replace(costs, text_s=1.0).step_s(2, 0, (), 0) == pytest.approx(0.55), "half of it stays"
+    assert costs.step_s(2, 2, (2,), 520) == pytest.approx(1.1 + 5.0 + 4.0 + 0.05)
     for num_text, drafts in ((9, False), (900, True)):
         controller, one = Controller(costs, 16), sequence(1)
         one.tokens += [1] * num_text
@@ -142,23 +146,34 @@ def test_longer_texts_make_all_steps_dearer() -> None:
         controller = Controller(costs, 16)
         controller.choose([sequence(1)], [()], text_beside=num_text)
         assert (controller.choice.shape != PLAIN) == drafts
+    controller = Controller(costs, 16)
+    for _ in range(9):
+        controller.choose([])
+        controller.note_time(2, 0, (), 6.1, 520)
+    assert controller._corrections.plain.factor == pytest.approx(1.0), "it took what such texts take"
 
 
 def test_many_that_come_at_once_do_not_draft_what_was_chosen_for_few() -> None:
     controller = Controller(FREE, 16)
-    run(controller, [sequence(1)], 20, {1: 0.9})
+    first = sequence(0)
+    run(controller, [first], 20, {0: 0.9})
     assert controller.choice.shape != PLAIN
+    ids = iter(range(100, 1000))
     for num_decoding, num_coming, num_drafting in ((0, 1, 1), (0, 9, 1), (1, 9, 1)):
-        controller.choose([sequence(1)][:num_decoding])
-        new = [sequence(100 + number) for number in range(num_coming)]
+        controller.choose([first][:num_decoding])
+        new = [sequence(next(ids)) for _ in range(num_coming)]
         # As often as it is asked, a step's answer stays.
-        assert [sum(bool(controller.branching(one)) for one in new) for _ in range(2)] == [num_drafting] * 2
-    many = [sequence(number) for number in range(16)]
-    controller.choose(many)
-    assert controller.choice.shape != PLAIN
-    for num_decoding, num_drafting in ((16, 4), (15, 3), (0, 15)):
-        controller.choose(many[:num_decoding])
-        new = [sequence(100 + number) for number in range(20)]
+        drafting = [[one.sequence_id for one in new if controller.branching(one)] for _ in range(2)]
+        assert drafting[0] == drafting[1]
+        assert len(drafting[0]) == num_drafting
+    for num_far, num_decoding, num_drafting in ((0, 16, 4), (0, 15, 3), (0, 0, 16), (15, 16, 1), (15, 0, 1)):
+        controller = Controller(replace(SLOW_READER, nodes=FREE.nodes), 16)
+        many = [sequence(number) for number in range(16)]
+        controller.choose(many, (), [3000] * num_far + [0] * (16 - num_far))
+        assert len(controller.choice.drafting) == 16 - num_far
+        if num_decoding < 16:
+            controller.choose(many[:num_decoding], (), [0] * num_decoding)
+        new = [sequence(next(ids)) for _ in range(20)]
         assert sum(bool(controller.branching(one)) for one in new) == num_drafting
 
 
@@ -195,7 +210,7 @@ def test_requests_whose_drafts_fail_decode_plainly_beside_others() -> None:
 def test_shapes_stay_within_the_requests_own_limits() -> None:
     controller = Controller(FREE, 5)
     one_chain, many = sequence(1, num_drafts=1), sequence(2)
-    run(controller, [one_chain, many], 20, {1: 0.9, 2: 0.9})
+    run(controller, [one_chain, many], 16, {1: 0.9, 2: 0.9})
     assert controller.branching(one_chain)[0] == 1
     # Eight tokens, which the other's limits allow, are more than this one asked for.
     assert controller.choice.shape[1] * controller.choice.shape[0] > 5 >= len(controller.branching(one_chain))
@@ -214,8 +229,7 @@ def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
         controller.note_time(1, 1, nodes, controller.costs.step_s(1, 1, nodes) * (1.02 if step % 2 else 0.98))
         run(controller, [one], 1, {1: 0.8}, turns)
         shapes.append(controller.choice.shape)
-    assert set(shapes) - {PLAIN} == {shape}
-    assert shapes.count(PLAIN) < 12, "more than the probes"
+    assert len(shapes) - shapes.count(shape) <= 2 * shapes.count(PLAIN) < 24, "more than the probes"
 
 
 def times(
@@ -233,6 +247,34 @@ def times(
     return drafted
 
 
+def shapes_where(factors: dict[Shape, float], at_first: dict[Shape, float] | None = None) -> list[Shape]:
+    """Shapes of 1,000 steps of one request, where these take so many times what was measured, and others at first."""
+    controller, one, turns, shapes = Controller(USUAL, 16), sequence(1), {1: 0.0}, []
+    for step in range(1000):
+        run(controller, [one], 1, {1: 0.8}, turns)
+        shape = controller.choice.shape
+        shapes.append(shape)
+        drafts, nodes = int(shape != PLAIN), nodes_of(shape)
+        factor = (at_first if at_first and step < 40 else factors).get(shape, 1.0)
+        controller.note_time(1, drafts, nodes, factor * controller.costs.step_s(1, drafts, nodes))
+    return shapes
+
+
+@pytest.mark.parametrize("rival", [controller_module._RIVAL, 9.0])
+def test_a_shape_that_met_a_busy_machine_is_tried_again(rival: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant never tries another shape than the one it takes for the best."""
+    monkeypatch.setattr(controller_module, "_RIVAL", rival)
+    shapes = shapes_where({(1, 3): 0.85}, {(1, 3): 1.5})
+    assert shapes[20:40].count((1, 5)) > 10
+    assert (shapes[-300:].count((1, 3)) > 250) == (rival < 1)
+
+
+def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_decoding() -> None:
+    assert shapes_where({})[-200:].count((1, 5)) > 180
+    found = shapes_where({(1, 5): 1.3})[-200:]
+    assert found.count((1, 3)) > 180
+
+
 def test_steps_that_take_longer_than_measured_end_speculation() -> None:
     controller = Controller(USUAL, 16)
     assert all(times(controller, 10, 1.0, 1.0))
@@ -246,8 +288,8 @@ def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(mo
     """
     costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]))
     num_plain = {}
-    for forget in (controller_module._FORGET, 1.0):
-        monkeypatch.setattr(controller_module, "_FORGET", forget)
+    for forget in (corrections._FORGET, 1.0):
+        monkeypatch.setattr(corrections, "_FORGET", forget)
         controller = Controller(costs, 16)
         for _ in range(50):
             controller.choose([])
@@ -257,14 +299,14 @@ def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(mo
     assert num_plain[0.9] <= 12 < 16 <= num_plain[1.0]
 
 
-@pytest.mark.parametrize("retry", [controller_module._RETRY, 1.0])
+@pytest.mark.parametrize("retry", [corrections._RETRY, 1.0])
 def test_drafting_is_tried_again_when_its_slow_steps_are_long_ago(
     retry: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disturbance that ended with the last drafting step. The wrong variant never forgets what it has seen last."""
-    monkeypatch.setattr(controller_module, "_RETRY", retry)
+    monkeypatch.setattr(corrections, "_RETRY", retry)
     controller = Controller(USUAL, 16)
-    times(controller, 100, 1.0, 3.0, until=False)
+    assert not any(times(controller, 100, 1.0, 3.0)[-32:])
     assert times(controller, 1000, 1.0, 1.0, until=True)[-1] == (retry < 1)
     assert (times(controller, 50, 1.0, 1.0).count(True) > 40) == (retry < 1)
 
@@ -303,7 +345,8 @@ def test_a_probe_that_told_nothing_is_made_again_soon() -> None:
         shapes.append(controller.choice.shape)
         if shapes[-1] != PLAIN:
             controller.note_time(1, 1, nodes_of(shapes[-1]), controller.costs.step_s(1, 1, nodes_of(shapes[-1])))
-    assert shapes.count(PLAIN) == 3 * (1 + (200 - 19) // 35)
+    # Three plain steps, and three of a rival.
+    assert shapes.count(PLAIN) == 3 * (1 + (200 - 22) // 38)
 
 
 def test_one_slow_step_of_a_probe_is_not_believed() -> None:
@@ -314,8 +357,8 @@ def test_one_slow_step_of_a_probe_is_not_believed() -> None:
         num_plain += not nodes
         slow = 10.0 if num_plain == 1 and not nodes else 1.0
         controller.note_time(1, int(bool(nodes)), nodes, slow * controller.costs.step_s(1, int(bool(nodes)), nodes))
-    assert controller._corrections[False].learned > 0
-    assert controller._corrections[False].factor == pytest.approx(1.0, abs=0.01)
+    assert controller._corrections.plain.learned > 0
+    assert controller._corrections.plain.factor == pytest.approx(1.0, abs=0.01)
 
 
 def test_probes_are_few() -> None:

@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
+from engine.metrics import PlainTimes
 from engine.plan import Emission, Plan, Verdict
 from engine.request import Limits, Request, Speculation
-from engine.scheduling.controller import PLAIN, Choice, Controller
+from engine.scheduling.controller import Choice, Controller
+from engine.scheduling.corrections import PLAIN
 from engine.scheduling.costs import Curve, StepCosts
 from engine.scheduling.scheduler import Scheduler
 
@@ -121,15 +123,15 @@ class Whims(Controller):
 
     def __init__(self) -> None:
         flat = Curve([(1, 1.0)])
-        super().__init__(StepCosts(flat, flat, flat, flat), 16)
-        self._most_newcomers = 10**6
+        super().__init__(StepCosts(PlainTimes((1,), (1,), ((1.0,),)), flat, flat, flat), 16)
 
-    def tell(self, num_drafts: int, draft_length: int) -> None:
+    def tell(self, num_drafts: int, draft_length: int, most_newcomers: int = 10**6) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
-        self.reads = num_drafts > 0
+        self.reads, self._most_newcomers = num_drafts > 0, most_newcomers
 
     def choose(self, *_: object) -> None:
         """Nothing is to be decided."""
+        self._newcomers.clear()
 
 
 class AdaptiveTraffic(Traffic):
@@ -140,9 +142,9 @@ class AdaptiveTraffic(Traffic):
         self.whims = Whims()
         self.scheduler.controller = self.whims
 
-    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4))
-    def choose(self, num_drafts: int, draft_length: int) -> None:
-        self.whims.tell(num_drafts, draft_length)
+    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4), most_newcomers=st.integers(0, 3))
+    def choose(self, num_drafts: int, draft_length: int, most_newcomers: int) -> None:
+        self.whims.tell(num_drafts, draft_length, most_newcomers)
 
     def speculation(self, drafts: int, draft_length: int) -> Speculation:
         return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
