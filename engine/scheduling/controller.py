@@ -29,6 +29,9 @@ from engine.scheduling.costs import StepCosts
 from engine.scheduling.sequence import Sequence
 
 Numbers = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Rated = tuple[float, Shape, Mask]
+"""Tokens a second, the shape, and which of the adaptive requests would draft it."""
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 # What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
 _BELIEF, _GROWTH = 0.7, 0.25
@@ -39,8 +42,8 @@ _CLEAR_GAIN = 1.03
 _CHOOSE_EVERY = 8
 _PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
 """So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
-_RIVAL = 0.85
-"""A shape predicted to have this share of the best one's rate is tried after them."""
+_RIVAL, _RIVAL_EVERY = 0.9, 64
+"""A shape predicted to have this share of the best one's rate is tried, for as many steps after so many."""
 _BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
 """Tokens of an answer before any has ended; and the share of what is known of answers that each new one leaves."""
 
@@ -157,7 +160,8 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
         self._corrections = Corrections()
-        self._step = self._probe_start = self._probe_end = 0
+        self._step = self._probe_end = self._plain_end = 0
+        self._probes_plain = False
         self._probe_after = _FIRST_PROBE
         self._answers = np.array([0.0, _BELIEVED_ANSWER, 1.0])
         self._newcomers: set[int] = set()
@@ -183,8 +187,7 @@ class Controller:
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
         if self._probes(others):
-            is_plain = self._step < self._probe_start + _PROBE_STEPS
-            shape, drafting = (PLAIN, frozenset[int]()) if is_plain else self.choice.rival
+            shape, drafting = (PLAIN, frozenset[int]()) if self._probes_plain else self.choice.rival
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, self.choice.kept, self.choice.rival)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
@@ -204,7 +207,7 @@ class Controller:
         plain_rate = (len(adaptive) + tokens_beside) / plain_s
         # What is being done has the advantage: another shape must be clearly better.
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
-        rates: list[tuple[float, Shape, npt.NDArray[np.bool_]]] = []
+        rates: list[Rated] = []
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill)
             extra_s = self._step_s(load, len(adaptive), shape) - plain_s
@@ -219,17 +222,27 @@ class Controller:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = _chosen(adaptive, best_mask)
         chosen = best if drafting else PLAIN
-        # Of the shapes that may be as good, the one seen least recently is tried next.
-        rivals = [one for one in rates if one[1] != best and one[0] > _RIVAL * best_rate and one[2].any()]
-        num_rows = load.num_adaptive + len(load.others)
-        rivals.sort(key=lambda one: (self._corrections.learned(one[1], num_rows), -one[0]))
-        rival, mask = rivals[0][1:] if rivals else (PLAIN, skill < 0)
-        self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, _chosen(adaptive, mask)))
+        others = [one for one in rates if one[1] != best and one[2].any()]
+        rival, mask = self._rival(others, load.num_adaptive + len(load.others), _RIVAL * best_rate)
+        tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
+        self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries))
         self.reads = chosen != PLAIN
+
+    def _rival(self, rates: list[Rated], num_rows: int, least_rate: float) -> tuple[Shape, Mask]:
+        """Of the shapes that may be as good, the one seen least recently.
+
+        What they took themselves so far does not count, or one that has met a busy machine would never be seen again.
+        """
+        seen = [
+            (self._corrections.learned(shape, num_rows), -rate, shape, mask)
+            for rate, shape, mask in rates
+            if rate * self._corrections.compares(self._step, shape, num_rows) > least_rate
+        ]
+        return min(seen, key=lambda one: one[:3])[2:] if seen else (PLAIN, np.zeros(0, bool))
 
     def _probes(self, others: Many[tuple[int, ...]]) -> bool:
         """Whether this step is made to see how long such steps take now: plain ones, by which it is judged that nothing
-        is slower, and after them a rival's.
+        is slower, or a rival's.
 
         Beside requests that draft in any case no step is plain.
         """
@@ -237,14 +250,18 @@ class Controller:
             return False
         if self._step <= self._probe_end:
             return True
-        learned = self._corrections.plain.learned
-        if self.choice.shape == PLAIN or self._step - max(self._probe_end, learned) <= self._probe_after:
+        if self.choice.shape == PLAIN:
             return False
-        if learned >= self._probe_start:
-            # The last one has told something (steps with prompts tell nothing).
-            self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
-        num_steps = _PROBE_STEPS if self.choice.rival[0] == PLAIN else 2 * _PROBE_STEPS
-        self._probe_start, self._probe_end = self._step, self._step + num_steps - 1
+        learned = self._corrections.plain.learned
+        self._probes_plain = self._step - max(self._plain_end, learned) > self._probe_after
+        if self._probes_plain:
+            if learned + _PROBE_STEPS > self._plain_end:
+                # The last one has told something (steps with prompts tell nothing).
+                self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
+            self._plain_end = self._step + _PROBE_STEPS - 1
+        elif self.choice.rival[0] == PLAIN or self._step - self._probe_end <= _RIVAL_EVERY:
+            return False
+        self._probe_end = self._step + _PROBE_STEPS - 1
         return True
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
@@ -320,7 +337,7 @@ def _kind(shape: Shape, num_drafting: int) -> Shape:
     return PLAIN if not num_drafting else BESIDE if shape == PLAIN else shape
 
 
-def _chosen(sequences: Many[Sequence], mask: npt.NDArray[np.bool_]) -> frozenset[int]:
+def _chosen(sequences: Many[Sequence], mask: Mask) -> frozenset[int]:
     """Ids of those that the mask holds."""
     return frozenset(one.sequence_id for one, drafts in zip(sequences, mask, strict=True) if drafts)
 

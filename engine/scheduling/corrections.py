@@ -1,8 +1,10 @@
-"""How far steps are from what was predicted of them: of all plain ones, all drafting ones, and each shape by itself.
+"""How far steps are from what was predicted of them: how the machine is now, and how each shape compares.
 
 What was measured at start is a few runs of a few shapes, and can have met a busy machine; the steps that are served
-tell, by and by. A shape not seen for long, or never, is as far off as all drafting ones; these, where there have been
-none for long, as the plain ones.
+tell, by and by. Plain and drafting steps have a factor each, which follows the machine within some steps. Beyond it
+each shape has one of its own, which says how it compares and is an average over long: single probes are too noisy. What
+has not been seen for long, or never, is as far off as its kind; drafting steps, where there have been none for long,
+as the plain ones.
 """
 
 from __future__ import annotations
@@ -15,23 +17,29 @@ Shape = tuple[int, int]
 PLAIN: Shape = (0, 0)
 BESIDE: Shape = (0, 1)
 """Stands for whatever requests draft that the controller does not decide about."""
-_MOST_WEIGHT, _FORGET = 20.0, 0.9
-"""A time's correction stands for the last twenty steps at most; each step of the other kind makes it a tenth weaker."""
+_KIND_WEIGHT, _MOST_WEIGHT, _FORGET = 6.0, 20.0, 0.9
+"""For how many steps what was measured at start counts, how many a kind's correction stands for at most, and what a
+step of the other kind leaves of that."""
 _PAUSE = 8
 """Steps without one of its kind after which what a correction has seen last is old."""
-_RETRY, _RETRY_SHAPE = 0.999, 0.997
-"""Share of what is known of drafting steps beyond plain ones, and of a shape beyond these, that each step leaves."""
+_RETRY = 0.999
+"""Share of what is known of drafting steps beyond plain ones, and of a shape beyond its kind, that each step leaves."""
+_SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT = 6.0, 120.0
+"""The same of shapes."""
 
 
 @dataclass
 class Correction:
     """Measured over predicted seconds of steps of one kind."""
 
+    forget: float
+    """What a step of another kind leaves of the weight."""
+    weight: float
+    """About how many recent steps it stands for; at first what was measured at start."""
+    most_weight: float
     factor: float = 1.0
     learned: int = 0
     """The step that changed it last."""
-    weight: float = 6.0
-    """About how many recent steps it stands for; at first what was measured at start."""
     _noted: int = 0
     _recent: list[float] = field(default_factory=list)
 
@@ -39,7 +47,7 @@ class Correction:
         """Step number `step` was of this kind."""
         if step - self._noted > _PAUSE:
             # What was seen long ago says little of a machine that others use too.
-            self.weight *= _FORGET ** (step - self._noted)
+            self.weight *= self.forget ** (step - self._noted)
             self._recent.clear()
         self._noted = step
         num_new = 3.0 if len(self._recent) < 3 else 1.0
@@ -47,7 +55,7 @@ class Correction:
         if len(self._recent) < 3:
             return
         # Single steps are noisy: one that has met another process is not the middle one of three.
-        self.weight = min(_MOST_WEIGHT, self.weight + num_new)
+        self.weight = min(self.most_weight, self.weight + num_new)
         self.factor += (sorted(self._recent)[1] - self.factor) * num_new / self.weight
         self.learned = step
 
@@ -56,25 +64,31 @@ class Corrections:
     """Measured over predicted seconds, by shape and number of requests (in powers of two)."""
 
     def __init__(self) -> None:
-        self.plain, self.drafting = Correction(), Correction()
+        self.plain, self.drafting = (Correction(_FORGET, _KIND_WEIGHT, _MOST_WEIGHT) for _ in range(2))
         self._own: dict[tuple[Shape, int], Correction] = {}
 
     def note(self, step: int, shape: Shape, num_rows: int, measured_s: float, predicted_s: float) -> None:
         """Step number `step` had so many requests and drafted this shape, or was plain."""
         key = (shape, num_rows.bit_length())
         if key not in self._own:
-            # What is known of other shapes counts as a single step.
-            self._own[key] = Correction(self.factor(step, shape, num_rows), weight=1.0)
-        self._own[key].note(step, measured_s, predicted_s)
-        (self.drafting if shape != PLAIN else self.plain).note(step, measured_s, predicted_s)
+            self._own[key] = Correction(_RETRY, _SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT)
+        own, kind = self._own[key], self.plain if shape == PLAIN else self.drafting
+        # The machine is seen through what is known of the shape, the shape through what is known of the machine.
+        own.factor, is_now = _faded(own, 1.0, step), kind.factor
+        kind.note(step, measured_s, predicted_s * own.factor)
+        own.note(step, measured_s, predicted_s * is_now)
 
     def factor(self, step: int, shape: Shape, num_rows: int) -> float:
         """What to multiply a prediction with."""
         factor = self.plain.factor
         if shape != PLAIN:
-            factor = _faded(self.drafting, factor, step, _RETRY)
+            factor = _faded(self.drafting, factor, step)
+        return factor * self.compares(step, shape, num_rows)
+
+    def compares(self, step: int, shape: Shape, num_rows: int) -> float:
+        """The part of it that is the shape's own."""
         own = self._own.get((shape, num_rows.bit_length()))
-        return _faded(own, factor, step, _RETRY_SHAPE) if own is not None and own.learned else factor
+        return _faded(own, 1.0, step) if own is not None else 1.0
 
     def learned(self, shape: Shape, num_rows: int) -> int:
         """The step that told something of this shape last; 0 for none."""
@@ -82,6 +96,6 @@ class Corrections:
         return own.learned if own is not None else 0
 
 
-def _faded(correction: Correction, general: float, step: int, left: float) -> float:
+def _faded(correction: Correction, general: float, step: int) -> float:
     """What is left of a correction beyond a more general one: slow steps may have had another reason."""
-    return general + (correction.factor - general) * float(left ** (step - correction.learned))
+    return general + (correction.factor - general) * float(_RETRY ** (step - correction.learned))
