@@ -160,8 +160,9 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
         self._corrections = Corrections()
-        self._step = self._probe_end = self._plain_end = 0
+        self._step = self._probe_end = self._plain_end = self._rival_end = 0
         self._probes_plain = False
+        self._tried: dict[Shape, int] = {}
         self._probe_after = _FIRST_PROBE
         self._answers = np.array([0.0, _BELIEVED_ANSWER, 1.0])
         self._newcomers: set[int] = set()
@@ -186,7 +187,7 @@ class Controller:
         self.acceptance.fade()
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
-        if self._probes(others):
+        if self._probes(asked[0], any(others)):
             shape, drafting = (PLAIN, frozenset[int]()) if self._probes_plain else self.choice.rival
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, self.choice.kept, self.choice.rival)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
@@ -222,46 +223,52 @@ class Controller:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = _chosen(adaptive, best_mask)
         chosen = best if drafting else PLAIN
+        num_rows = load.num_adaptive + len(load.others)
+        least_rate = _RIVAL * best_rate * self._corrections.compares(self._step, best, num_rows)
         others = [one for one in rates if one[1] != best and one[2].any()]
-        rival, mask = self._rival(others, load.num_adaptive + len(load.others), _RIVAL * best_rate)
+        rival, mask = self._rival(others, num_rows, least_rate)
         tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
         self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries))
         self.reads = chosen != PLAIN
 
     def _rival(self, rates: list[Rated], num_rows: int, least_rate: float) -> tuple[Shape, Mask]:
-        """Of the shapes that may be as good, the one seen least recently.
+        """Of the shapes that may be as good, the one tried least recently.
 
         What they took themselves so far does not count, or one that has met a busy machine would never be seen again.
         """
-        seen = [
-            (self._corrections.learned(shape, num_rows), -rate, shape, mask)
+        tried = [
+            (self._tried.get(shape, 0), -rate, shape, mask)
             for rate, shape, mask in rates
             if rate * self._corrections.compares(self._step, shape, num_rows) > least_rate
         ]
-        return min(seen, key=lambda one: one[:3])[2:] if seen else (PLAIN, np.zeros(0, bool))
+        return min(tried, key=lambda one: one[:3])[2:] if tried else (PLAIN, np.zeros(0, bool))
 
-    def _probes(self, others: Many[tuple[int, ...]]) -> bool:
+    def _probes(self, adaptive: frozenset[int], beside_drafts: bool) -> bool:
         """Whether this step is made to see how long such steps take now: plain ones, by which it is judged that nothing
         is slower, or a rival's.
 
         Beside requests that draft in any case no step is plain.
         """
-        if any(others):
-            return False
+        rival, drafting = self.choice.rival
         if self._step <= self._probe_end:
-            return True
-        if self.choice.shape == PLAIN:
+            if not beside_drafts if self._probes_plain else drafting & adaptive:
+                return True
+            self._probe_end = self._step - 1  # whom it was begun with has gone
+        if self.choice.shape == PLAIN or not adaptive:
             return False
         learned = self._corrections.plain.learned
-        self._probes_plain = self._step - max(self._plain_end, learned) > self._probe_after
-        if self._probes_plain:
+        if not beside_drafts and self._step - max(self._plain_end, learned) > self._probe_after:
             if learned + _PROBE_STEPS > self._plain_end:
                 # The last one has told something (steps with prompts tell nothing).
                 self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
-            self._plain_end = self._step + _PROBE_STEPS - 1
-        elif self.choice.rival[0] == PLAIN or self._step - self._probe_end <= _RIVAL_EVERY:
+            self._probes_plain = True
+            self._probe_end = self._plain_end = self._step + _PROBE_STEPS - 1
+            return True
+        if rival == PLAIN or not drafting & adaptive or self._step - self._rival_end <= _RIVAL_EVERY:
             return False
-        self._probe_end = self._step + _PROBE_STEPS - 1
+        self._probes_plain = False
+        self._tried[rival] = self._step
+        self._probe_end = self._rival_end = self._step + _PROBE_STEPS - 1
         return True
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:

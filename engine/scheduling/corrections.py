@@ -24,8 +24,10 @@ _PAUSE = 8
 """Steps without one of its kind after which what a correction has seen last is old."""
 _RETRY = 0.999
 """Share of what is known of drafting steps beyond plain ones, and of a shape beyond its kind, that each step leaves."""
-_SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT = 6.0, 120.0
+_SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT = 3.0, 120.0
 """The same of shapes."""
+_SETTLED = 8.0
+"""A shape is compared with a kind that stands for so many recent steps."""
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Correction:
     weight: float
     """About how many recent steps it stands for; at first what was measured at start."""
     most_weight: float
+    keeps: float = 1.0
+    """What is left of it (beyond 1) from step to step."""
     factor: float = 1.0
     learned: int = 0
     """The step that changed it last."""
@@ -56,8 +60,17 @@ class Correction:
             return
         # Single steps are noisy: one that has met another process is not the middle one of three.
         self.weight = min(self.most_weight, self.weight + num_new)
+        self.factor = self.at(step)
         self.factor += (sorted(self._recent)[1] - self.factor) * num_new / self.weight
         self.learned = step
+
+    def at(self, step: int) -> float:
+        """What is left of it by then."""
+        return 1.0 + (self.factor - 1.0) * float(self.keeps ** (step - self.learned))
+
+    def is_settled(self, step: int) -> bool:
+        """Whether it says how such steps are now."""
+        return self.weight >= _SETTLED and step - self._noted <= _PAUSE
 
 
 class Corrections:
@@ -71,31 +84,23 @@ class Corrections:
         """Step number `step` had so many requests and drafted this shape, or was plain."""
         key = (shape, num_rows.bit_length())
         if key not in self._own:
-            self._own[key] = Correction(_RETRY, _SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT)
+            self._own[key] = Correction(_RETRY, _SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT, _RETRY)
         own, kind = self._own[key], self.plain if shape == PLAIN else self.drafting
-        # The machine is seen through what is known of the shape, the shape through what is known of the machine.
-        own.factor, is_now = _faded(own, 1.0, step), kind.factor
-        kind.note(step, measured_s, predicted_s * own.factor)
-        own.note(step, measured_s, predicted_s * is_now)
+        # The machine is seen through what is known of the shape; the shape through the machine, once that is known.
+        is_settled, is_now = kind.is_settled(step), kind.factor
+        kind.note(step, measured_s, predicted_s * own.at(step))
+        if is_settled:
+            own.note(step, measured_s, predicted_s * is_now)
 
     def factor(self, step: int, shape: Shape, num_rows: int) -> float:
         """What to multiply a prediction with."""
         factor = self.plain.factor
         if shape != PLAIN:
-            factor = _faded(self.drafting, factor, step)
+            # Slow steps may have had another reason: after long enough without any, drafting is tried again.
+            factor += (self.drafting.factor - factor) * float(_RETRY ** (step - self.drafting.learned))
         return factor * self.compares(step, shape, num_rows)
 
     def compares(self, step: int, shape: Shape, num_rows: int) -> float:
         """The part of it that is the shape's own."""
         own = self._own.get((shape, num_rows.bit_length()))
-        return _faded(own, 1.0, step) if own is not None else 1.0
-
-    def learned(self, shape: Shape, num_rows: int) -> int:
-        """The step that told something of this shape last; 0 for none."""
-        own = self._own.get((shape, num_rows.bit_length()))
-        return own.learned if own is not None else 0
-
-
-def _faded(correction: Correction, general: float, step: int) -> float:
-    """What is left of a correction beyond a more general one: slow steps may have had another reason."""
-    return general + (correction.factor - general) * float(_RETRY ** (step - correction.learned))
+        return own.at(step) if own is not None else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -258,6 +259,41 @@ def shapes_where(factors: dict[Shape, float], at_first: dict[Shape, float] | Non
         factor = (at_first if at_first and step < 40 else factors).get(shape, 1.0)
         controller.note_time(1, drafts, nodes, factor * controller.costs.step_s(1, drafts, nodes))
     return shapes
+
+
+@pytest.mark.parametrize("compared_at_once", [False, True])
+def test_what_the_machine_does_is_not_booked_to_a_shape(
+    compared_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps become slower while none is plain: the next plain ones tell so once. The wrong variant takes the change
+    for the machine's, and for plain decoding's beside it."""
+    if compared_at_once:
+        monkeypatch.setattr(corrections.Correction, "is_settled", lambda *_: True)
+    found = corrections.Corrections()
+    for step in range(1, 40):
+        found.note(step, PLAIN, 1, 1.0, 1.0)
+    for step in range(40, 240):
+        found.note(step, (1, 3), 1, 1.5, 1.0)
+    for step in range(240, 243):
+        found.note(step, PLAIN, 1, 1.5, 1.0)
+    assert found.factor(243, (1, 3), 1) == pytest.approx(1.5, rel=0.01)
+    assert (found.factor(243, PLAIN, 1) == pytest.approx(1.5, rel=0.01)) != compared_at_once
+
+
+def test_rivals_take_turns_whether_or_not_their_steps_have_told_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts tell nothing. And a rival is tried with those it was chosen for, or not at all."""
+    monkeypatch.setattr(controller_module, "_RIVAL", 0.3)
+    controller, shapes = Controller(FREE, 16), []
+    one, turns = sequence(1), {1: 0.0}
+    for _ in range(1500):
+        run(controller, [one], 1, {1: 0.7}, turns)
+        shapes.append(controller.choice.shape)
+    usual = max(set(shapes), key=shapes.count)
+    tried = [after for before, after in pairwise(shapes) if before == usual and after not in (usual, PLAIN)]
+    assert len(set(tried[-6:])) == 6
+    for number in range(400):
+        controller.choose([sequence(1000 + number)])
+        assert controller.choice.shape == PLAIN or controller.choice.drafting
 
 
 @pytest.mark.parametrize("rival", [controller_module._RIVAL, 9.0])
