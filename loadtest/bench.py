@@ -139,7 +139,8 @@ class _Bench:
                 count = max(4, concurrency)
                 stages.append(self.run_arm(_take(prompts, (repeat + stage) * count, count), concurrency, arm))
             samples = tuple(sample for stage_result in stages for sample in stage_result.samples)
-            results[arm].append(RunResult(sum(stage_result.wall_s for stage_result in stages), samples))
+            busy_s, num_tokens = sum(one.busy_s for one in stages), sum(one.num_tokens for one in stages)
+            results[arm].append(RunResult(busy_s, num_tokens, samples))
         return {"stages": list(options.ramp), **compared(results)}
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:

@@ -1,11 +1,15 @@
-"""A closed-loop client: so many requests are open at any time, each followed by the next."""
+"""A closed-loop client: so many requests are open at any time, each followed by the next.
+
+A rate is measured only while all of them are open: behind that answers end one by one, a load nobody asked for, and the
+more so the more their speeds differ (plain answers of one length all end in the same step).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +32,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunResult:
-    """All requests of one closed-loop run."""
+    """One closed-loop run."""
 
-    wall_s: float
+    busy_s: float
+    """Until there was nothing left to send."""
+    num_tokens: int
+    """Tokens of all answers by then."""
     samples: tuple[Sample, ...]
+    """All requests, those too that ended later."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Answer tokens of all requests over the duration of the run."""
-        return sum(sample.num_tokens for sample in self.samples) / self.wall_s
+        """Rate at the concurrency asked for."""
+        return self.num_tokens / self.busy_s
 
 
 async def closed_loop(
@@ -45,6 +53,8 @@ async def closed_loop(
     """Send every prompt once, `concurrency` at a time; raises RuntimeError when one fails."""
     queue = list(enumerate(prompts))[::-1]
     samples: list[Sample] = []
+    busy: list[tuple[float, int]] = []
+    received: list[int] = []
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as client:
 
@@ -52,18 +62,23 @@ async def closed_loop(
             while queue:
                 number, prompt = queue.pop()
                 body = {"model": model, "seed": number, **prompt.body, **options}
-                samples.append(await _stream_one(client, prompt.path, body))
+                samples.append(await _stream_one(client, prompt.path, body, received.append))
+            busy.append((time.perf_counter() - began, sum(received)))
 
         began = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(concurrency)))
-        return RunResult(time.perf_counter() - began, tuple(samples))
+        await asyncio.gather(*(worker() for _ in range(min(concurrency, len(prompts)))))
+        return RunResult(*busy[0], tuple(samples))
 
 
-async def _stream_one(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Sample:
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+async def _stream_one(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], receive: Callable[[int], None]
+) -> Sample:
+    """`receive` is told how many tokens have come, whenever some have."""
+    body = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     began = time.perf_counter()
     first_s: float | None = None
     last: dict[str, Any] = {}
+    num_tokens = 0
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             detail = (await response.aread()).decode(errors="replace")
@@ -74,12 +89,14 @@ async def _stream_one(client: httpx.AsyncClient, path: str, body: dict[str, Any]
             last = json.loads(line.removeprefix("data: "))
             if "error" in last:
                 raise RuntimeError(f"{path} broke off: {last['error']['message']}")
+            receive(last["usage"]["completion_tokens"] - num_tokens)
+            num_tokens = last["usage"]["completion_tokens"]
             if first_s is None and _has_text(last):
                 first_s = time.perf_counter() - began
     total_s = time.perf_counter() - began
     metrics = last.get("metrics") or {}
     return Sample(
-        num_tokens=last["usage"]["completion_tokens"],
+        num_tokens=num_tokens,
         first_token_s=total_s if first_s is None else first_s,
         total_s=total_s,
         speculation=metrics.get("speculative_decoding"),

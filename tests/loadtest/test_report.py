@@ -62,7 +62,7 @@ def test_arms_may_say_their_shape() -> None:
 
 def test_adaptive_is_compared_with_the_best_fixed_shape_of_each_cell() -> None:
     def runs(*rates: float) -> list[RunResult]:
-        return [RunResult(1.0, (Sample(int(rate), 0.1, 1.0, None),)) for rate in rates]
+        return [RunResult(1.0, int(rate), (Sample(int(rate), 0.1, 1.0, None),)) for rate in rates]
 
     results = {"off": runs(50, 50), "a": runs(60, 60), "b": runs(80, 80), "again": runs(99, 99)}
     found = compared(results | {"adaptive": runs(76, 76)})
