@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.analysis.arms import add_arguments as add_arms_arguments
+from engine.analysis.arms import analyze_arms
 from engine.analysis.laws import analyze_blocks, analyze_laws
 from engine.analysis.loading import add_pair_arguments
 from engine.analysis.pair import analyze_pair
@@ -38,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = result.add_subparsers(dest="command", required=True)
     _add_pair(commands.add_parser("pair", help="how good a draft model is for a target, and which flags to run"))
+    _add_arms(commands.add_parser("arms", help="speculation against plain decoding, taking turns every few steps"))
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
     blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
@@ -77,6 +80,12 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
     pair.add_argument("--fresh", action="store_true", help="forget what an interrupted run has measured")
 
 
+def _add_arms(arms: argparse.ArgumentParser) -> None:
+    add_pair_arguments(arms)
+    add_arms_arguments(arms)
+    arms.add_argument("--concurrency", type=_integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+
+
 def _add_selfcheck(check: argparse.ArgumentParser) -> None:
     add_pair_arguments(check)
     check.add_argument("--rules", help="rules with commas between (default: all)")
@@ -92,6 +101,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "laws": lambda options: (analyze_laws(options.file), True),
     "blocks": lambda options: (analyze_blocks(options.file), True),
     "times": lambda options: (analyze_times(options), True),
+    "arms": lambda options: (analyze_arms(options), True),
     "pair": lambda options: (analyze_pair(options), True),
     "selfcheck": selfcheck,
 }

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -85,6 +86,12 @@ def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[t
     if not prompts:
         raise ConfigError(f"{file}: holds no prompts")
     return prompts
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts of tokens that the embedded pair and the bench pair know."""
+    generator = random.Random(seed)
+    return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
 
 
 def environment() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
-from engine.analysis.loading import environment
+from engine.analysis.loading import environment, random_prompts
 from engine.building import build_engine
 from engine.calibration import measure_costs, measure_plain
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -174,12 +173,6 @@ def _ratio(theirs: Sequence[float], own: Sequence[float]) -> dict[str, float]:
     drawn = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
     return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
-
-
-def random_prompts(count: int, length: int, seed: int) -> Prompts:
-    """Prompts of tokens that the embedded pair and the bench pair know."""
-    generator = random.Random(seed)
-    return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -1,0 +1,289 @@
+"""`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
+
+A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns of a
+quarter of a second meet the same machine. Every arm is an engine of its own (scheduler, controller, blocks) around the
+same models, under a closed loop of the same requests, whose answers differ in length so that they do not all end at
+once. What counts are the engine's steps, prompts among them; HTTP is not in it (`polydraft bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from engine.analysis.loading import environment, names_of, random_prompts, read_prompts
+from engine.analysis.pair import Shape
+from engine.building import build_engine
+from engine.cache.store import BlockStore
+from engine.calibration import measure_costs, measure_plain
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine import Engine
+from engine.execution.host import keep_freed_memory
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.controller import Controller
+from engine.scheduling.costs import StepCosts
+from engine.scheduling.scheduler import Scheduler
+
+OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
+_TURN_S = 0.25
+_WARM_UP_S = 4.0
+_NUM_PARTS = 20
+"""Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
+_RESAMPLES = 4000
+_ARM_BYTES = 1 << 29
+_LIMITS = SpeculationConfig()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every arm is asked."""
+
+    prompts: Sequence[tuple[int, ...]]
+    num_tokens: int
+    """Of an answer, in the mean."""
+    temperature: float
+
+    def requests(self, speculation: Speculation) -> Iterator[Request]:
+        """One after the other, without end; the same for all arms but for the speculation."""
+        number = 0
+        while True:
+            length = random.Random(number).randint(max(1, self.num_tokens // 2), self.num_tokens * 3 // 2)
+            yield Request(
+                request_id=str(number),
+                prompt_token_ids=self.prompts[number % len(self.prompts)],
+                sampling=Sampling(temperature=self.temperature, seed=number),
+                limits=Limits(max_tokens=length, ignore_eos=True),
+                speculation=speculation,
+            )
+            number += 1
+
+
+@dataclass
+class Arm:
+    """An engine under its load."""
+
+    engine: Engine
+    requests: Iterator[Request]
+    turns: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds, tokens) of every turn."""
+    shapes: dict[str, float] = field(default_factory=dict)
+    """Seconds by what most of the drafting requests drafted."""
+    num_passes: int = 0
+    """Passes of the target over one request's drafts, or its next token."""
+
+    def take_turn(self, concurrency: int) -> None:
+        """Steps for a quarter of a second."""
+        seconds, num_tokens = 0.0, 0
+        while seconds < _TURN_S:
+            began = time.perf_counter()
+            while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
+                self.engine.submit(next(self.requests))
+            outcomes = self.engine.run_step().outcomes
+            elapsed = time.perf_counter() - began
+            seconds += elapsed
+            num_tokens += sum(len(outcome.token_ids) for outcome in outcomes)
+            rows = self.engine.scheduler.last_plan.sampling_rows
+            self.num_passes += len(rows)
+            shape = _shape_of([row.branching for row in rows if row.branching])
+            self.shapes[shape] = self.shapes.get(shape, 0.0) + elapsed
+        self.turns.append((seconds, num_tokens))
+
+    def forget(self) -> None:
+        """What follows counts."""
+        self.turns.clear()
+        self.shapes.clear()
+        self.num_passes = 0
+
+
+def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
+    if not drafted:
+        return OFF
+    branching = statistics.mode(drafted)
+    return f"{branching[0]}x{len(branching)}"
+
+
+def speculation_of(name: str) -> Speculation:
+    """What an arm's requests say: `adaptive`, `off`, `again` (off once more, for the noise), or `rule:KxL`."""
+    if name in (OFF, AGAIN):
+        return Speculation()
+    if name == ADAPTIVE:
+        return Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
+    return Shape.parse(name).speculation
+
+
+def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
+    """Engines around the models of one, each with its part of the blocks."""
+    arms = {}
+    share = engine.facts.num_blocks // len(names)
+    for number, name in enumerate(names):
+        blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
+        blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
+        scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
+        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammars)
+        own.plain_times = copy.deepcopy(costs.plain)
+        speculation = speculation_of(name)
+        if speculation.adaptive:
+            scheduler.controller = Controller(StepCosts.of(costs.points, own.plain_times), _LIMITS.max_draft_length)
+        arms[name] = Arm(own, load.requests(speculation))
+    return arms
+
+
+def measure(
+    engine: Engine, names: Sequence[str], costs: StepCosts, load: Load, concurrency: int, seconds: float, progress: Any
+) -> dict[str, Any]:
+    """A cell: all arms at one concurrency, so many seconds each."""
+    arms = make_arms(engine, names, costs, load)
+
+    def all_turns(seconds: float) -> None:
+        for number in range(round(seconds / _TURN_S)):
+            for name in names if number % 2 else reversed(names):
+                arms[name].take_turn(concurrency)
+                progress.update()
+
+    all_turns(_WARM_UP_S)
+    for arm in arms.values():
+        arm.forget()
+    all_turns(seconds)
+    return {"concurrency": concurrency, **compared(arms)}
+
+
+def compared(arms: dict[str, Arm]) -> dict[str, Any]:
+    """Every arm beside plain decoding, and adaptive beside the fixed shape (or plain decoding) that was the fastest."""
+    turns = {name: np.array(arm.turns) for name, arm in arms.items()}
+    rates = {name: float(_rate(of_arm.sum(0))) for name, of_arm in turns.items()}
+    result: dict[str, Any] = {
+        "arms": {
+            name: {
+                "tokens_per_second": rates[name],
+                "tokens_per_pass": int(turns[name][:, 1].sum()) / arm.num_passes,
+                "ratio_to_off": ratio(turns[name], turns[OFF]),
+                "share_of_time": _shares(arm.shapes),
+            }
+            for name, arm in arms.items()
+        }
+    }
+    fixed = [name for name in arms if name not in (ADAPTIVE, AGAIN)]
+    if ADAPTIVE in arms:
+        best = max(fixed, key=lambda name: rates[name])
+        result["adaptive_to_best_fixed"] = {"arm": best, **ratio(turns[ADAPTIVE], turns[best])}
+    return result
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """The greatest first."""
+    return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
+
+
+def ratio(one: Any, other: Any) -> dict[str, float]:
+    """Of two arms' tokens per second, with its 95 % interval; [turns, 2] seconds and tokens of each."""
+    num_parts = min(_NUM_PARTS, len(one))
+    of_one, of_other = (np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other))
+    drawn = np.random.default_rng(0).integers(num_parts, size=(_RESAMPLES, num_parts))
+    low, high = np.quantile(_rate(of_one[drawn].sum(1)) / _rate(of_other[drawn].sum(1)), [0.025, 0.975])
+    return {"ratio": float(_rate(one.sum(0)) / _rate(other.sum(0))), "low": float(low), "high": float(high)}
+
+
+def _rate(turns: Any) -> Any:
+    """[..., 2] seconds and tokens -> [...] tokens per second."""
+    return turns[..., 1] / turns[..., 0]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A row per cell."""
+    names = [name for name in result["cells"][0]["arms"] if name != OFF]
+    head = ["prompts", "c", "off tok/s", *(f"{name} vs off (95 % interval)" for name in names)]
+    lines = ["| " + " | ".join([*head, "adaptive vs the best fixed"]) + " |", "|" + " --- |" * (len(head) + 1)]
+    for cell in result["cells"]:
+        row = [cell["prompts"], str(cell["concurrency"]), f"{cell['arms'][OFF]['tokens_per_second']:.0f}"]
+        row += [_shown(cell["arms"][name]["ratio_to_off"]) for name in names]
+        best = cell.get("adaptive_to_best_fixed")
+        lines.append("| " + " | ".join([*row, f"{_shown(best)} {best['arm']}" if best else "-"]) + " |")
+    return "\n".join(lines)
+
+
+def _shown(found: dict[str, float]) -> str:
+    return f"{found['ratio']:.2f}x ({found['low']:.2f}-{found['high']:.2f})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line, beside what says which pair is loaded."""
+    parser.add_argument(
+        "--prompts",
+        action="append",
+        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
+        "for N random tokens; may be repeated",
+    )
+    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer, in the mean (default 48)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
+    parser.add_argument(
+        "--arms",
+        default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
+        help="what is compared with plain decoding: adaptive (the controller), again (plain once more: the noise), "
+        "rule:KxL or a tree as rule:2.2.1",
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of every arm in a cell (default 20)")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+
+
+def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
+    """All cells (prompts x concurrency); a table goes to standard error."""
+    names = [OFF, *(name for name in options.arms.split(",") if name != OFF)]
+    for name in names:
+        speculation_of(name)
+    engine, costs = _load(options, len(names))
+    kinds = {kind: _prompts(kind, options) for kind in options.prompts or ["dialogues"]}
+    num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(kinds) * len(options.concurrency)
+    cells = []
+    with tqdm(total=num_turns, desc="turns", unit="turn") as progress:
+        for kind, prompts in kinds.items():
+            load = Load(prompts, options.tokens, options.temperature)
+            for concurrency in options.concurrency:
+                cell = measure(engine, names, costs, load, concurrency, options.seconds, progress)
+                cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
+    shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
+    result = {
+        "what": "arms in turns of a quarter of a second, in one process, closed loop without HTTP",
+        "options": {name: getattr(options, name) for name in shown},
+        "environment": environment(),
+        "cells": cells,
+    }
+    print(markdown(result), file=sys.stderr)
+    return result
+
+
+def _load(options: argparse.Namespace, num_arms: int) -> tuple[Engine, StepCosts]:
+    target, draft = names_of(options)
+    torch.set_num_threads(options.threads or 1)
+    keep_freed_memory()
+    config = EngineConfig(
+        model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
+        cache=CacheConfig(memory_bytes=num_arms * _ARM_BYTES if options.device != "cuda" else 0),
+        scheduler=SchedulerConfig(max_num_seqs=max(64, *options.concurrency)),
+        speculation=_LIMITS,
+    )
+    engine = build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
+    return engine, measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
+
+
+def _prompts(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+    name, _, length = kind.partition(":")
+    if name == "random" and length.isdigit():
+        return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
+    embedded = Path(str(files("engine").joinpath("demo", f"heldout_{kind}.jsonl")))
+    return read_prompts(
+        embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
+    )

@@ -1,0 +1,96 @@
+"""`analyze arms`: arms in turns on one pair of models, each with its own blocks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.analysis import arms as module
+from engine.analysis.__main__ import main
+from engine.analysis.arms import ADAPTIVE, AGAIN, OFF, Load, make_arms, markdown, ratio
+from engine.calibration import measure_costs, measure_plain
+from engine.engine import Engine, StepResult
+from engine.request import Request
+from tests.engine import tiny
+from tests.server.tiny_models import write_pair
+
+NAMES = [OFF, ADAPTIVE, AGAIN, "block:1x3", "bv_race:2.1"]
+
+
+def engine_of(num_blocks: int = 320) -> Engine:
+    target = tiny.llama(1)
+    return tiny.build(target, tiny.perturbed(tiny.llama(1), 2, 0.02), num_blocks=num_blocks)
+
+
+def answers_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    return {name: list(answer) for name, answer in tiny.run(engine, requests).tokens.items()}
+
+
+def test_arms_do_not_touch_each_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs in between, an arm answers what it answers alone: greedy answers, so that all arms say the same."""
+    monkeypatch.setattr(module, "_TURN_S", 1e-9)  # one step a turn
+    load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 0.0)
+    engine = engine_of()
+    costs = measure_costs(engine, module.speculation_of(ADAPTIVE), measure_plain(engine))
+    arms = make_arms(engine, NAMES, costs, load)
+    told: dict[str, dict[str, list[int]]] = {name: {} for name in NAMES}
+    for name, arm in arms.items():
+        step = arm.engine.run_step
+
+        def note(name: str = name, step: Callable[[], StepResult] = step) -> StepResult:
+            result = step()
+            for outcome in result.outcomes:
+                told[name].setdefault(outcome.request_id, []).extend(outcome.token_ids)
+            return result
+
+        arm.engine.run_step = note  # type: ignore[method-assign]
+    for _ in range(60):
+        for arm in arms.values():
+            arm.take_turn(3)
+    alone = answers_of(engine_of(), list(itertools.islice(load.requests(module.speculation_of(OFF)), 4)))
+    for name in NAMES:
+        assert {number: told[name][number] for number in alone} == alone, name
+        assert len(arms[name].turns) == 60
+    assert set(arms[OFF].shapes) == {OFF}
+    assert "1x3" in arms["block:1x3"].shapes
+    assert arms["block:1x3"].num_passes < sum(tokens for _, tokens in arms["block:1x3"].turns)
+
+
+def test_a_ratio_is_of_rates_and_its_interval_of_parts() -> None:
+    """Turns of double the rate, on a machine whose speed drifts by a half for both."""
+    speed = np.repeat([1.0, 0.5], 40)
+    other = np.stack([np.ones(80), 100 * speed], axis=1)
+    one = np.stack([2 * np.ones(80), 400 * speed], axis=1)
+    assert ratio(one, other) == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
+    noisy = one * np.stack([np.ones(80), np.random.default_rng(0).uniform(0.9, 1.1, 80)], axis=1)
+    found = ratio(noisy, other)
+    assert 1.9 < found["low"] < found["ratio"] < found["high"] < 2.1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURN_S", 0.01)
+    monkeypatch.setattr(module, "_WARM_UP_S", 0.02)
+    pair = write_pair(tmp_path)
+    words = ["arms", "--target", str(pair.target), "--draft", str(pair.draft), "--seconds", "0.2", "--tokens", "4"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Once upon a time", "Please")))
+    words += ["--concurrency", "1,2", "--prompts", str(prompts), "--arms", "adaptive,again,block:1x2"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert [(cell["prompts"], cell["concurrency"]) for cell in result["cells"]] == [("prompts", 1), ("prompts", 2)]
+    for cell in result["cells"]:
+        assert list(cell["arms"]) == [OFF, ADAPTIVE, AGAIN, "block:1x2"]
+        assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
+        assert cell["adaptive_to_best_fixed"]["arm"] in (OFF, "block:1x2")
+    assert markdown(result) in printed.err
+
+
+def test_unknown_arms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["arms", "--arms", "adaptive,magic:1x3"]) == 2
+    assert "magic" in capsys.readouterr().err
