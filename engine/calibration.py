@@ -26,7 +26,7 @@ from engine.execution.loading import Progress
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
-from engine.scheduling.costs import Curve, StepCosts
+from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -34,9 +34,11 @@ _POINT_BUDGET_S = 0.15
 _TURN, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
+_FEW_ROWS = 4
+"""With so many requests a few rows more cost next to nothing, up to where they do: more points show where."""
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 6
+_FORMAT = 7
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -186,19 +188,21 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
     plans += [_reading_plan(engine, context, num_tokens) for num_tokens in (1, num_read)]
     *steps, (_, reads_one), (_, reads_many) = middle_steps(engine, plans)
     measured = dict(zip(points, steps, strict=True))
-    nodes: list[tuple[float, float]] = [(0, 0.0)]
+    nodes: dict[int, list[tuple[float, float]]] = {}
     draft_pass: list[tuple[float, float]] = []
     for (num_rows, num_drafts, of_chain), (wall_s, phases_s) in measured.items():
         if num_drafts:
             plain_s = measured[num_rows, 0, 0][0]
-            nodes.append((num_rows * num_drafts * of_chain, wall_s - phases_s["draft"] - plain_s))
+            of_rows = nodes.setdefault(num_rows, [(0, 0.0)])
+            of_rows.append((num_rows * num_drafts * of_chain, wall_s - phases_s["draft"] - plain_s))
         if num_drafts == 1:
             draft_pass.append((num_rows, phases_s["draft"] / of_chain))
         elif num_drafts and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
             draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
     reading = Curve([(0, 0.0), (num_read - 1, reads_many["draft"] - reads_one["draft"])])
-    return StepCosts(plain, Curve(nodes), Curve(draft_pass), reading)
+    of_nodes = NodeCosts({num_rows: Curve(points) for num_rows, points in nodes.items()})
+    return StepCosts(plain, of_nodes, Curve(draft_pass), reading)
 
 
 def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, int]]:
@@ -208,12 +212,12 @@ def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, in
     points: list[tuple[int, int, int]] = []
     for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
         points.append((num_rows, 0, 0))
-        for num_drafts in dict.fromkeys((1, min(4, speculation.num_drafts))):
-            if num_rows == 1 or num_rows * num_drafts * length <= min(_MOST_NODES, room - num_rows):
-                points.append((num_rows, num_drafts, length))
-    if speculation.draft_length > length:
-        # The few rows of one chain cost next to nothing: between three nodes and twelve no line shows that.
-        points.append((1, 1, speculation.draft_length))
+        shapes = [(1, length), (min(4, speculation.num_drafts), length)]
+        if num_rows <= _FEW_ROWS:
+            shapes += [(1, 1), (1, speculation.draft_length)]
+        for num_drafts, of_chain in dict.fromkeys(shapes):
+            if num_rows == 1 or num_rows * num_drafts * of_chain <= min(_MOST_NODES, room - num_rows):
+                points.append((num_rows, num_drafts, of_chain))
     return points
 
 

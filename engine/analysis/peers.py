@@ -200,6 +200,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
     result.add_argument("--llama-cpp", action="store_true", help="also llama.cpp (needs llama-cpp-python and gguf)")
+    result.add_argument(
+        "--without", nargs="+", default=[], help="arms left out, by a part of their names, e.g. assisted continuous"
+    )
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
     return result
 
@@ -220,6 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.llama_cpp:
         llama_cpp = LlamaCpp(options)
         arms |= {"llama.cpp": llama_cpp.plain, "llama.cpp with 3 drafts": llama_cpp.drafted}
+    for part in options.without:
+        for name in [name for name in arms if name != OWN and part in name]:
+            del arms[name]
     checked = random_prompts(NUM_CHECKED, options.prompt, 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}

@@ -39,9 +39,13 @@ _BELIEF_WEIGHT, _REQUEST_WEIGHT = 6.0, 10.0
 _KEEP = 0.998
 """Share of what is known that is kept from step to step; old observations fade."""
 _CLEAR_GAIN = 1.03
+_HOLD = 0.7
+"""A request stops drafting beside others only where its drafts are worth less than this share of what they take: how
+good its drafts are is known roughly, and who has stopped must be caught up with."""
 _CHOOSE_EVERY = 8
-_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 16, 256
-"""So many plain steps are made after so many drafting ones; at first soon, then after twice as many each time."""
+_PROBE_STEPS, _MOST_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 8, 16, 256
+"""So many plain steps (more where some tell nothing) are made after so many drafting ones; at first soon, then after
+twice as many each time."""
 _RIVAL, _RIVAL_EVERY = 0.9, 64
 """A shape predicted to have this share of the best one's rate is tried, for as many steps after so many."""
 _BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
@@ -123,6 +127,8 @@ class Choice:
     """What has the advantage of being done when the next choice is made."""
     rival: tuple[Shape, frozenset[int]] = (PLAIN, frozenset())
     """A shape that may be as good, and who would draft it; plain for none."""
+    rests: frozenset[int] = frozenset()
+    """Sequences whose drafts were not worth their rows."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ class Controller:
         self.acceptance = Acceptance(self.longest)
         self._corrections = Corrections()
         self._step = self._probe_end = self._plain_end = self._rival_end = 0
+        self._to_tell = 0
         self._probes_plain = False
         self._tried: dict[Shape, int] = {}
         self._probe_after = _FIRST_PROBE
@@ -189,7 +196,8 @@ class Controller:
         self.choice.age += 1
         if self._probes(asked[0], any(others)):
             shape, drafting = (PLAIN, frozenset[int]()) if self._probes_plain else self.choice.rival
-            self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, self.choice.kept, self.choice.rival)
+            kept, rival, rests = self.choice.kept, self.choice.rival, self.choice.rests
+            self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, kept, rival, rests)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
             self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
@@ -200,6 +208,7 @@ class Controller:
 
     def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
         skill = np.array([sequence.skill for sequence in adaptive])
+        room = np.array([sequence.num_remaining - 1 for sequence in adaptive])
         limits = [sequence.request.speculation for sequence in adaptive]
         most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
         kept = self.choice.kept if any(one.sequence_id in self.choice.of[0] for one in adaptive) else None
@@ -208,11 +217,13 @@ class Controller:
         plain_rate = (len(adaptive) + tokens_beside) / plain_s
         # What is being done has the advantage: another shape must be clearly better.
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
+        enough = np.array([1.0 if one.sequence_id in self.choice.rests else _HOLD for one in adaptive])
         rates: list[Rated] = []
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
-            tokens = self._expected(shape, skill)
+            tokens = self._expected(shape, skill, room)
             extra_s = self._step_s(load, len(adaptive), shape) - plain_s
-            mask = tokens - 1 > (max(0.0, extra_s) / len(adaptive) + tokens * load.reading_s) * plain_rate
+            price_s = max(0.0, extra_s) / len(adaptive) + tokens * load.reading_s
+            mask = tokens - 1 > enough * price_s * plain_rate
             emitted = float(tokens[mask].sum()) + len(adaptive) - int(mask.sum())
             # Where drafting is what is done, the texts of those that come must be read too.
             reading_s = max(float((tokens * load.reading_s)[mask].sum()), emitted * self._prompt_s())
@@ -228,7 +239,8 @@ class Controller:
         others = [one for one in rates if one[1] != best and one[2].any()]
         rival, mask = self._rival(others, num_rows, least_rate)
         tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
-        self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries))
+        rests = frozenset(one.sequence_id for one in adaptive) - drafting if drafting else frozenset[int]()
+        self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries), rests=rests)
         self.reads = chosen != PLAIN
 
     def _rival(self, rates: list[Rated], num_rows: int, least_rate: float) -> tuple[Shape, Mask]:
@@ -250,26 +262,31 @@ class Controller:
         Beside requests that draft in any case no step is plain.
         """
         rival, drafting = self.choice.rival
-        if self._step <= self._probe_end:
+        if self._step <= self._probe_end and self._to_tell:
             if not beside_drafts if self._probes_plain else drafting & adaptive:
                 return True
-            self._probe_end = self._step - 1  # whom it was begun with has gone
+            self._to_tell = 0  # whom it was begun with has gone
         if self.choice.shape == PLAIN or not adaptive:
             return False
         learned = self._corrections.plain.learned
         if not beside_drafts and self._step - max(self._plain_end, learned) > self._probe_after:
-            if learned + _PROBE_STEPS > self._plain_end:
-                # The last one has told something (steps with prompts tell nothing).
-                self._probe_after = min(_PROBE_EVERY, 2 * self._probe_after)
+            # Where every step has prompts, probes tell nothing: they must not become many.
+            most = _PROBE_EVERY if learned + _MOST_PROBE_STEPS > self._plain_end else _PROBE_EVERY // 2
+            self._probe_after = min(most, 2 * self._probe_after)
             self._probes_plain = True
-            self._probe_end = self._plain_end = self._step + _PROBE_STEPS - 1
+            self._probe_end = self._plain_end = self._begin_probe()
             return True
         if rival == PLAIN or not drafting & adaptive or self._step - self._rival_end <= _RIVAL_EVERY:
             return False
         self._probes_plain = False
         self._tried[rival] = self._step
-        self._probe_end = self._rival_end = self._step + _PROBE_STEPS - 1
+        self._probe_end = self._rival_end = self._begin_probe()
         return True
+
+    def _begin_probe(self) -> int:
+        """The last step it may have: those with prompts tell nothing, and others are made for them."""
+        self._to_tell = _PROBE_STEPS
+        return self._step + _MOST_PROBE_STEPS - 1
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
         """What a sequence drafts in the step chosen for.
@@ -316,6 +333,7 @@ class Controller:
         self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int = 0
     ) -> None:
         """The step chosen for took this long, without prompts in it; sizes as in `StepCosts.step_s`."""
+        self._to_tell = max(0, self._to_tell - 1)
         predicted = self.costs.step_s(num_rows, num_drafting, nodes_by_depth, num_text)
         self._corrections.note(self._step, _kind(self.choice.shape, num_drafting), num_rows, seconds, predicted)
 
@@ -329,12 +347,15 @@ class Controller:
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:
         """Expected tokens of a step of a request with a shape of its own."""
-        return float(self._expected((branching[0], len(branching)), np.ones(1))[0]) if branching else 1.0
+        if not branching:
+            return 1.0
+        shape = branching[0], len(branching)
+        return float(self._expected(shape, np.ones(1), np.array([shape[1]]))[0])
 
-    def _expected(self, shape: Shape, skill: Numbers) -> Numbers:
-        """[requests] tokens of a step."""
+    def _expected(self, shape: Shape, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
+        """[requests] tokens of a step; room: drafted tokens that the answer has room for, [requests]."""
         by_position = self.acceptance.by_position(shape[0])[: shape[1]]
-        of_request = np.minimum(0.995, skill[:, None] * by_position)
+        of_request = np.minimum(0.995, skill[:, None] * by_position) * (np.arange(shape[1]) < room[:, None])
         expected: Numbers = 1.0 + of_request.cumprod(axis=1).sum(axis=1)
         return expected
 

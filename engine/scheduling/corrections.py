@@ -74,7 +74,7 @@ class Correction:
 
 
 class Corrections:
-    """Measured over predicted seconds, by shape and number of requests (in powers of two)."""
+    """Measured over predicted seconds, by shape and about how many requests."""
 
     def __init__(self) -> None:
         self.plain, self.drafting = (Correction(_FORGET, _KIND_WEIGHT, _MOST_WEIGHT) for _ in range(2))
@@ -82,7 +82,7 @@ class Corrections:
 
     def note(self, step: int, shape: Shape, num_rows: int, measured_s: float, predicted_s: float) -> None:
         """Step number `step` had so many requests and drafted this shape, or was plain."""
-        key = (shape, num_rows.bit_length())
+        key = (shape, _size(num_rows))
         if key not in self._own:
             self._own[key] = Correction(_RETRY, _SHAPE_WEIGHT, _MOST_SHAPE_WEIGHT, _RETRY)
         own, kind = self._own[key], self.plain if shape == PLAIN else self.drafting
@@ -102,5 +102,10 @@ class Corrections:
 
     def compares(self, step: int, shape: Shape, num_rows: int) -> float:
         """The part of it that is the shape's own."""
-        own = self._own.get((shape, num_rows.bit_length()))
+        own = self._own.get((shape, _size(num_rows)))
         return own.at(step) if own is not None else 1.0
+
+
+def _size(num_rows: int) -> int:
+    """Numbers of requests that count as one: 1, 2, 3 to 5, 6 to 10, 11 to 21, ... with the powers of two inside."""
+    return (num_rows * 3 // 2).bit_length()

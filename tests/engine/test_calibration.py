@@ -116,7 +116,7 @@ def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, m
     monkeypatch.setattr(calibration, "_SAME", 1e9)
     said, *second = measured(engine, folder)
     assert "earlier" in said[0]
-    assert second == [first[0], [[tuple(point) for point in curve] for curve in first[1]]]  # type: ignore[attr-defined]
+    assert second == first
     # Another shape is another measurement.
     assert "measuring" in measured(engine, folder, num_drafts=2)[0][0]
 
@@ -181,7 +181,10 @@ def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytes
 
     def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
         nodes = [sum(row.num_nodes for row in plan.rows) for plan in plans]
-        other = [0.1 + 0.01 * len(plan.rows) + 0.002 * count for plan, count in zip(plans, nodes, strict=True)]
+        other = [
+            0.1 + 0.01 * len(plan.rows) + (0.002 if len(plan.rows) > 1 else 0.001) * count
+            for plan, count in zip(plans, nodes, strict=True)
+        ]
         behind = [text_s * sum(row.end for row in plan.rows) for plan in plans]
         every = zip(map(sum, zip(other, behind, strict=True)), plans, strict=True)
         return [(s + draft_s(plan), {"draft": draft_s(plan)}) for s, plan in every]
@@ -195,8 +198,11 @@ def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytes
     costs = calibration.measure_costs(engine, speculation, measure_plain(engine))
     assert costs.step_s(4, 0, (), 400) == pytest.approx(0.14 + 400 * text_s)
     assert costs.step_s(4, 4, (8, 8, 8), 4000) == pytest.approx(0.14 + 0.048 + 0.014 + 2 * 0.018 + 4000 * text_s)
-    assert costs.step_s(1, 1, (1,) * 5, 100) == pytest.approx(0.11 + 0.01 + 5 * 0.011 + 100 * text_s)
+    # A request's own nodes cost half as much where it is alone, and two requests lie a third of the way to four.
+    assert costs.step_s(1, 1, (1,) * 5, 100) == pytest.approx(0.11 + 0.005 + 5 * 0.011 + 100 * text_s)
+    assert costs.nodes.at(2, 6) == pytest.approx(6 * (0.001 + 0.001 / 3))
+    assert costs.nodes.at(64, 6) == pytest.approx(0.012)
     assert costs.reading.at(100) == pytest.approx(0.1)
     assert costs.reading.at(4000) == pytest.approx(4.0)
-    assert {5, 12} <= set(costs.nodes.sizes)
+    assert {1, 3, 5, 12} <= set(costs.nodes.of_rows[1].sizes)
     assert 64 in costs.draft_pass.sizes

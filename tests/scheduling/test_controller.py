@@ -15,20 +15,28 @@ from engine.scheduling import controller as controller_module
 from engine.scheduling import corrections
 from engine.scheduling.controller import Acceptance, Controller, menu, with_chains
 from engine.scheduling.corrections import PLAIN, Shape
-from engine.scheduling.costs import Curve, StepCosts
+from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.sequence import Sequence
 
+
+def nodes_s(points: list[tuple[float, float]]) -> NodeCosts:
+    """Seconds by nodes, whatever the number of requests."""
+    return NodeCosts({1: Curve(points)})
+
+
 READ = Curve([(0, 0.0)])
-FREE = StepCosts(PlainTimes((1,), (1,), ((1.0,),)), Curve([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]), READ)
-DEAR = StepCosts(PlainTimes((1,), (1,), ((1.0,),)), Curve([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]), READ)
+FREE = StepCosts(PlainTimes((1,), (1,), ((1.0,),)), nodes_s([(0, 0.0), (100, 0.001)]), Curve([(1, 0.001)]), READ)
+DEAR = StepCosts(
+    PlainTimes((1,), (1,), ((1.0,),)), nodes_s([(0, 0.0), (1, 5.0), (100, 500.0)]), Curve([(1, 1.0)]), READ
+)
 # A node costs a tenth of a plain step, a draft pass a twentieth.
 USUAL = StepCosts(
-    PlainTimes((1, 2), (1,), ((1.0,), (1.1,))), Curve([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]), READ
+    PlainTimes((1, 2), (1,), ((1.0,), (1.1,))), nodes_s([(0, 0.0), (10, 1.0)]), Curve([(1, 0.05), (64, 0.05)]), READ
 )
 
 
 # A gain of a tenth, and a draft model that takes a fortieth of a plain step for a token.
-SLOW_READER = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]), reading=Curve([(0, 0.0), (64, 1.6)]))
+SLOW_READER = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 4.0)]), reading=Curve([(0, 0.0), (64, 1.6)]))
 
 
 def sequence(number: int, num_drafts: int = 4, draft_length: int = 5, max_tokens: int = 99) -> Sequence:
@@ -86,7 +94,7 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
 
     The wrong variant counts the neighbour's nodes as requests, of which any number is free here.
     """
-    costs = replace(FREE, nodes=Curve([(0, 0.0), (20, 0.001), (60, 40.0)]))
+    costs = replace(FREE, nodes=nodes_s([(0, 0.0), (20, 0.001), (60, 40.0)]))
     chosen = []
     for others in ([], [(4, 1, 1, 1, 1)], [()] * 21):
         controller = Controller(costs, 16)
@@ -98,7 +106,7 @@ def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
 def test_what_neighbours_gain_by_their_drafts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes more cost half of a step: too much when all wait for it, but not for the wrong variant, to which a
     neighbour that emits three tokens emits one."""
-    costs = replace(FREE, nodes=Curve([(0, 0.0), (20, 0.001), (25, 1.2), (60, 40.0)]))
+    costs = replace(FREE, nodes=nodes_s([(0, 0.0), (20, 0.001), (25, 1.2), (60, 40.0)]))
     for tokens_of, drafts in ((Controller._tokens_of, False), (lambda *_: 1.0, True)):
         monkeypatch.setattr(Controller, "_tokens_of", tokens_of)
         controller = Controller(costs, 16)
@@ -135,11 +143,11 @@ def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
 def test_longer_texts_make_all_steps_dearer() -> None:
     """And so drafts worth more: what is added to every step is shared by more tokens."""
     plain = PlainTimes((1, 2), (10, 1010), ((1.0, 11.0), (1.1, 21.1)))
-    costs = replace(USUAL, plain=plain, nodes=Curve([(0, 0.0), (10, 20.0)]))
+    costs = replace(USUAL, plain=plain, nodes=nodes_s([(0, 0.0), (10, 20.0)]))
     assert costs.step_s(2, 0, (), 520) == pytest.approx(1.1 + 5.0)
     assert costs.step_s(2, 2, (2,), 520) == pytest.approx(1.1 + 5.0 + 4.0 + 0.05)
     for num_text, drafts in ((9, False), (900, True)):
-        controller, one = Controller(costs, 16), sequence(1)
+        controller, one = Controller(costs, 16), sequence(1, max_tokens=1000)
         one.tokens += [1] * num_text
         controller.choose([one])
         assert (controller.choice.shape != PLAIN) == drafts
@@ -157,7 +165,7 @@ def test_longer_texts_make_all_steps_dearer() -> None:
 def test_many_that_come_at_once_do_not_draft_what_was_chosen_for_few() -> None:
     controller = Controller(FREE, 16)
     first = sequence(0)
-    run(controller, [first], 20, {0: 0.9})
+    run(controller, [first], 12, {0: 0.9})
     assert controller.choice.shape != PLAIN
     ids = iter(range(100, 1000))
     for num_decoding, num_coming, num_drafting in ((0, 1, 1), (0, 9, 1), (1, 9, 1)):
@@ -323,7 +331,7 @@ def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(mo
 
     The wrong variant believes times seen long ago as much as those just seen.
     """
-    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]))
+    costs = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 4.0)]))
     num_plain = {}
     for forget in (corrections._FORGET, 1.0):
         monkeypatch.setattr(corrections, "_FORGET", forget)
@@ -342,7 +350,7 @@ def test_drafting_is_tried_again_when_its_slow_steps_are_long_ago(
 ) -> None:
     """A disturbance that ended with the last drafting step. The wrong variant never forgets what it has seen last."""
     monkeypatch.setattr(corrections, "_RETRY", retry)
-    controller = Controller(replace(USUAL, nodes=Curve([(0, 0.0), (10, 2.0)])), 16)
+    controller = Controller(replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 2.0)])), 16)
     assert not any(times(controller, 100, 1.0, 3.0)[-32:])
     assert times(controller, 3000, 1.0, 1.0, until=True)[-1] == (retry < 1)
     assert (times(controller, 50, 1.0, 1.0).count(True) > 40) == (retry < 1)
@@ -354,7 +362,7 @@ def test_plain_steps_are_made_to_see_what_they_take(probes: bool, monkeypatch: p
     loss. The wrong variant trusts what was measured, as nothing contradicts it while it drafts."""
     if not probes:
         monkeypatch.setattr(controller_module, "_FIRST_PROBE", 10**9)
-    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, 4.0)]))
+    costs = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 4.0)]))
     drafted = times(Controller(costs, 16), 100, 0.4, 0.8)
     assert all(drafted[:16])
     assert any(drafted[40:]) != probes
@@ -374,15 +382,63 @@ def test_a_probe_goes_on_while_requests_come_and_go() -> None:
 
 
 def test_a_probe_that_told_nothing_is_made_again_soon() -> None:
-    """Steps with prompts are not timed: after sixteen steps, and then after 32 again and again."""
+    """Steps with prompts are not timed: a probe waits for three others, but not for long."""
     controller = Controller(FREE, 16)
-    shapes = []
-    for _ in range(200):
+    plain = []
+    for step in range(1, 420):
         controller.choose([sequence(1)])
-        shapes.append(controller.choice.shape)
-        if shapes[-1] != PLAIN:
-            controller.note_time(1, 1, nodes_of(shapes[-1]), controller.costs.step_s(1, 1, nodes_of(shapes[-1])))
-    assert shapes.count(PLAIN) == 3 * (1 + (200 - 19) // 35)
+        shape = controller.choice.shape
+        if shape == PLAIN:
+            plain.append(step)
+        if shape != PLAIN or step in (59, 61, 63):
+            nodes = nodes_of(shape)
+            controller.note_time(1, int(bool(nodes)), nodes, controller.costs.step_s(1, int(bool(nodes)), nodes))
+    after_nothing, after_three = [*range(17, 25)], [*range(57, 64)]
+    again = [*range(129, 137), *range(265, 273), *range(401, 409)]
+    assert plain == after_nothing + after_three + again
+    assert controller._corrections.plain.learned == 63
+
+
+def test_numbers_of_requests_near_a_power_of_two_are_corrected_together() -> None:
+    """Sixteen requests are fifteen for a while whenever one is read, and eight are nine."""
+    seen = corrections.Corrections()
+    for step in range(200):
+        seen.note(step, (1, 1), 15 + step % 2, 1.0, 1.0)
+        seen.note(step, (1, 3), 15 + step % 2, 1.5, 1.0)
+    for num_rows in (14, 16, 17):
+        ratio = seen.compares(200, (1, 3), num_rows) / seen.compares(200, (1, 1), num_rows)
+        assert ratio == pytest.approx(1.5, abs=0.1)
+    assert seen.compares(200, (1, 3), 8) == 1.0
+
+
+def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
+    """Where two tokens are left, one is drafted; with more room the same controller drafts more."""
+    costs = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 1.0)]))
+    for max_tokens, shape in ((2, (1, 1)), (1, PLAIN)):
+        controller = Controller(costs, 16)
+        controller.choose([sequence(1, max_tokens=max_tokens)])
+        assert controller.choice.shape == shape
+    controller = Controller(costs, 16)
+    controller.choose([sequence(1)])
+    assert controller.choice.shape[1] > 1
+
+
+def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts worth a little less than they take are kept: who stops, and starts again, must be caught up with."""
+    for hold, rests in ((0.7, False), (1.0, True)):
+        monkeypatch.setattr(controller_module, "_HOLD", hold)
+        controller = Controller(replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 2.5)])), 16)
+        good, weak = sequence(1, 1, 1), sequence(2, 1, 1)
+        for one, num_taken in ((good, 400), (weak, 160)):
+            one.note_drafts(num_taken, 300.0, 1.0)
+        controller.choose([good, weak])
+        assert controller.choice.drafting >= {1}
+        assert (2 in controller.choice.rests) == rests
+    # Who rests begins again only where that pays.
+    monkeypatch.setattr(controller_module, "_HOLD", 0.7)
+    for _ in range(16):
+        controller.choose([good, weak])
+        assert 2 not in controller.choice.drafting or controller.choice.shape == PLAIN
 
 
 def test_one_slow_step_of_a_probe_is_not_believed() -> None:
@@ -405,7 +461,7 @@ def test_probes_are_few() -> None:
 @pytest.mark.parametrize("slow", [3.0, 2.0])
 def test_trying_costs_little(slow: float) -> None:
     """Drafting is slower than was measured, by little or by much; a drafting step gives 4.9 tokens."""
-    costs = replace(USUAL, nodes=Curve([(0, 0.0), (10, {3.0: 1.0, 2.0: 4.0}[slow])]))
+    costs = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, {3.0: 1.0, 2.0: 4.0}[slow])]))
     drafted = times(Controller(costs, 16), 6000, 1.0, slow)[1000:]
     num_tried, step_s = sum(drafted), slow * costs.step_s(1, 1, nodes_of((1, 5)))
     assert step_s > 4.9

@@ -15,7 +15,7 @@ from engine.plan import Emission, Plan, Verdict
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.controller import Choice, Controller
 from engine.scheduling.corrections import PLAIN
-from engine.scheduling.costs import Curve, StepCosts
+from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 4
@@ -123,7 +123,7 @@ class Whims(Controller):
 
     def __init__(self) -> None:
         flat = Curve([(1, 1.0)])
-        super().__init__(StepCosts(PlainTimes((1,), (1,), ((1.0,),)), flat, flat, flat), 16)
+        super().__init__(StepCosts(PlainTimes((1,), (1,), ((1.0,),)), NodeCosts({1: flat}), flat, flat), 16)
 
     def tell(self, num_drafts: int, draft_length: int, most_newcomers: int = 10**6) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
