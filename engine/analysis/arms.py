@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import random
 import statistics
 import sys
@@ -261,6 +262,8 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
         "cells": cells,
     }
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(markdown(result), file=sys.stderr)
     return result
 
