@@ -34,11 +34,13 @@ _POINT_BUDGET_S = 0.15
 _TURN, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
+_CHAIN = 3
+"""Tokens of the chains that are measured at every number of requests."""
 _FEW_ROWS = 4
 """With so many requests a few rows more cost next to nothing, up to where they do: more points show where."""
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 7
+_FORMAT = 8
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -190,14 +192,16 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
     measured = dict(zip(points, steps, strict=True))
     nodes: dict[int, list[tuple[float, float]]] = {}
     draft_pass: list[tuple[float, float]] = []
+    # What begins a draft phase is shared by as many passes everywhere.
+    usual_length = min(_CHAIN, speculation.draft_length)
     for (num_rows, num_drafts, of_chain), (wall_s, phases_s) in measured.items():
         if num_drafts:
             plain_s = measured[num_rows, 0, 0][0]
             of_rows = nodes.setdefault(num_rows, [(0, 0.0)])
             of_rows.append((num_rows * num_drafts * of_chain, wall_s - phases_s["draft"] - plain_s))
-        if num_drafts == 1:
+        if num_drafts == 1 and of_chain == usual_length:
             draft_pass.append((num_rows, phases_s["draft"] / of_chain))
-        elif num_drafts and of_chain > 1:
+        elif num_drafts > 1 and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
             draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
     reading = Curve([(0, 0.0), (num_read - 1, reads_many["draft"] - reads_one["draft"])])
@@ -207,7 +211,7 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
 
 def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, int]]:
     """(requests, chains, tokens in a chain) of the steps that are measured."""
-    most_rows, length = engine.scheduler.config.max_num_seqs, min(3, speculation.draft_length)
+    most_rows, length = engine.scheduler.config.max_num_seqs, min(_CHAIN, speculation.draft_length)
     room = engine.scheduler.config.max_num_batched_tokens
     points: list[tuple[int, int, int]] = []
     for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):

@@ -139,8 +139,10 @@ class _Bench:
                 count = max(4, concurrency)
                 stages.append(self.run_arm(_take(prompts, (repeat + stage) * count, count), concurrency, arm))
             samples = tuple(sample for stage_result in stages for sample in stage_result.samples)
-            busy_s, num_tokens = sum(one.busy_s for one in stages), sum(one.num_tokens for one in stages)
-            results[arm].append(RunResult(busy_s, num_tokens, samples))
+            # Each stage counts by the tokens asked for in it, the same in every arm, at the rate it had.
+            counts = [sum(sample.num_tokens for sample in one.samples) for one in stages]
+            busy_s = sum(count / one.tokens_per_second for count, one in zip(counts, stages, strict=True))
+            results[arm].append(RunResult(busy_s, sum(counts), samples))
         return {"stages": list(options.ramp), **compared(results)}
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import random
 import statistics
 import sys
@@ -242,7 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     """All cells (prompts x concurrency); a table goes to standard error."""
-    names = [OFF, *(name for name in options.arms.split(",") if name != OFF)]
+    names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
     engine, costs = _load(options, len(names))
@@ -270,7 +271,8 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
 
 def _load(options: argparse.Namespace, num_arms: int) -> tuple[Engine, StepCosts]:
     target, draft = names_of(options)
-    torch.set_num_threads(options.threads or 1)
+    options.threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
+    torch.set_num_threads(options.threads)
     keep_freed_memory()
     config = EngineConfig(
         model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),

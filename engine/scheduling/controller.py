@@ -128,7 +128,7 @@ class Choice:
     rival: tuple[Shape, frozenset[int]] = (PLAIN, frozenset())
     """A shape that may be as good, and who would draft it; plain for none."""
     rests: frozenset[int] = frozenset()
-    """Sequences whose drafts were not worth their rows."""
+    """Sequences that decode plainly, as their drafts were not worth their rows or there was no room for any."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,7 @@ class Controller:
         self._corrections = Corrections()
         self._step = self._probe_end = self._plain_end = self._rival_end = 0
         self._to_tell = 0
+        self._rival_after = _RIVAL_EVERY
         self._probes_plain = False
         self._tried: dict[Shape, int] = {}
         self._probe_after = _FIRST_PROBE
@@ -239,9 +240,10 @@ class Controller:
         others = [one for one in rates if one[1] != best and one[2].any()]
         rival, mask = self._rival(others, num_rows, least_rate)
         tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
-        rests = frozenset(one.sequence_id for one in adaptive) - drafting if drafting else frozenset[int]()
+        rests = frozenset(one.sequence_id for one in adaptive) - drafting
         self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries), rests=rests)
-        self.reads = chosen != PLAIN
+        if room.any():  # or nothing can be drafted, which says nothing of the next prompt
+            self.reads = chosen != PLAIN
 
     def _rival(self, rates: list[Rated], num_rows: int, least_rate: float) -> tuple[Shape, Mask]:
         """Of the shapes that may be as good, the one tried least recently.
@@ -262,6 +264,8 @@ class Controller:
         Beside requests that draft in any case no step is plain.
         """
         rival, drafting = self.choice.rival
+        if self._step == self._probe_end + 1 and not self._probes_plain and self._to_tell == _PROBE_STEPS:
+            self._rival_after = _PROBE_EVERY  # where every step has a prompt, rivals tell nothing
         if self._step <= self._probe_end and self._to_tell:
             if not beside_drafts if self._probes_plain else drafting & adaptive:
                 return True
@@ -276,8 +280,9 @@ class Controller:
             self._probes_plain = True
             self._probe_end = self._plain_end = self._begin_probe()
             return True
-        if rival == PLAIN or not drafting & adaptive or self._step - self._rival_end <= _RIVAL_EVERY:
+        if rival == PLAIN or not drafting & adaptive or self._step - self._rival_end <= self._rival_after:
             return False
+        self._rival_after = _RIVAL_EVERY
         self._probes_plain = False
         self._tried[rival] = self._step
         self._probe_end = self._rival_end = self._begin_probe()

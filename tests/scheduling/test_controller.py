@@ -231,7 +231,7 @@ def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
     controller = Controller(USUAL, 16)
     one = sequence(1)
     run(controller, [one], 600, {1: 0.8})
-    shape = controller.choice.shape
+    shape = controller.choice.kept  # whatever is being tried
     shapes, turns = [], {1: 0.0}
     for step in range(100):
         nodes = nodes_of(shape)
@@ -421,6 +421,31 @@ def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
     controller = Controller(costs, 16)
     controller.choose([sequence(1)])
     assert controller.choice.shape[1] > 1
+
+
+def test_the_end_of_one_answer_does_not_stop_the_reading_of_the_next_prompt() -> None:
+    """Where no drafted token has room, plain decoding is chosen, but not for its speed."""
+    controller = Controller(FREE, 16)
+    controller.choose([sequence(1)])
+    assert controller.reads
+    controller.choose([sequence(2, max_tokens=1)])
+    assert controller.choice.shape == PLAIN
+    assert controller.reads
+    controller = Controller(DEAR, 16)
+    controller.choose([sequence(1)])
+    assert not controller.reads
+
+
+def test_rivals_whose_steps_all_have_prompts_are_tried_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed: after the first try the next is made after as many steps as plain ones at most."""
+    monkeypatch.setattr(controller_module, "_FIRST_PROBE", 10**6)
+    monkeypatch.setattr(controller_module, "_RIVAL", 0.0)
+    controller = Controller(USUAL, 16)
+    tries = []
+    for _ in range(900):
+        controller.choose([sequence(1)])
+        tries.append(not controller._probes_plain and controller._step <= controller._probe_end)
+    assert 0 < sum(tries) <= 8 * (1 + 900 // 256)
 
 
 def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
