@@ -259,13 +259,14 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
     result = {
         "what": "arms in turns of a quarter of a second, in one process, closed loop without HTTP",
-        "options": {name: getattr(options, name) for name in shown},
+        "options": {name: getattr(options, name) for name in shown} | {"prompts": list(kinds)},
         "environment": environment(),
         "cells": cells,
     }
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(markdown(result), file=sys.stderr)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

@@ -80,7 +80,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Once upon a time", "Please")))
     words += ["--concurrency", "1,2", "--prompts", str(prompts), "--arms", "adaptive,again,block:1x2"]
-    words += ["--output", str(tmp_path / "arms.json")]
+    words += ["--output", str(tmp_path / "not" / "there" / "arms.json")]
     assert main(words) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
         assert cell["adaptive_to_best_fixed"]["arm"] in (OFF, "block:1x2")
     assert markdown(result) in printed.err
-    assert json.loads((tmp_path / "arms.json").read_text()) == result
+    assert json.loads((tmp_path / "not" / "there" / "arms.json").read_text()) == result
 
 
 def test_unknown_arms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
