@@ -19,7 +19,7 @@ from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.metrics import Overhead, PlainTimes, StepStats, Stopwatch
+from engine.metrics import Overhead, PlainTimes, PromptTimes, StepStats, Stopwatch
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
@@ -56,10 +56,11 @@ class Engine:
         self.limits = limits
         self.grammars = grammars
         self.plain_times: PlainTimes | None = None
-        self.num_steps = 0
+        self.num_steps = self._last_plain_step = 0
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
         self._overhead = Overhead()
+        self._prompts = PromptTimes()
         self._run_parts = timed("parts", self.run_parts)
         self._draw = timed("draft", drafter.draw)
         self._forward = timed("target", self._forward_nodes)
@@ -86,18 +87,33 @@ class Engine:
         # What lies around the parts of a step, planning and messages, a plain step has too.
         around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
         plain_s, last = self._plain_s(around_s.usual), self.scheduler.last_plan
-        if plain_s is not None and self.plain_times is not None and not (last.has_drafts or last.is_behind):
-            self.plain_times.correct(self.stopwatch.parts_s, plain_s - around_s.usual)
-        return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, phases_s))
+        wall_s += around_s.before
+        prompt_s = None
+        if plain_s is not None and self.plain_times is not None:
+            prompt_s = self._prompts.add(wall_s - phases_s["draft"], plain_s, last.has_drafts, last.has_prefill)
+            if not (last.has_drafts or last.is_behind or last.has_prefill):
+                num_steps = self.num_steps - self._last_plain_step
+                self.plain_times.correct(self.stopwatch.parts_s, plain_s - around_s.usual, num_steps)
+                self._last_plain_step = self.num_steps
+        return StepResult(outcomes, self.stats(wall_s, None if prompt_s is None else plain_s, prompt_s, phases_s))
+
+    def pause(self) -> None:
+        """What lies between the last step and the next is something else, which no step pays for."""
+        self._overhead.pause()
 
     def stats(
-        self, wall_s: float = 0.0, plain_s: float | None = None, phases_s: dict[str, float] | None = None
+        self,
+        wall_s: float = 0.0,
+        plain_s: float | None = None,
+        prompt_s: float | None = None,
+        phases_s: dict[str, float] | None = None,
     ) -> StepStats:
         """The state now, with the times of the step that led to it; without times where no step was made."""
         scheduler = self.scheduler
         return StepStats(
             wall_s=wall_s,
             plain_s=plain_s,
+            prompt_s=prompt_s or 0.0,
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -124,12 +140,11 @@ class Engine:
         controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s, num_text)
 
     def _plain_s(self, around_s: float) -> float | None:
-        """Duration of a plain step over the last plan's batch and contexts, where that is known."""
-        plan = self.scheduler.last_plan
-        if self.plain_times is None or plan.has_prefill or not plan.rows:
+        """Duration of a plain step over the rows of the last plan that emit, where that is known."""
+        rows = self.scheduler.last_plan.sampling_rows
+        if self.plain_times is None or not rows:
             return None
-        context = sum(row.end for row in plan.rows) / len(plan.rows)
-        return self.plain_times.step_s(len(plan.rows), context) + around_s
+        return self.plain_times.step_s(len(rows), sum(row.end for row in rows) / len(rows)) + around_s
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:

@@ -15,8 +15,10 @@ Result = TypeVar("Result")
 
 PHASES = ("draft", "target", "verify", "keep", "host")
 _PARTS = "parts"
-# Weight of a new observation.
-_NEWS, _SLOW_NEWS = 0.05, 0.02
+# Weight of a new observation; of a plain step by the steps since the last one, and at most.
+_NEWS, _NEWS_A_STEP, _MOST_NEWS = 0.05, 0.02, 0.05
+_START = 3
+"""Plain steps that what was measured at start counts as."""
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +27,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """What a plain decoding step of the same batch and context takes; None where not calibrated."""
+    """What a plain decoding step of the rows that emit takes, at their contexts; None where not calibrated."""
+    prompt_s: float
+    """How much of this step went into prompts, which plain decoding would have to read as well."""
     phases_s: dict[str, float]
     """Duration of this step by phase (`PHASES`)."""
     num_running: int
@@ -49,11 +53,17 @@ class PlainTimes:
         self.seconds = tuple(tuple(row) for row in seconds)
         self.factor = 1.0
         """What steps take while serving, or at another start, over what they took when they were measured."""
+        self._num_corrections = 0
 
-    def correct(self, seconds: float, expected_s: float) -> None:
-        """A plain step took so long and not what was expected of it (with the present factor)."""
-        # Single steps are noisy: a slow one may have met another process.
-        self.factor *= 1 + _SLOW_NEWS * (min(1.5, max(0.7, seconds / expected_s)) - 1)
+    def correct(self, seconds: float, expected_s: float, num_steps: int = 1) -> None:
+        """A plain step took so long and not what was expected of it (with the present factor).
+
+        num_steps: how many steps, of any kind, have been made since the last one that was plain.
+        """
+        self._num_corrections += 1
+        # Single steps are noisy: a slow one may have met another process. The first ones count as in a mean.
+        weight = max(min(_MOST_NEWS, num_steps * _NEWS_A_STEP), 1 / (_START + self._num_corrections))
+        self.factor *= 1 + weight * (min(1.5, max(0.7, seconds / expected_s)) - 1)
 
     def step_s(self, num_rows: int, context: float) -> float:
         """Duration for `num_rows` rows of `context` tokens each, as steps are now."""
@@ -137,3 +147,24 @@ class Overhead:
             self._usual_s = usual_s + _NEWS * (min(around_s, 4 * usual_s) - usual_s)
         self._last_stopped = stopwatch.stopped if goes_on else None
         return Around(before_s, self._usual_s or 0.0)
+
+    def pause(self) -> None:
+        """Something else runs between the last step and the next."""
+        self._last_stopped = None
+
+
+class PromptTimes:
+    """How much of a step its prompts take: what it has beyond the time that such steps usually take without them."""
+
+    def __init__(self) -> None:
+        self._usual = {False: 1.0}
+        """Time over that of a plain step, of steps with drafts and without."""
+
+    def add(self, seconds: float, plain_s: float, has_drafts: bool, has_prompts: bool) -> float | None:
+        """Take in a step; None while not known. seconds: without drafting, as the draft model reads for itself."""
+        usual = self._usual.get(has_drafts)
+        if has_prompts:
+            return None if usual is None else max(0.0, seconds - usual * plain_s)
+        news = seconds / plain_s
+        self._usual[has_drafts] = news if usual is None else usual + _NEWS * (min(news, 2 * usual) - usual)
+        return 0.0

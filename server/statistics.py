@@ -33,7 +33,7 @@ class SpeculationCount:
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
         if stats.plain_s is not None:
-            self.plain_s += num_kept * stats.plain_s
+            self.plain_s += num_kept * stats.plain_s + stats.prompt_s
             self.calibrated_wall_s += stats.wall_s
         if outcome.draft_length:
             self.accepted_per_step[min(outcome.num_accepted, num_kept)] += 1
@@ -89,7 +89,10 @@ class SpeculationCount:
 
     @property
     def speedup(self) -> float | None:
-        """Time plain decoding would have taken for the same tokens, over the time taken; None if not calibrated."""
+        """Time plain decoding would have taken for the same tokens, beside the same prompts, over the time taken.
+
+        None if not calibrated.
+        """
         if not self.num_steps or not self.calibrated_wall_s:
             return None
         return self.plain_s / self.calibrated_wall_s

@@ -54,6 +54,7 @@ def exported() -> str:
     stats = StepStats(
         wall_s=0.1,
         plain_s=0.1,
+        prompt_s=0.0,
         phases_s={"draft": 0.1},
         num_running=1,
         num_waiting=1,

@@ -11,7 +11,7 @@ import engine.calibration as calibration
 from engine.calibration import measure, measure_plain, middle_steps
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.metrics import Overhead, PlainTimes, Stopwatch
+from engine.metrics import Overhead, PlainTimes, PromptTimes, Stopwatch
 from engine.plan import Plan
 from engine.request import Speculation
 from tests.engine import tiny
@@ -40,16 +40,34 @@ def test_measured_grid_fits_the_pool_and_disturbs_nothing() -> None:
     assert tiny.run(engine, [request]).tokens == before
 
 
-def test_only_steps_without_prompts_are_compared() -> None:
+def test_what_a_prompt_takes_is_known_after_steps_without_one() -> None:
     target = tiny.llama(seed=1)
     engine = tiny.build(target, None)
-    engine.plain_times = PlainTimes((1,), (1,), ((0.5,),))
-    engine.submit(tiny.request("0", [1, 2, 3], max_tokens=3))
-    known = [engine.run_step().stats.plain_s for _ in range(3)]
-    assert known[0] is None
+    engine.plain_times = PlainTimes((1, 64), (1,), ((0.5,), (0.5,)))
+    engine.submit(tiny.request("0", [1, 2, 3], max_tokens=5))
+    known = [engine.run_step().stats for _ in range(3)]
     # What lies between two steps is a plain step's, too.
-    assert all(0.49 < seconds < 0.6 for seconds in known[1:] if seconds)
-    assert None not in known[1:]
+    assert all(0.3 < (stats.plain_s or 0.0) < 0.6 and stats.prompt_s == 0 for stats in known)
+    engine.submit(tiny.request("1", [3, 1, 2] * 30, max_tokens=2))
+    beside = engine.run_step().stats
+    assert engine.scheduler.last_plan.has_prefill
+    assert beside.plain_s is not None
+    assert 0 <= beside.prompt_s < beside.wall_s
+
+
+def test_a_prompts_time_is_what_a_step_has_beyond_the_usual() -> None:
+    """Plain steps of 10 ms, drafting ones take 1.5 times as long without their drafts."""
+    prompts = PromptTimes()
+    assert prompts.add(0.020, 0.010, has_drafts=True, has_prompts=True) is None
+    for _ in range(5):
+        assert prompts.add(0.015, 0.010, has_drafts=True, has_prompts=False) == 0
+        assert prompts.add(0.010, 0.010, has_drafts=False, has_prompts=False) == 0
+    assert prompts.add(0.040, 0.020, has_drafts=True, has_prompts=True) == pytest.approx(0.010)
+    assert prompts.add(0.040, 0.020, has_drafts=False, has_prompts=True) == pytest.approx(0.020)
+    assert prompts.add(0.001, 0.010, has_drafts=False, has_prompts=True) == 0
+    prompts.add(9.0, 0.010, has_drafts=False, has_prompts=False)
+    usual = prompts.add(0.040, 0.020, has_drafts=False, has_prompts=True)
+    assert usual == pytest.approx(0.040 - 1.05 * 0.020), "one slow step is no rule"
 
 
 def test_plain_steps_while_serving_correct_what_was_measured() -> None:
@@ -59,6 +77,19 @@ def test_plain_steps_while_serving_correct_what_was_measured() -> None:
     assert times.step_s(1, 1) == pytest.approx(1.1, rel=1e-3)
     times.correct(50.0, times.step_s(1, 1))
     assert times.step_s(1, 1) < 1.13, "one slow step is no rule"
+
+
+def test_a_few_plain_steps_correct_as_their_mean_does_and_rare_ones_count_more() -> None:
+    times = PlainTimes((1,), (1,), ((1.0,),))
+    for _ in range(6):
+        times.correct(1.2, times.step_s(1, 1))
+    assert times.factor == pytest.approx(1 + 0.2 * 6 / 9, abs=0.005), "the start counts as three more"
+    for _ in range(400):
+        times.correct(1.2, times.step_s(1, 1))
+    times.correct(1.0, times.step_s(1, 1), num_steps=85)
+    assert times.factor == pytest.approx(1.19, abs=0.001), "after many others it counts more"
+    times.correct(1.0, times.step_s(1, 1))
+    assert times.factor == pytest.approx(1.19 - 0.02 * 0.19, abs=0.001)
 
 
 def test_steps_that_draft_say_nothing_about_plain_ones() -> None:
@@ -92,6 +123,8 @@ def test_what_lies_around_steps_counts_for_both_sides() -> None:
     assert usual < 0.4, "a long wait is not usual"
     step(10.4, 11.4, 0.9, goes_on=False)
     assert step(99.0, 100.0, 0.9)[0] == 0.0, "waiting for requests is no overhead"
+    overhead.pause()
+    assert step(199.0, 200.0, 0.9)[0] == 0.0, "nor is what ran meanwhile"
 
 
 def measured(engine: Engine, folder: Path | str, num_drafts: int = 3) -> tuple[list[str], object, object]:

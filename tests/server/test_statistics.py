@@ -14,12 +14,13 @@ from server.statistics import Clock, SpeculationCount
 LENGTH, CHAINS = 4, 3
 
 
-def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0.0) -> StepStats:
+def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0.0, prompt_s: float = 0.0) -> StepStats:
     """A step's measurements."""
     phases_s = dict.fromkeys(PHASES, 0.0) | {"draft": draft_s}
     return StepStats(
         wall_s=wall_s,
         plain_s=plain_s,
+        prompt_s=prompt_s,
         phases_s=phases_s,
         num_running=1,
         num_waiting=0,
@@ -110,6 +111,14 @@ def test_speedup_is_plain_time_over_time_taken() -> None:
     counted.add_step(outcome(2, 1), stats(wall_s=0.010, plain_s=0.008), 2)
     counted.add_step(outcome(1, 0), stats(wall_s=0.500), 1)
     assert counted.speedup == pytest.approx(5 * 0.008 / 0.020)
+
+
+def test_prompts_are_read_by_plain_decoding_too() -> None:
+    """Two steps of 10 ms for six tokens at 8 ms, the second 30 ms longer for another request's prompt."""
+    counted = SpeculationCount("bv_race", LENGTH)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008), 3)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.040, plain_s=0.008, prompt_s=0.030), 3)
+    assert counted.speedup == pytest.approx((6 * 0.008 + 0.030) / 0.050)
 
 
 def test_the_share_of_drafting_is_over_all_steps() -> None:
