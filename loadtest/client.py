@@ -39,7 +39,7 @@ class RunResult:
     num_tokens: int
     """Tokens of all answers by then."""
     samples: tuple[Sample, ...]
-    """All requests, those too that ended later."""
+    """By prompt, in order; those too that ended later."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,7 +52,7 @@ async def closed_loop(
 ) -> RunResult:
     """Send every prompt once, `concurrency` at a time; raises RuntimeError when one fails."""
     queue = list(enumerate(prompts))[::-1]
-    samples: list[Sample] = []
+    samples: dict[int, Sample] = {}
     busy: list[tuple[float, int]] = []
     received: list[int] = []
     limits = httpx.Limits(max_connections=concurrency)
@@ -62,12 +62,12 @@ async def closed_loop(
             while queue:
                 number, prompt = queue.pop()
                 body = {"model": model, "seed": number, **prompt.body, **options}
-                samples.append(await _stream_one(client, prompt.path, body, received.append))
+                samples[number] = await _stream_one(client, prompt.path, body, received.append)
             busy.append((time.perf_counter() - began, sum(received)))
 
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(min(concurrency, len(prompts)))))
-        return RunResult(*busy[0], tuple(samples))
+        return RunResult(*busy[0], tuple(samples[number] for number in range(len(prompts))))
 
 
 async def _stream_one(

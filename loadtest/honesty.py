@@ -1,7 +1,8 @@
 """`python -m loadtest.honesty`: is the speedup that an answer reports the one that a plain rerun shows?
 
-One request at a time: each prompt is answered plainly, with speculation, and plainly again. What the answer with
-speculation reports is compared with the time of the two plain answers over its own; the two plain ones show the noise.
+Each prompt is answered plainly, with speculation, and plainly again, at one number of requests open at once (one, or
+those of `--concurrency`). What the answer with speculation reports is compared with the time of the two plain answers
+over its own; the two plain ones show the noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from loadtest.client import Sample, closed_loop
 from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS, Prompt, load
 
+_ROUNDS = 4
+"""Requests that are compared, by seat, where several are open at once."""
 _PLAIN: dict[str, Any] = {"enabled": False}
 _ARMS: dict[str, dict[str, Any]] = {
     "adaptive": {},
@@ -31,45 +35,77 @@ _ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(url: str, num_prompts: int, max_tokens: int) -> dict[str, Any]:
-    """Errors of the reported speedup by arm, and the noise."""
+def measure(url: str, concurrency: Sequence[int], num_prompts: int, max_tokens: int) -> dict[str, Any]:
+    """Errors of the reported speedup by requests at once and arm, and the noise."""
     model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    cells = []
+    for count in concurrency:
+        # Those answered last are not compared: nobody follows them, and the load they meet differs between arms.
+        num_compared = max(num_prompts, _ROUNDS * count if count > 1 else 0)
+        prompts = list(islice(cycle(_both_tasks()), num_compared + count))
+        cells.append({"concurrency": count, **_cell(url, model, prompts, count, max_tokens)})
+    return {
+        "what": "speedup reported by an answer against that of a paired plain rerun",
+        "options": {"num_prompts": num_prompts, "max_tokens": max_tokens, "arms": _ARMS},
+        "environment": environment(url),
+        "cells": cells,
+    }
 
-    def answer(prompt: Prompt, speculation: dict[str, Any]) -> Sample:
-        body = {
-            "max_tokens": max_tokens,
-            "temperature": 1,
-            "ignore_eos": True,
-            "speculation": speculation,
-            "seed": None,
-        }
-        return asyncio.run(closed_loop(url, model, [prompt], 1, body)).samples[0]
+
+def _both_tasks() -> list[Prompt]:
+    return [prompt for pair in zip(*map(load, TASKS), strict=False) for prompt in pair]
+
+
+def _cell(url: str, model: str, prompts: list[Prompt], concurrency: int, max_tokens: int) -> dict[str, Any]:
+    # One request at a time: the noise of the machine is the less, the nearer to each other the three answers are.
+    size = 1 if concurrency == 1 else len(prompts)
+    num_compared = len(prompts) - concurrency
+    loads = [prompts[start : start + size] for start in range(0, num_compared, size)]
+
+    def answers(load: list[Prompt], speculation: dict[str, Any]) -> tuple[Sample, ...]:
+        options = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "seed": None}
+        run = closed_loop(url, model, load, concurrency, {**options, "speculation": speculation})
+        return asyncio.run(run).samples[:num_compared]
 
     pairs: dict[str, list[dict[str, float]]] = {arm: [] for arm in _ARMS}
     noise: list[float] = []
-    prompts = [prompt for task in TASKS for prompt in load(task)[: max(1, num_prompts // len(TASKS))]]
     for arm in _ARMS:
-        answer(prompts[0], _ARMS[arm])
-    for prompt in tqdm(prompts, desc="prompts", unit="prompt"):
+        answers(prompts[:1], _ARMS[arm])
+    for load_ in tqdm(loads, desc=f"prompts at {concurrency}", unit="load"):
         for arm, speculation in _ARMS.items():
-            before, sample, after = answer(prompt, _PLAIN), answer(prompt, speculation), answer(prompt, _PLAIN)
-            if sample.speculation is None or sample.speculation["speedup"] is None:
-                raise RuntimeError("the daemon reports no speedup: start it with a draft model and with --calibrate")
-            actual = (before.total_s + after.total_s) / 2 / sample.total_s
-            pairs[arm].append({"reported": sample.speculation["speedup"], "actual": actual})
-            noise.append(abs(before.total_s / after.total_s - 1))
+            before, told, after = answers(load_, _PLAIN), answers(load_, speculation), answers(load_, _PLAIN)
+            for one, sample, other in zip(before, told, after, strict=True):
+                noise.append(abs(one.total_s / other.total_s - 1))
+                pairs[arm] += _compared(one, sample, other)
     return {
-        "what": "speedup reported by an answer against that of a paired plain rerun, one request at a time",
-        "options": {"num_prompts": len(prompts), "max_tokens": max_tokens, "arms": _ARMS},
-        "environment": environment(url),
         "noise_of_two_plain_runs": _spread(noise),
         "arms": {arm: _errors(found) | {"pairs": found} for arm, found in pairs.items()},
     }
 
 
+def _compared(before: Sample, sample: Sample, after: Sample) -> list[dict[str, float]]:
+    """Nothing where the controller let an answer be decoded plainly."""
+    if sample.speculation is None:
+        return []
+    if sample.speculation["speedup"] is None:
+        raise RuntimeError("the daemon reports no speedup: start it with a draft model and with --calibrate")
+    actual = (before.total_s + after.total_s) / 2 / sample.total_s
+    return [{"reported": sample.speculation["speedup"], "actual": actual}]
+
+
 def _errors(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    if len(pairs) < 2:
+        return {}
     errors = [pair["reported"] / pair["actual"] - 1 for pair in pairs]
     return {"error": statistics.median(errors), "absolute_error": _spread([abs(error) for error in errors])}
+
+
+def _shown(found: dict[str, Any]) -> str:
+    if "error" not in found:
+        return "hardly an answer was speculated in"
+    return "error {error:+.1%}, absolute {absolute_error[median]:.1%} median, {absolute_error[p90]:.1%} p90".format(
+        **found
+    )
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -80,25 +116,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure a daemon on the embedded pair, or the one that is named."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.honesty", description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
-    parser.add_argument("--prompts", type=int, default=20, help="prompts, each answered three times in each arm")
-    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of every answer")
+    parser.add_argument(
+        "--concurrency",
+        type=lambda text: [int(count) for count in text.split(",")],
+        default=[1],
+        help="requests open at once, as 1,4,16 (default 1)",
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=20, help="prompts, each answered three times in each arm (default 20)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of every answer (default 192)")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     try:
         if options.url:
-            result = measure(options.url.rstrip("/"), options.prompts, options.max_tokens)
+            result = measure(options.url.rstrip("/"), options.concurrency, options.prompts, options.max_tokens)
         else:
             with running_daemon([]) as url:
-                result = measure(url, options.prompts, options.max_tokens)
+                result = measure(url, options.concurrency, options.prompts, options.max_tokens)
     except RuntimeError as error:
         print(f"honesty: {error}", file=sys.stderr)
         return 1
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    for arm, found in result["arms"].items():
-        spread = found["absolute_error"]
-        print(f"{arm}: error {found['error']:+.1%}, absolute {spread['median']:.1%} median, {spread['p90']:.1%} p90")
-    print("noise: {median:.1%} median, {p90:.1%} p90".format(**result["noise_of_two_plain_runs"]))
+    for cell in result["cells"]:
+        for arm, found in cell["arms"].items():
+            print(f"c = {cell['concurrency']}, {arm}: {_shown(found)}")
+        print("noise: {median:.1%} median, {p90:.1%} p90".format(**cell["noise_of_two_plain_runs"]))
     return 0
 
 
