@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from engine.analysis.pair import Shape
 from engine.building import build_engine
 from engine.cache.store import BlockStore
 from engine.calibration import measure_costs, measure_plain
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.engine import Engine
+from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.engine import Engine, StepResult
+from engine.errors import ConfigError
 from engine.execution.host import keep_freed_memory
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
@@ -40,12 +42,16 @@ from engine.scheduling.costs import StepCosts
 from engine.scheduling.scheduler import Scheduler
 
 OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
+_READING = "prompts"
+"""The "shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
 _WARM_UP_S = 4.0
 _NUM_PARTS = 20
 """Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
 _RESAMPLES = 4000
 _ARM_BYTES = 1 << 29
+_GREEDY_ANSWERS = 8
+_LEAST_TURNS = 8
 _LIMITS = SpeculationConfig()
 
 
@@ -58,11 +64,21 @@ class Load:
     """Of an answer, in the mean."""
     temperature: float
 
+    @property
+    def longest_answer(self) -> int:
+        """Tokens."""
+        return self.num_tokens * 3 // 2
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest prompt and the longest answer."""
+        return max(map(len, self.prompts)) + self.longest_answer
+
     def requests(self, speculation: Speculation) -> Iterator[Request]:
         """One after the other, without end; the same for all arms but for the speculation."""
         number = 0
         while True:
-            length = random.Random(number).randint(max(1, self.num_tokens // 2), self.num_tokens * 3 // 2)
+            length = random.Random(number).randint(max(1, self.num_tokens // 2), self.longest_answer)
             yield Request(
                 request_id=str(number),
                 prompt_token_ids=self.prompts[number % len(self.prompts)],
@@ -85,29 +101,56 @@ class Arm:
     """Seconds by what most of the drafting requests drafted."""
     num_passes: int = 0
     """Passes of the target over one request's drafts, or its next token."""
+    told: list[tuple[float, float]] = field(default_factory=list)
+    """(what plain decoding would take, seconds) of what answers would report of their steps."""
 
     def take_turn(self, concurrency: int) -> None:
         """Steps for a quarter of a second."""
         seconds, num_tokens = 0.0, 0
+        self.engine.pause()
         while seconds < _TURN_S:
             began = time.perf_counter()
             while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
                 self.engine.submit(next(self.requests))
-            outcomes = self.engine.run_step().outcomes
+            step = self.engine.run_step()
             elapsed = time.perf_counter() - began
             seconds += elapsed
-            num_tokens += sum(len(outcome.token_ids) for outcome in outcomes)
+            num_tokens += sum(len(outcome.token_ids) for outcome in step.outcomes)
+            self._tell(step)
             rows = self.engine.scheduler.last_plan.sampling_rows
             self.num_passes += len(rows)
-            shape = _shape_of([row.branching for row in rows if row.branching])
+            shape = _shape_of([row.branching for row in rows if row.branching]) if rows else _READING
             self.shapes[shape] = self.shapes.get(shape, 0.0) + elapsed
         self.turns.append((seconds, num_tokens))
+
+    def _tell(self, step: StepResult) -> None:
+        stats = step.stats
+        if stats.plain_s is not None:
+            plain_s = [len(outcome.token_ids) * stats.plain_s + stats.prompt_s for outcome in step.outcomes]
+            self.told.append((sum(plain_s), len(plain_s) * stats.wall_s))
+
+    @property
+    def reported_speedup(self) -> float | None:
+        """Of all answers together."""
+        plain_s, seconds = np.sum(self.told, axis=0).tolist() if self.told else (0.0, 0.0)
+        return plain_s / seconds if seconds else None
+
+    def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """Tokens by request, of some that are answered to their end; nothing else may be running."""
+        tokens: dict[str, list[int]] = {}
+        for request in requests:
+            self.engine.submit(request)
+        while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting:
+            for outcome in self.engine.run_step().outcomes:
+                tokens.setdefault(outcome.request_id, []).extend(outcome.token_ids)
+        return tokens
 
     def forget(self) -> None:
         """What follows counts."""
         self.turns.clear()
         self.shapes.clear()
         self.num_passes = 0
+        self.told.clear()
 
 
 def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
@@ -129,15 +172,18 @@ def speculation_of(name: str) -> Speculation:
 def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
     """Engines around the models of one, each with its part of the blocks."""
     arms = {}
+    # One for all, corrected by plain steps beside the others; but what a controller knows it must have seen itself.
+    plain_times = copy.deepcopy(costs.plain)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammars)
-        own.plain_times = copy.deepcopy(costs.plain)
+        own.plain_times = plain_times
         speculation = speculation_of(name)
         if speculation.adaptive:
+            own.plain_times = copy.deepcopy(costs.plain)
             scheduler.controller = Controller(StepCosts.of(costs.points, own.plain_times), _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation))
     return arms
@@ -148,10 +194,12 @@ def measure(
 ) -> dict[str, Any]:
     """A cell: all arms at one concurrency, so many seconds each."""
     arms = make_arms(engine, names, costs, load)
+    equal = same_greedy_answers(arms, load, min(concurrency, _GREEDY_ANSWERS))
+    order = random.Random(concurrency)
 
     def all_turns(seconds: float) -> None:
-        for number in range(round(seconds / _TURN_S)):
-            for name in names if number % 2 else reversed(names):
+        for _ in range(round(seconds / _TURN_S)):
+            for name in order.sample(names, len(names)):
                 arms[name].take_turn(concurrency)
                 progress.update()
 
@@ -159,11 +207,34 @@ def measure(
     for arm in arms.values():
         arm.forget()
     all_turns(seconds)
-    return {"concurrency": concurrency, **compared(arms)}
+    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms)}
+
+
+def check_room(facts: EngineFacts, num_arms: int, load: Load, concurrency: int) -> None:
+    """Whether an arm's blocks hold all of its requests at once; raises ConfigError."""
+    num_nodes = _LIMITS.num_drafts * _LIMITS.draft_length
+    needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
+    if needed > facts.num_blocks // num_arms:
+        raise ConfigError(
+            f"{concurrency} requests of up to {load.longest_text} tokens need {needed} cache blocks and an arm has "
+            f"{facts.num_blocks // num_arms}: lower --concurrency, --prompt-length or --tokens, or name fewer --arms"
+        )
+
+
+def same_greedy_answers(arms: dict[str, Arm], load: Load, count: int) -> dict[str, bool]:
+    """Whether an arm answers at temperature 0 as plain decoding does; in 16 bits logits differ with the batch."""
+    answers = {}
+    for name, arm in arms.items():
+        greedy = replace(load, temperature=0.0).requests(speculation_of(name))
+        answers[name] = arm.answers(list(itertools.islice(greedy, count)))
+    return {name: answer == answers[OFF] for name, answer in answers.items() if name != OFF}
 
 
 def compared(arms: dict[str, Arm]) -> dict[str, Any]:
-    """Every arm beside plain decoding, and adaptive beside the fixed shape (or plain decoding) that was the fastest."""
+    """Every arm beside plain decoding, and adaptive beside the fixed shape (or plain decoding) that is the fastest.
+
+    Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it.
+    """
     turns = {name: np.array(arm.turns) for name, arm in arms.items()}
     rates = {name: float(_rate(of_arm.sum(0))) for name, of_arm in turns.items()}
     result: dict[str, Any] = {
@@ -172,15 +243,18 @@ def compared(arms: dict[str, Arm]) -> dict[str, Any]:
                 "tokens_per_second": rates[name],
                 "tokens_per_pass": int(turns[name][:, 1].sum()) / arm.num_passes,
                 "ratio_to_off": ratio(turns[name], turns[OFF]),
+                "reported_speedup": arm.reported_speedup,
                 "share_of_time": _shares(arm.shapes),
             }
             for name, arm in arms.items()
         }
     }
-    fixed = [name for name in arms if name not in (ADAPTIVE, AGAIN)]
     if ADAPTIVE in arms:
-        best = max(fixed, key=lambda name: rates[name])
-        result["adaptive_to_best_fixed"] = {"arm": best, **ratio(turns[ADAPTIVE], turns[best])}
+        fixed = {name: np.array_split(turns[name], 2) for name in arms if name not in (ADAPTIVE, AGAIN)}
+        second, first = (max(fixed, key=lambda name: float(_rate(fixed[name][half].sum(0)))) for half in (0, 1))
+        best = np.concatenate([fixed[first][0], fixed[second][1]])
+        names = " / ".join(dict.fromkeys([first, second]))
+        result["adaptive_to_best_fixed"] = {"arm": names, **ratio(turns[ADAPTIVE], best)}
     return result
 
 
@@ -246,20 +320,26 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
+    if options.seconds < _LEAST_TURNS * _TURN_S:
+        raise ConfigError(
+            f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
+        )
     engine, costs = _load(options, len(names))
-    kinds = {kind: _prompts(kind, options) for kind in options.prompts or ["dialogues"]}
-    num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(kinds) * len(options.concurrency)
+    kinds = options.prompts or ["dialogues"]
+    loads = {kind: Load(_prompts(kind, options), options.tokens, options.temperature) for kind in kinds}
+    for load in loads.values():
+        check_room(engine.facts, len(names), load, max(options.concurrency))
+    num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=num_turns, desc="turns", unit="turn") as progress:
-        for kind, prompts in kinds.items():
-            load = Load(prompts, options.tokens, options.temperature)
+        for kind, load in loads.items():
             for concurrency in options.concurrency:
                 cell = measure(engine, names, costs, load, concurrency, options.seconds, progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
     result = {
         "what": "arms in turns of a quarter of a second, in one process, closed loop without HTTP",
-        "options": {name: getattr(options, name) for name in shown} | {"prompts": list(kinds)},
+        "options": {name: getattr(options, name) for name in shown} | {"prompts": list(loads)},
         "environment": environment(),
         "cells": cells,
     }
