@@ -30,8 +30,8 @@ from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
-_POINT_BUDGET_S = 0.15
-_TURN, _MAX_REPEATS = 3, 15
+_POINT_BUDGET_S = 0.5
+_LEAST_REPEATS, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
 _CHAIN = 3
@@ -40,7 +40,7 @@ _FEW_ROWS = 4
 """With so many requests a few rows more cost next to nothing, up to where they do: more points show where."""
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 8
+_FORMAT = 9
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -237,17 +237,24 @@ def median_s(engine: Engine, plan: Plan) -> float:
 
 
 def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dict[str, float]]]:
-    """(duration, durations by phase) of each plan's step of median duration.
+    """(duration, durations by phase) of each plan's steps: of the middle half of them, in the mean.
 
-    In turns, so that a machine that is busy for a while is so for all of them: what counts is how they compare.
+    In turns, so that a machine that is busy for a while is so for all of them: what counts is how they compare. One
+    step a turn, as the machine is much the same in the next: few turns of several would say less in the same time.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
-    for _ in range(0, _MAX_REPEATS, _TURN):
+    for turn in range(_MAX_REPEATS):
         for plan, of_plan in zip(plans, runs, strict=True):
-            if sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
+            if turn < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
                 engine.run_parts(plan)  # behind another plan's step, which no step of a server is for long
-                for _ in range(_TURN):
-                    engine.stopwatch.start()
-                    engine.run_parts(plan)
-                    of_plan.append(engine.stopwatch.stop())
-    return [sorted(of_plan, key=lambda run: run[0])[len(of_plan) // 2] for of_plan in runs]
+                engine.stopwatch.start()
+                engine.run_parts(plan)
+                of_plan.append(engine.stopwatch.stop())
+    return [_middle(of_plan) for of_plan in runs]
+
+
+def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
+    """The mean of the middle half, by duration: less noisy than the one in the middle."""
+    half = sorted(runs, key=lambda run: run[0])[len(runs) // 4 : len(runs) - len(runs) // 4]
+    phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}
+    return sum(wall_s for wall_s, _ in half) / len(half), phases_s

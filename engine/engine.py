@@ -56,7 +56,7 @@ class Engine:
         self.limits = limits
         self.grammars = grammars
         self.plain_times: PlainTimes | None = None
-        self.num_steps = self._last_plain_step = 0
+        self.num_steps = 0
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
         self._overhead = Overhead()
@@ -90,11 +90,11 @@ class Engine:
         wall_s += around_s.before
         prompt_s = None
         if plain_s is not None and self.plain_times is not None:
-            prompt_s = self._prompts.add(wall_s - phases_s["draft"], plain_s, last.has_drafts, last.has_prefill)
-            if not (last.has_drafts or last.is_behind or last.has_prefill):
-                num_steps = self.num_steps - self._last_plain_step
-                self.plain_times.correct(self.stopwatch.parts_s, plain_s - around_s.usual, num_steps)
-                self._last_plain_step = self.num_steps
+            rows = last.sampling_rows
+            num_nodes = sum(row.num_nodes for row in rows)
+            prompt_s = self._prompts.add(wall_s - phases_s["draft"], plain_s, len(rows), num_nodes, last.has_prefill)
+            is_plain = not (last.has_drafts or last.is_behind or last.has_prefill)
+            self.plain_times.follow(is_plain, self.stopwatch.parts_s, plain_s - around_s.usual)
         return StepResult(outcomes, self.stats(wall_s, None if prompt_s is None else plain_s, prompt_s, phases_s))
 
     def pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -53,15 +54,22 @@ class PlainTimes:
         self.seconds = tuple(tuple(row) for row in seconds)
         self.factor = 1.0
         """What steps take while serving, or at another start, over what they took when they were measured."""
-        self._num_corrections = 0
+        self._num_corrections = self._num_others = 0
+        self._is_behind_plain = False
 
-    def correct(self, seconds: float, expected_s: float, num_steps: int = 1) -> None:
-        """A plain step took so long and not what was expected of it (with the present factor).
+    def follow(self, is_plain: bool, seconds: float, expected_s: float) -> None:
+        """A step was made; a plain one took so long and not what was expected of it (with the present factor)."""
+        self._num_others += not is_plain
+        if is_plain:
+            # The first one behind other steps finds other weights in the caches.
+            self._correct(seconds, expected_s, 1 + self._num_others * self._is_behind_plain)
+            self._num_others *= not self._is_behind_plain
+        self._is_behind_plain = is_plain
 
-        num_steps: how many steps, of any kind, have been made since the last one that was plain.
-        """
+    def _correct(self, seconds: float, expected_s: float, num_steps: int) -> None:
         self._num_corrections += 1
-        # Single steps are noisy: a slow one may have met another process. The first ones count as in a mean.
+        # Single steps are noisy: a slow one may have met another process. The first count as in a mean, and one behind
+        # many others for some of them.
         weight = max(min(_MOST_NEWS, num_steps * _NEWS_A_STEP), 1 / (_START + self._num_corrections))
         self.factor *= 1 + weight * (min(1.5, max(0.7, seconds / expected_s)) - 1)
 
@@ -157,14 +165,21 @@ class PromptTimes:
     """How much of a step its prompts take: what it has beyond the time that such steps usually take without them."""
 
     def __init__(self) -> None:
-        self._usual = {False: 1.0}
-        """Time over that of a plain step, of steps with drafts and without."""
+        self._usual: dict[tuple[int, int | None], tuple[float, int]] = {}
+        """Time over that of a plain step, and how many steps it is of, by size."""
 
-    def add(self, seconds: float, plain_s: float, has_drafts: bool, has_prompts: bool) -> float | None:
-        """Take in a step; None while not known. seconds: without drafting, as the draft model reads for itself."""
-        usual = self._usual.get(has_drafts)
+    def add(self, seconds: float, plain_s: float, num_rows: int, num_nodes: int, has_prompts: bool) -> float | None:
+        """Take in a step; None while such steps are not known. By chance it may be below 0: its sum counts.
+
+        seconds: without drafting, as the draft model reads prompts for itself.
+        num_rows, num_nodes: rows that emit, and their drafted nodes.
+        """
+        # While one of several reads, fewer draft: sizes must not end just below a usual number of rows or nodes.
+        size = round(math.log2(num_rows)), math.ceil(math.log2(num_nodes / num_rows)) if num_nodes else None
+        usual, count = self._usual.get(size, (1.0, 0))
         if has_prompts:
-            return None if usual is None else max(0.0, seconds - usual * plain_s)
-        news = seconds / plain_s
-        self._usual[has_drafts] = news if usual is None else usual + _NEWS * (min(news, 2 * usual) - usual)
+            return seconds - usual * plain_s if count or not num_nodes else None
+        # Single steps are noisy, and the first of a kind may have something to warm up.
+        news = min(seconds / plain_s, 2 * usual) if count else seconds / plain_s
+        self._usual[size] = usual + max(_NEWS, 1 / (count + 1)) * (news - usual), count + 1
         return 0.0

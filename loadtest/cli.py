@@ -35,7 +35,15 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _integers(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
+    """Whole numbers from 1 on, with commas between; none of none."""
+    values = [int(part) for part in text.split(",") if part]
+    if min(values, default=1) < 1:
+        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
+    return values
+
+
+def _lengths(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
@@ -49,16 +57,16 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
     result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")
     result.add_argument("--tasks", default=",".join(TASKS), help="comma-separated: dialogues, gutenberg")
-    result.add_argument("--concurrency", type=_integers, help="requests at once (default 1,4,16,64; short: 1,4,16)")
+    result.add_argument("--concurrency", type=counts, help="requests at once (default 1,4,16,64; short: 1,4,16)")
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
     result.add_argument("--temperatures", type=_numbers, help="sampling temperatures (default 0,1; short: 1)")
     result.add_argument(
         "--contexts",
-        type=_integers,
+        type=_lengths,
         help="prompts of so many random tokens; 0: the tasks' own (default 0,1024; short: 0)",
     )
-    result.add_argument("--ramp", type=_integers, help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)")
+    result.add_argument("--ramp", type=counts, help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)")
     result.add_argument(
         "--rules",
         help="arms compared with plain decoding: a rule, rule:KxL, rule:2.2.1 (a tree), adaptive (the server's "

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
+from loadtest.cli import counts
 from loadtest.client import Sample, closed_loop
 from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS, Prompt, load
@@ -39,11 +40,11 @@ def measure(url: str, concurrency: Sequence[int], num_prompts: int, max_tokens: 
     """Errors of the reported speedup by requests at once and arm, and the noise."""
     model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
     cells = []
-    for count in concurrency:
+    for at_once in concurrency:
         # Those answered last are not compared: nobody follows them, and the load they meet differs between arms.
-        num_compared = max(num_prompts, _ROUNDS * count if count > 1 else 0)
-        prompts = list(islice(cycle(_both_tasks()), num_compared + count))
-        cells.append({"concurrency": count, **_cell(url, model, prompts, count, max_tokens)})
+        num_compared = max(num_prompts, _ROUNDS * at_once if at_once > 1 else 0)
+        prompts = list(islice(cycle(_both_tasks()), num_compared + at_once))
+        cells.append({"concurrency": at_once, **_cell(url, model, prompts, at_once, max_tokens)})
     return {
         "what": "speedup reported by an answer against that of a paired plain rerun",
         "options": {"num_prompts": num_prompts, "max_tokens": max_tokens, "arms": _ARMS},
@@ -62,8 +63,12 @@ def _cell(url: str, model: str, prompts: list[Prompt], concurrency: int, max_tok
     num_compared = len(prompts) - concurrency
     loads = [prompts[start : start + size] for start in range(0, num_compared, size)]
 
+    salts = count()
+
     def answers(load: list[Prompt], speculation: dict[str, Any]) -> tuple[Sample, ...]:
-        options = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "seed": None}
+        # Nothing of a prompt is in the cache: else the first of three runs would read it for the others.
+        salt = f"honesty-{next(salts)}"
+        options = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "seed": None, "cache_salt": salt}
         run = closed_loop(url, model, load, concurrency, {**options, "speculation": speculation})
         return asyncio.run(run).samples[:num_compared]
 
@@ -88,7 +93,7 @@ def _compared(before: Sample, sample: Sample, after: Sample) -> list[dict[str, f
     if sample.speculation is None:
         return []
     if sample.speculation["speedup"] is None:
-        raise RuntimeError("the daemon reports no speedup: start it with a draft model and with --calibrate")
+        raise RuntimeError("an answer reports no speedup: start the daemon with --calibrate, ask for longer answers")
     actual = (before.total_s + after.total_s) / 2 / sample.total_s
     return [{"reported": sample.speculation["speedup"], "actual": actual}]
 
@@ -102,7 +107,7 @@ def _errors(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def _shown(found: dict[str, Any]) -> str:
     if "error" not in found:
-        return "hardly an answer was speculated in"
+        return f"{len(found['pairs'])} answers had drafts: too few to compare"
     return "error {error:+.1%}, absolute {absolute_error[median]:.1%} median, {absolute_error[p90]:.1%} p90".format(
         **found
     )
@@ -118,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
     parser.add_argument(
         "--concurrency",
-        type=lambda text: [int(count) for count in text.split(",")],
+        type=counts,
         default=[1],
         help="requests open at once, as 1,4,16 (default 1)",
     )

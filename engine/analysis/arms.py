@@ -36,6 +36,7 @@ from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, S
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.execution.host import keep_freed_memory
+from engine.plan import level_widths
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.costs import StepCosts
@@ -172,7 +173,7 @@ def speculation_of(name: str) -> Speculation:
 def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
     """Engines around the models of one, each with its part of the blocks."""
     arms = {}
-    # One for all, corrected by plain steps beside the others; but what a controller knows it must have seen itself.
+    # What fixed shapes report is corrected by the plain arms' steps, as beside other requests; adaptive has its own.
     plain_times = copy.deepcopy(costs.plain)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
@@ -193,8 +194,11 @@ def measure(
     engine: Engine, names: Sequence[str], costs: StepCosts, load: Load, concurrency: int, seconds: float, progress: Any
 ) -> dict[str, Any]:
     """A cell: all arms at one concurrency, so many seconds each."""
+    # Not on the arms that are measured: what they learn would be of another temperature.
+    equal = same_greedy_answers(make_arms(engine, names, costs, load), load, concurrency)
+    if not all(equal.values()):
+        tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
     arms = make_arms(engine, names, costs, load)
-    equal = same_greedy_answers(arms, load, min(concurrency, _GREEDY_ANSWERS))
     order = random.Random(concurrency)
 
     def all_turns(seconds: float) -> None:
@@ -210,30 +214,38 @@ def measure(
     return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms)}
 
 
-def check_room(facts: EngineFacts, num_arms: int, load: Load, concurrency: int) -> None:
-    """Whether an arm's blocks hold all of its requests at once; raises ConfigError."""
-    num_nodes = _LIMITS.num_drafts * _LIMITS.draft_length
+def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
+    """Whether the models take the longest text, and an arm's blocks all of its requests; raises ConfigError."""
+    if load.longest_text > facts.max_model_len:
+        raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
+    num_nodes = max(sum(level_widths(speculation_of(name).branching)) for name in names)
     needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
-    if needed > facts.num_blocks // num_arms:
+    share = facts.num_blocks // len(names)
+    if needed > share:
         raise ConfigError(
             f"{concurrency} requests of up to {load.longest_text} tokens need {needed} cache blocks and an arm has "
-            f"{facts.num_blocks // num_arms}: lower --concurrency, --prompt-length or --tokens, or name fewer --arms"
+            f"{share}: ask for less with --concurrency, --prompts or --tokens, or name fewer --arms"
         )
 
 
-def same_greedy_answers(arms: dict[str, Arm], load: Load, count: int) -> dict[str, bool]:
-    """Whether an arm answers at temperature 0 as plain decoding does; in 16 bits logits differ with the batch."""
-    answers = {}
+def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> dict[str, bool]:
+    """Whether an arm gives eight answers at temperature 0 as plain decoding does; in 16 bits logits differ with the
+    batch.
+    """
+    answers: dict[str, dict[str, list[int]]] = {}
     for name, arm in arms.items():
-        greedy = replace(load, temperature=0.0).requests(speculation_of(name))
-        answers[name] = arm.answers(list(itertools.islice(greedy, count)))
+        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(speculation_of(name)), _GREEDY_ANSWERS))
+        answers[name] = {}
+        for start in range(0, len(greedy), concurrency):
+            answers[name] |= arm.answers(greedy[start : start + concurrency])
     return {name: answer == answers[OFF] for name, answer in answers.items() if name != OFF}
 
 
 def compared(arms: dict[str, Arm]) -> dict[str, Any]:
     """Every arm beside plain decoding, and adaptive beside the fixed shape (or plain decoding) that is the fastest.
 
-    Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it.
+    Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it,
+    but where several are close another than the best may be compared. `after_the_fact` is beside the luckiest.
     """
     turns = {name: np.array(arm.turns) for name, arm in arms.items()}
     rates = {name: float(_rate(of_arm.sum(0))) for name, of_arm in turns.items()}
@@ -254,7 +266,9 @@ def compared(arms: dict[str, Arm]) -> dict[str, Any]:
         second, first = (max(fixed, key=lambda name: float(_rate(fixed[name][half].sum(0)))) for half in (0, 1))
         best = np.concatenate([fixed[first][0], fixed[second][1]])
         names = " / ".join(dict.fromkeys([first, second]))
-        result["adaptive_to_best_fixed"] = {"arm": names, **ratio(turns[ADAPTIVE], best)}
+        luckiest = max(rates[name] for name in fixed)
+        of_best = {**ratio(turns[ADAPTIVE], best), "after_the_fact": rates[ADAPTIVE] / luckiest}
+        result["adaptive_to_best_fixed"] = {"arm": names, **of_best}
     return result
 
 
@@ -328,7 +342,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     kinds = options.prompts or ["dialogues"]
     loads = {kind: Load(_prompts(kind, options), options.tokens, options.temperature) for kind in kinds}
     for load in loads.values():
-        check_room(engine.facts, len(names), load, max(options.concurrency))
+        check_room(engine.facts, names, load, max(options.concurrency))
     num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=num_turns, desc="turns", unit="turn") as progress:

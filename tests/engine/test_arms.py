@@ -95,6 +95,7 @@ def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
     found = compared(arms)["adaptive_to_best_fixed"]
     assert found["arm"] == "block:1x3 / block:1x1"
     assert found["ratio"] == pytest.approx(100 / 80)
+    assert found["after_the_fact"] == pytest.approx(1.0)
 
 
 def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
@@ -107,12 +108,16 @@ def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
 
 
 def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:
-    """Texts of 60 + 18 tokens and 20 nodes take 13 blocks of 8; each of five arms has 64."""
+    """Texts of 60 + 18 tokens and 20 nodes take 13 blocks of 8; each of five arms has 64. A tree may be larger."""
     load = Load([tuple(range(60)), (1, 2)], 12, 1.0)
     facts = engine_of().facts
-    check_room(facts, len(NAMES), load, 4)
+    check_room(facts, NAMES, load, 4)
     with pytest.raises(ConfigError, match="5 requests of up to 78 tokens need 65 cache blocks and an arm has 64"):
-        check_room(facts, len(NAMES), load, 5)
+        check_room(facts, NAMES, load, 5)
+    with pytest.raises(ConfigError, match="4 requests of up to 78 tokens need 72"):
+        check_room(facts, [*NAMES[1:], "traversal:2.2.2.2.2"], load, 4)
+    with pytest.raises(ConfigError, match="texts of up to 138 tokens, and the models take 128"):
+        check_room(facts, NAMES, Load([tuple(range(120))], 12, 1.0), 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
