@@ -31,6 +31,7 @@ from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _POINT_BUDGET_S = 0.5
+"""Of timed steps; before each lies one that is not."""
 _LEAST_REPEATS, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
 _COST_ROWS = (1, 4, 16, 64)
@@ -134,7 +135,7 @@ def _factor_now(engine: Engine, plain: PlainTimes) -> float | None:
 
 @torch.inference_mode()
 def measure_plain(engine: Engine) -> PlainTimes:
-    """Median duration of a plain step over a grid of batch sizes and contexts that fit the pool."""
+    """Usual duration of a plain step over a grid of batch sizes and contexts that fit the pool."""
     pool_tokens = engine.facts.num_blocks * engine.facts.block_size
     most_rows = engine.scheduler.config.max_num_seqs
     num_rows = [n for n in _NUM_ROWS if n < most_rows] + [most_rows]
@@ -231,8 +232,8 @@ def _reading_plan(engine: Engine, context: int, num_read: int) -> Plan:
     return Plan((msgspec.structs.replace(row, draft_known=(0,) * num_read, draft_first_index=row.end - num_read),))
 
 
-def median_s(engine: Engine, plan: Plan) -> float:
-    """Duration of a step that carries out the plan: the middle one of several."""
+def usual_s(engine: Engine, plan: Plan) -> float:
+    """Duration of a step that carries out the plan, of the middle half of several."""
     return middle_steps(engine, [plan])[0][0]
 
 
@@ -254,7 +255,8 @@ def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dic
 
 
 def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
-    """The mean of the middle half, by duration: less noisy than the one in the middle."""
-    half = sorted(runs, key=lambda run: run[0])[len(runs) // 4 : len(runs) - len(runs) // 4]
+    """The mean of the middle half, by duration, of three the one in the middle: less noisy than that of many."""
+    left_out = (len(runs) + 1) // 4
+    half = sorted(runs, key=lambda run: run[0])[left_out : len(runs) - left_out]
     phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}
     return sum(wall_s for wall_s, _ in half) / len(half), phases_s

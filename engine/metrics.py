@@ -19,7 +19,7 @@ _PARTS = "parts"
 # Weight of a new observation; of a plain step by the steps since the last one, and at most.
 _NEWS, _NEWS_A_STEP, _MOST_NEWS = 0.05, 0.02, 0.05
 _START = 3
-"""Plain steps that what was measured at start counts as."""
+"""Plain steps that what was measured at start counts as; the first ones beside it count as in a mean."""
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +28,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """What a plain decoding step of the rows that emit takes, at their contexts; None where not calibrated."""
+    """What a plain decoding step of the rows that emit takes, at their contexts; None where it or `prompt_s` is not
+    known."""
     prompt_s: float
-    """How much of this step went into prompts, which plain decoding would have to read as well."""
+    """How much of this step went into prompts, which plain decoding would have to read as well; by chance below 0."""
     phases_s: dict[str, float]
     """Duration of this step by phase (`PHASES`)."""
     num_running: int
@@ -59,19 +60,21 @@ class PlainTimes:
 
     def follow(self, is_plain: bool, seconds: float, expected_s: float) -> None:
         """A step was made; a plain one took so long and not what was expected of it (with the present factor)."""
-        self._num_others += not is_plain
-        if is_plain:
-            # The first one behind other steps finds other weights in the caches.
-            self._correct(seconds, expected_s, 1 + self._num_others * self._is_behind_plain)
-            self._num_others *= not self._is_behind_plain
+        if not is_plain:
+            self._num_others += 1
+        elif self._is_behind_plain:
+            self._num_corrections += 1
+            weight = min(_MOST_NEWS, (1 + self._num_others) * _NEWS_A_STEP)
+            self._correct(seconds / expected_s, max(weight, 1 / (_START + self._num_corrections)))
+            self._num_others = 0
+        else:
+            # It found other weights in the caches; the next one stands for the steps since the last.
+            self._correct(seconds / expected_s, _NEWS_A_STEP)
         self._is_behind_plain = is_plain
 
-    def _correct(self, seconds: float, expected_s: float, num_steps: int) -> None:
-        self._num_corrections += 1
-        # Single steps are noisy: a slow one may have met another process. The first count as in a mean, and one behind
-        # many others for some of them.
-        weight = max(min(_MOST_NEWS, num_steps * _NEWS_A_STEP), 1 / (_START + self._num_corrections))
-        self.factor *= 1 + weight * (min(1.5, max(0.7, seconds / expected_s)) - 1)
+    def _correct(self, news: float, weight: float) -> None:
+        # Single steps are noisy: a slow one may have met another process.
+        self.factor *= 1 + weight * (min(1.5, max(0.7, news)) - 1)
 
     def step_s(self, num_rows: int, context: float) -> float:
         """Duration for `num_rows` rows of `context` tokens each, as steps are now."""
@@ -176,10 +179,14 @@ class PromptTimes:
         """
         # While one of several reads, fewer draft: sizes must not end just below a usual number of rows or nodes.
         size = round(math.log2(num_rows)), math.ceil(math.log2(num_nodes / num_rows)) if num_nodes else None
-        usual, count = self._usual.get(size, (1.0, 0))
+        usual, count = self._usual.get(size, (1.0, 0 if num_nodes else _START + 1))
         if has_prompts:
-            return seconds - usual * plain_s if count or not num_nodes else None
-        # Single steps are noisy, and the first of a kind may have something to warm up.
+            beside = [
+                self._usual[rows, size[1]][0] for rows in (size[0] - 1, size[0] + 1) if (rows, size[1]) in self._usual
+            ]
+            known = [usual] if count else beside
+            return seconds - known[0] * plain_s if known else None
+        # Single steps are noisy, and the first of a size may have something to warm up: the second takes its place.
         news = min(seconds / plain_s, 2 * usual) if count else seconds / plain_s
-        self._usual[size] = usual + max(_NEWS, 1 / (count + 1)) * (news - usual), count + 1
+        self._usual[size] = usual + max(_NEWS, 1 / max(1, count)) * (news - usual), count + 1
         return 0.0

@@ -12,8 +12,9 @@ import asyncio
 import json
 import statistics
 import sys
+import uuid
 from collections.abc import Sequence
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,9 @@ def _cell(url: str, model: str, prompts: list[Prompt], concurrency: int, max_tok
     num_compared = len(prompts) - concurrency
     loads = [prompts[start : start + size] for start in range(0, num_compared, size)]
 
-    salts = count()
-
     def answers(load: list[Prompt], speculation: dict[str, Any]) -> tuple[Sample, ...]:
-        # Nothing of a prompt is in the cache: else the first of three runs would read it for the others.
-        salt = f"honesty-{next(salts)}"
+        # Nothing of an earlier run is in the cache: else the first of three would read the prompts for the others.
+        salt = uuid.uuid4().hex
         options = {"max_tokens": max_tokens, "temperature": 1, "ignore_eos": True, "seed": None, "cache_salt": salt}
         run = closed_loop(url, model, load, concurrency, {**options, "speculation": speculation})
         return asyncio.run(run).samples[:num_compared]

@@ -224,7 +224,7 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
     if needed > share:
         raise ConfigError(
             f"{concurrency} requests of up to {load.longest_text} tokens need {needed} cache blocks and an arm has "
-            f"{share}: ask for less with --concurrency, --prompts or --tokens, or name fewer --arms"
+            f"{share}: lower --concurrency, --prompt-length or --tokens, shorten --prompts or name fewer --arms"
         )
 
 
@@ -338,11 +338,12 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
         )
-    engine, costs = _load(options, len(names))
+    engine = _load(options, len(names))
     kinds = options.prompts or ["dialogues"]
     loads = {kind: Load(_prompts(kind, options), options.tokens, options.temperature) for kind in kinds}
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
+    costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
     num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=num_turns, desc="turns", unit="turn") as progress:
@@ -364,7 +365,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _load(options: argparse.Namespace, num_arms: int) -> tuple[Engine, StepCosts]:
+def _load(options: argparse.Namespace, num_arms: int) -> Engine:
     target, draft = names_of(options)
     options.threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
     torch.set_num_threads(options.threads)
@@ -375,8 +376,7 @@ def _load(options: argparse.Namespace, num_arms: int) -> tuple[Engine, StepCosts
         scheduler=SchedulerConfig(max_num_seqs=max(64, *options.concurrency)),
         speculation=_LIMITS,
     )
-    engine = build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
-    return engine, measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
+    return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
 
 
 def _prompts(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from engine.analysis.loading import environment
 from engine.building import build_engine
-from engine.calibration import made_up_plan, median_s
+from engine.calibration import made_up_plan, usual_s
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.host import keep_freed_memory
@@ -54,7 +54,7 @@ def measure(engine: Engine, contexts: Sequence[int], repeats: int, progress: Any
     for _ in range(repeats):
         for context in contexts:
             for shape, speculation in _SHAPES.items():
-                seconds[str(context)][shape].append(median_s(engine, made_up_plan(engine, 1, context, speculation)))
+                seconds[str(context)][shape].append(usual_s(engine, made_up_plan(engine, 1, context, speculation)))
                 progress.update()
     return seconds
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from engine.admission import check_speculation
 from engine.analysis.loading import environment, load_pair, names_of, read_prompts
 from engine.analysis.report import bootstrap, print_report, save_plots
-from engine.calibration import made_up_plan, median_s
+from engine.calibration import made_up_plan, usual_s
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.execution.inputs import NO_NODES, SequenceInput
@@ -355,7 +355,7 @@ def _measure_times(engine: Engine, options: argparse.Namespace, shapes: list[Sha
         part, key = ("plain_s", str(count)) if shape is None else ("times", f"{shape.key}/{count}")
         if results.missing(part, key):
             speculation = Speculation() if shape is None else shape.speculation
-            results.save(part, key, median_s(engine, made_up_plan(engine, count, context, speculation)))
+            results.save(part, key, usual_s(engine, made_up_plan(engine, count, context, speculation)))
 
 
 def combine(content: dict[str, Any], shapes: list[Shape]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
     # The same command again measures nothing: every cell is there.
-    with patch.object(analysis, "median_s", side_effect=AssertionError("measured again")):
+    with patch.object(analysis, "usual_s", side_effect=AssertionError("measured again")):
         assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["cells"] == cells
 

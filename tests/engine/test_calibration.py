@@ -40,7 +40,7 @@ def test_measured_grid_fits_the_pool_and_disturbs_nothing() -> None:
     assert tiny.run(engine, [request]).tokens == before
 
 
-def test_what_a_prompt_takes_is_known_after_steps_without_one() -> None:
+def test_what_a_prompt_takes_beside_no_drafts() -> None:
     target = tiny.llama(seed=1)
     engine = tiny.build(target, None)
     engine.plain_times = PlainTimes((1, 64), (1,), ((0.5,), (0.5,)))
@@ -92,12 +92,14 @@ def test_a_prompts_time_is_what_a_step_has_beyond_the_usual() -> None:
 
     assert of_prompt(0.030, 1, 3) is None
     assert of_prompt(0.030, 1, 0) == pytest.approx(0.020), "plain steps are known from the start"
+    prompts.add(0.900, 0.010, 1, 3, has_prompts=False)  # the first has something to warm up
     for _ in range(5):
         assert prompts.add(0.015, 0.010, 1, 3, has_prompts=False) == 0
         assert prompts.add(0.030, 0.010, 16, 48, has_prompts=False) == 0
     assert of_prompt(0.040, 1, 3) == pytest.approx(0.025)
     assert of_prompt(0.040, 15, 45) == pytest.approx(0.010), "while one of sixteen reads, fifteen draft"
     assert of_prompt(0.040, 4, 12) is None
+    assert of_prompt(0.040, 11, 33) == pytest.approx(0.010), "the nearest size that is known"
     assert of_prompt(0.013, 1, 3) == pytest.approx(-0.002), "noise is not cut off at one side"
     prompts.add(9.0, 0.010, 1, 3, has_prompts=False)
     assert of_prompt(0.040, 1, 3) == pytest.approx(0.040 - 0.010 * (1.5 + 1.5 / 6)), "one slow step is no rule"
@@ -114,6 +116,9 @@ def test_plain_steps_while_serving_correct_what_was_measured() -> None:
 
 def test_a_few_plain_steps_correct_as_their_mean_does_and_rare_ones_count_more() -> None:
     times = PlainTimes((1,), (1,), ((1.0,),))
+    times.follow(True, 1.5, times.step_s(1, 1))
+    assert times.factor == pytest.approx(1.01), "the first one behind other steps finds other weights in the caches"
+    times.factor = 1.0
     for _ in range(6):
         times.follow(True, 1.2, times.step_s(1, 1))
     assert times.factor == pytest.approx(1 + 0.2 * 6 / 9, abs=0.005), "the start counts as three more"
@@ -224,7 +229,7 @@ class FakeSteps:
         self.elapsed = 0.0
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        return self.elapsed, {}
+        return self.elapsed, {"draft": self.elapsed / 2}
 
 
 def test_plans_are_measured_in_turns() -> None:
@@ -233,6 +238,10 @@ def test_plans_are_measured_in_turns() -> None:
     for busy in (range(12), range(20, 32), range(48, 60)):
         engine: Any = FakeSteps(busy)
         assert [wall_s for wall_s, _ in middle_steps(engine, plans)] == pytest.approx(plans)
+    # Slow steps are timed three times only, the middle one counts, and its phases with it.
+    engine = FakeSteps(range(2))
+    assert middle_steps(engine, [0.2]) == [(pytest.approx(0.2), {"draft": pytest.approx(0.1)})]
+    assert engine.num_runs == 6
     # The wrong variant measures one plan after the other.
     apart: list[float] = []
     engine = FakeSteps(range(20))

@@ -24,11 +24,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, made: list[tuple[int, int]], told: Speedup) -> None:
+    salts: set[str] = set()
+
     async def closed_loop(
         url: str, model: str, prompts: Sequence[Prompt], concurrency: int, options: dict[str, Any]
     ) -> RunResult:
         del url, model
         made.append((len(prompts), concurrency))
+        assert options["cache_salt"] not in salts, "a run may find in the cache what another has read"
+        salts.add(options["cache_salt"])
         plain = options["speculation"] == {"enabled": False}
         sample = Sample(5, 0.1, 2.0 if plain else 1.0, None if plain else told(options["speculation"]))
         # Who is answered last meets another load.
