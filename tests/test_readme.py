@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.analysis import arms, peers
+from engine.analysis import peers, turns
 from engine.analysis.report import table
 from loadtest.daemon import running_daemon
 from loadtest.report import markdown, rules_markdown
@@ -60,7 +60,7 @@ def test_the_table_is_the_committed_result() -> None:
     result = json.loads((ROOT / "docs/results/arms-cpu.json").read_text())
     shown = re.search(r"<!-- arms:begin -->\n(.*?)\n<!-- arms:end -->", README, re.DOTALL)
     assert shown is not None
-    assert shown.group(1).strip() == arms.markdown(result)
+    assert shown.group(1).strip() == turns.markdown(result)
 
 
 def test_greedy_answers_of_the_bench_are_equal() -> None:
@@ -73,9 +73,9 @@ def test_greedy_answers_of_the_bench_are_equal() -> None:
     [
         ("bench", "bench-cpu", markdown),
         ("pair", "bench-pair-cpu", markdown),
-        ("arms-pair", "arms-pair-cpu", arms.markdown),
-        ("arms-64", "arms-64-cpu", arms.markdown),
-        ("useless", "useless-drafter-cpu", arms.markdown),
+        ("arms-pair", "arms-pair-cpu", turns.markdown),
+        ("arms-64", "arms-64-cpu", turns.markdown),
+        ("useless", "useless-drafter-cpu", turns.markdown),
         ("peers", "peers-cpu", peers.markdown),
         ("peers-bf16", "peers-bf16-cpu", peers.markdown),
         ("chains", "chains-cpu", rules_markdown),

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from engine.analysis.loading import environment, names_of, random_prompts, read_prompts
 from engine.analysis.pair import Shape
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, markdown, rate, ratio
 from engine.building import build_engine
 from engine.cache.store import BlockStore
 from engine.calibration import measure_costs, measure_plain
@@ -42,14 +43,10 @@ from engine.scheduling.controller import Controller
 from engine.scheduling.costs import StepCosts
 from engine.scheduling.scheduler import Scheduler
 
-OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
 _WARM_UP_S = 4.0
-_NUM_PARTS = 20
-"""Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
-_RESAMPLES = 4000
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
 _LEAST_TURNS = 8
@@ -248,7 +245,7 @@ def compared(arms: dict[str, Arm]) -> dict[str, Any]:
     but where several are close another than the best may be compared. `after_the_fact` is beside the luckiest.
     """
     turns = {name: np.array(arm.turns) for name, arm in arms.items()}
-    rates = {name: float(_rate(of_arm.sum(0))) for name, of_arm in turns.items()}
+    rates = {name: float(rate(of_arm.sum(0))) for name, of_arm in turns.items()}
     result: dict[str, Any] = {
         "arms": {
             name: {
@@ -263,7 +260,7 @@ def compared(arms: dict[str, Arm]) -> dict[str, Any]:
     }
     if ADAPTIVE in arms:
         fixed = {name: np.array_split(turns[name], 2) for name in arms if name not in (ADAPTIVE, AGAIN)}
-        second, first = (max(fixed, key=lambda name: float(_rate(fixed[name][half].sum(0)))) for half in (0, 1))
+        second, first = (max(fixed, key=lambda name: float(rate(fixed[name][half].sum(0)))) for half in (0, 1))
         best = np.concatenate([fixed[first][0], fixed[second][1]])
         names = " / ".join(dict.fromkeys([first, second]))
         luckiest = max(rates[name] for name in fixed)
@@ -275,37 +272,6 @@ def compared(arms: dict[str, Arm]) -> dict[str, Any]:
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
     """The greatest first."""
     return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
-
-
-def ratio(one: Any, other: Any) -> dict[str, float]:
-    """Of two arms' tokens per second, with its 95 % interval; [turns, 2] seconds and tokens of each."""
-    num_parts = min(_NUM_PARTS, len(one))
-    of_one, of_other = (np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other))
-    drawn = np.random.default_rng(0).integers(num_parts, size=(_RESAMPLES, num_parts))
-    low, high = np.quantile(_rate(of_one[drawn].sum(1)) / _rate(of_other[drawn].sum(1)), [0.025, 0.975])
-    return {"ratio": float(_rate(one.sum(0)) / _rate(other.sum(0))), "low": float(low), "high": float(high)}
-
-
-def _rate(turns: Any) -> Any:
-    """[..., 2] seconds and tokens -> [...] tokens per second."""
-    return turns[..., 1] / turns[..., 0]
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A row per cell."""
-    names = [name for name in result["cells"][0]["arms"] if name != OFF]
-    head = ["prompts", "c", "off tok/s", *(f"{name} vs off (95 % interval)" for name in names)]
-    lines = ["| " + " | ".join([*head, "adaptive vs the best fixed"]) + " |", "|" + " --- |" * (len(head) + 1)]
-    for cell in result["cells"]:
-        row = [cell["prompts"], str(cell["concurrency"]), f"{cell['arms'][OFF]['tokens_per_second']:.0f}"]
-        row += [_shown(cell["arms"][name]["ratio_to_off"]) for name in names]
-        best = cell.get("adaptive_to_best_fixed")
-        lines.append("| " + " | ".join([*row, f"{_shown(best)} {best['arm']}" if best else "-"]) + " |")
-    return "\n".join(lines)
-
-
-def _shown(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.2f}x ({found['low']:.2f}-{found['high']:.2f})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

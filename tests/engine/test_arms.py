@@ -13,19 +13,15 @@ import pytest
 from engine.analysis import arms as module
 from engine.analysis.__main__ import main
 from engine.analysis.arms import (
-    ADAPTIVE,
-    AGAIN,
-    OFF,
     Arm,
     Load,
     check_room,
     compared,
     make_arms,
-    markdown,
-    ratio,
     same_greedy_answers,
     speculation_of,
 )
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, markdown, ratio, reported_markdown
 from engine.calibration import measure_costs, measure_plain
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
@@ -140,6 +136,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert set(cell["adaptive_to_best_fixed"]["arm"].split(" / ")) <= {OFF, "block:1x2"}
         assert set(cell["greedy_answers_equal_off"]) == {ADAPTIVE, AGAIN, "block:1x2"}
     assert markdown(result) in printed.err
+    assert len(reported_markdown(result).splitlines()) == 4
     assert json.loads((tmp_path / "not" / "there" / "arms.json").read_text()) == result
 
 

@@ -120,3 +120,12 @@ def test_tables_have_a_row_per_cell() -> None:
     assert rules_markdown(result).splitlines()[-1] == (
         "| t | 2 | block | 1 | 3.25 (3.00-3.50) | 4.0 | 1.50x (1.40-1.60) |"
     )
+
+
+def test_counts_are_whole_numbers_from_one_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.counts("1,4,16") == [1, 4, 16]
+    assert cli.counts("") == []
+    for wrong in ("0", "4,-1", "x"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(["--concurrency", wrong])
+        assert "--concurrency" in capsys.readouterr().err
