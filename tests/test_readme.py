@@ -68,12 +68,20 @@ def test_greedy_answers_of_the_bench_are_equal() -> None:
     assert result["exactness"]["equal_in_all_arms"] == result["exactness"]["greedy_answers"]
 
 
+@pytest.mark.parametrize("file", ["arms-cpu", "arms-pair-cpu", "arms-pair-16-cpu"])
+def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
+    cells = json.loads((ROOT / f"docs/results/{file}.json").read_text())["cells"]
+    assert cells
+    assert all(all(cell["greedy_answers_equal_off"].values()) for cell in cells)
+
+
 @pytest.mark.parametrize(
     ("mark", "file", "table_of"),
     [
         ("bench", "bench-cpu", markdown),
         ("pair", "bench-pair-cpu", markdown),
         ("arms-pair", "arms-pair-cpu", turns.markdown),
+        ("reported", "arms-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
         ("peers", "peers-cpu", peers.markdown),
