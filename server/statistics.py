@@ -91,7 +91,7 @@ class SpeculationCount:
     def speedup(self) -> float | None:
         """Time plain decoding would have taken for the same tokens, beside the same prompts, over the time taken.
 
-        None if not calibrated.
+        None where no step of it can be compared (`StepStats.plain_s`).
         """
         if not self.num_steps or not self.calibrated_wall_s:
             return None

@@ -138,7 +138,7 @@ class Arm:
         tokens: dict[str, list[int]] = {}
         for request in requests:
             self.engine.submit(request)
-        while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting:
+        while self.engine.scheduler.has_work:
             for outcome in self.engine.run_step().outcomes:
                 tokens.setdefault(outcome.request_id, []).extend(outcome.token_ids)
         return tokens
