@@ -19,7 +19,8 @@ from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.metrics import Overhead, PlainTimes, PromptTimes, StepStats, Stopwatch
+from engine.metrics import Overhead, StepStats, Stopwatch
+from engine.pace import Pace, Step
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.grammar import Grammars
@@ -55,12 +56,12 @@ class Engine:
         self.facts = facts
         self.limits = limits
         self.grammars = grammars
-        self.plain_times: PlainTimes | None = None
+        self.pace: Pace | None = None
+        """Of plain decoding; None where it was not measured."""
         self.num_steps = 0
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
         self._overhead = Overhead()
-        self._prompts = PromptTimes()
         self._run_parts = timed("parts", self.run_parts)
         self._draw = timed("draft", drafter.draw)
         self._forward = timed("target", self._forward_nodes)
@@ -86,16 +87,8 @@ class Engine:
         self._note_time(wall_s)
         # What lies around the parts of a step, planning and messages, a plain step has too.
         around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
-        plain_s, last = self._plain_s(around_s.usual), self.scheduler.last_plan
-        wall_s += around_s.before
-        prompt_s = None
-        if plain_s is not None and self.plain_times is not None:
-            rows = last.sampling_rows
-            num_nodes = sum(row.num_nodes for row in rows)
-            prompt_s = self._prompts.add(wall_s - phases_s["draft"], plain_s, len(rows), num_nodes, last.has_prefill)
-            is_plain = not (last.has_drafts or last.is_behind or last.has_prefill)
-            self.plain_times.follow(is_plain, self.stopwatch.parts_s, plain_s - around_s.usual)
-        return StepResult(outcomes, self.stats(wall_s, None if prompt_s is None else plain_s, prompt_s, phases_s))
+        plain_s, prompt_s = self._beside_plain(around_s.usual, self.stopwatch.parts_s - phases_s["draft"])
+        return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, prompt_s, phases_s))
 
     def pause(self) -> None:
         """What lies between the last step and the next is something else, which no step pays for."""
@@ -105,7 +98,7 @@ class Engine:
         self,
         wall_s: float = 0.0,
         plain_s: float | None = None,
-        prompt_s: float | None = None,
+        prompt_s: float = 0.0,
         phases_s: dict[str, float] | None = None,
     ) -> StepStats:
         """The state now, with the times of the step that led to it; without times where no step was made."""
@@ -113,7 +106,7 @@ class Engine:
         return StepStats(
             wall_s=wall_s,
             plain_s=plain_s,
-            prompt_s=prompt_s or 0.0,
+            prompt_s=prompt_s,
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -139,12 +132,28 @@ class Engine:
         num_text = sum(row.end for row in plan.rows)
         controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s, num_text)
 
-    def _plain_s(self, around_s: float) -> float | None:
-        """Duration of a plain step over the rows of the last plan that emit, where that is known."""
-        rows = self.scheduler.last_plan.sampling_rows
-        if self.plain_times is None or not rows:
-            return None
-        return self.plain_times.step_s(len(rows), sum(row.end for row in rows) / len(rows)) + around_s
+    def _beside_plain(self, around_s: float, seconds: float) -> tuple[float | None, float]:
+        """Duration of a plain step over the rows of the last plan that emit, and of what that plan's prompts took;
+        (None, 0) where that is not known.
+
+        around_s: what lies around the parts of a step; seconds: those of the last step, without drafting.
+        """
+        plan = self.scheduler.last_plan
+        rows = plan.sampling_rows
+        if self.pace is None or not rows:
+            return None, 0.0
+        beside = self.pace.add(
+            Step(
+                started=self.stopwatch.started,
+                seconds=seconds,
+                num_rows=len(rows),
+                context=sum(row.end for row in rows) / len(rows),
+                num_nodes=sum(row.num_nodes for row in rows),
+                has_prompts=plan.has_prefill,
+                is_behind=plan.is_behind,
+            )
+        )
+        return (beside.plain_s + around_s, beside.prompt_s) if beside is not None else (None, 0.0)
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:

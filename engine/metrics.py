@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,10 +15,8 @@ Result = TypeVar("Result")
 
 PHASES = ("draft", "target", "verify", "keep", "host")
 _PARTS = "parts"
-# Weight of a new observation; of a plain step by the steps since the last one, and at most.
-_NEWS, _NEWS_A_STEP, _MOST_NEWS = 0.05, 0.02, 0.05
-_START = 3
-"""Plain steps that what was measured at start counts as; the first ones beside it count as in a mean."""
+_NEWS = 0.05
+"""Weight of a new observation."""
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,30 +51,10 @@ class PlainTimes:
         self.contexts = tuple(contexts)
         self.seconds = tuple(tuple(row) for row in seconds)
         self.factor = 1.0
-        """What steps take while serving, or at another start, over what they took when they were measured."""
-        self._num_corrections = self._num_others = 0
-        self._is_behind_plain = False
-
-    def follow(self, is_plain: bool, seconds: float, expected_s: float) -> None:
-        """A step was made; a plain one took so long and not what was expected of it (with the present factor)."""
-        if not is_plain:
-            self._num_others += 1
-        elif self._is_behind_plain:
-            self._num_corrections += 1
-            weight = min(_MOST_NEWS, (1 + self._num_others) * _NEWS_A_STEP)
-            self._correct(seconds / expected_s, max(weight, 1 / (_START + self._num_corrections)))
-            self._num_others = 0
-        else:
-            # It found other weights in the caches; the next one stands for the steps since the last.
-            self._correct(seconds / expected_s, _NEWS_A_STEP)
-        self._is_behind_plain = is_plain
-
-    def _correct(self, news: float, weight: float) -> None:
-        # Single steps are noisy: a slow one may have met another process.
-        self.factor *= 1 + weight * (min(1.5, max(0.7, news)) - 1)
+        """What steps take at this start over what they took when they were measured."""
 
     def step_s(self, num_rows: int, context: float) -> float:
-        """Duration for `num_rows` rows of `context` tokens each, as steps are now."""
+        """Duration for `num_rows` rows of `context` tokens each, at this start."""
         return self.factor * self.measured_s(num_rows, context)
 
     def measured_s(self, num_rows: int, context: float) -> float:
@@ -162,31 +139,3 @@ class Overhead:
     def pause(self) -> None:
         """Something else runs between the last step and the next."""
         self._last_stopped = None
-
-
-class PromptTimes:
-    """How much of a step its prompts take: what it has beyond the time that such steps usually take without them."""
-
-    def __init__(self) -> None:
-        self._usual: dict[tuple[int, int | None], tuple[float, int]] = {}
-        """Time over that of a plain step, and how many steps it is of, by size."""
-
-    def add(self, seconds: float, plain_s: float, num_rows: int, num_nodes: int, has_prompts: bool) -> float | None:
-        """Take in a step; None while such steps are not known. By chance it may be below 0: its sum counts.
-
-        seconds: without drafting, as the draft model reads prompts for itself.
-        num_rows, num_nodes: rows that emit, and their drafted nodes.
-        """
-        # While one of several reads, fewer draft: sizes must not end just below a usual number of rows or nodes.
-        size = round(math.log2(num_rows)), math.ceil(math.log2(num_nodes / num_rows)) if num_nodes else None
-        usual, count = self._usual.get(size, (1.0, 0 if num_nodes else _START + 1))
-        if has_prompts:
-            beside = [
-                self._usual[rows, size[1]][0] for rows in (size[0] - 1, size[0] + 1) if (rows, size[1]) in self._usual
-            ]
-            known = [usual] if count else beside
-            return seconds - known[0] * plain_s if known else None
-        # Single steps are noisy, and the first of a size may have something to warm up: the second takes its place.
-        news = min(seconds / plain_s, 2 * usual) if count else seconds / plain_s
-        self._usual[size] = usual + max(_NEWS, 1 / max(1, count)) * (news - usual), count + 1
-        return 0.0

@@ -30,6 +30,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, LoadError, RequestError
+from engine.pace import Pace
 
 _IDLE_POLL_MS = 500
 
@@ -119,7 +120,8 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
-        engine.plain_times, costs = measure(engine, config, speculation, progress)
+        plain, costs = measure(engine, config, speculation, progress)
+        engine.pace = Pace(plain)
         if costs is not None:
             engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:

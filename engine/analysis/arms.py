@@ -37,6 +37,7 @@ from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, S
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.execution.host import keep_freed_memory
+from engine.pace import Pace
 from engine.plan import level_widths
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
@@ -99,8 +100,10 @@ class Arm:
     """Seconds by what most of the drafting requests drafted."""
     num_passes: int = 0
     """Passes of the target over one request's drafts, or its next token."""
-    told: list[tuple[float, float]] = field(default_factory=list)
-    """(what plain decoding would take, seconds) of what answers would report of their steps."""
+    plain_s: float = 0.0
+    """What plain decoding would take for the tokens of all answers, as they would report it."""
+    told_s: float = 0.0
+    """What they took, in the same steps."""
 
     def take_turn(self, concurrency: int) -> None:
         """Steps for a quarter of a second."""
@@ -124,14 +127,13 @@ class Arm:
     def _tell(self, step: StepResult) -> None:
         stats = step.stats
         if stats.plain_s is not None:
-            plain_s = [len(outcome.token_ids) * stats.plain_s + stats.prompt_s for outcome in step.outcomes]
-            self.told.append((sum(plain_s), len(plain_s) * stats.wall_s))
+            self.plain_s += sum(len(outcome.token_ids) * stats.plain_s + stats.prompt_s for outcome in step.outcomes)
+            self.told_s += len(step.outcomes) * stats.wall_s
 
     @property
     def reported_speedup(self) -> float | None:
         """Of all answers together."""
-        plain_s, seconds = np.sum(self.told, axis=0).tolist() if self.told else (0.0, 0.0)
-        return plain_s / seconds if seconds else None
+        return self.plain_s / self.told_s if self.told_s else None
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Tokens by request, of some that are answered to their end; nothing else may be running."""
@@ -148,7 +150,7 @@ class Arm:
         self.turns.clear()
         self.shapes.clear()
         self.num_passes = 0
-        self.told.clear()
+        self.plain_s = self.told_s = 0.0
 
 
 def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
@@ -171,18 +173,18 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
     """Engines around the models of one, each with its part of the blocks."""
     arms = {}
     # What fixed shapes report is corrected by the plain arms' steps, as beside other requests; adaptive has its own.
-    plain_times = copy.deepcopy(costs.plain)
+    pace = Pace(copy.deepcopy(costs.plain))
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammars)
-        own.plain_times = plain_times
+        own.pace = pace
         speculation = speculation_of(name)
         if speculation.adaptive:
-            own.plain_times = copy.deepcopy(costs.plain)
-            scheduler.controller = Controller(StepCosts.of(costs.points, own.plain_times), _LIMITS.max_draft_length)
+            own.pace = Pace(copy.deepcopy(costs.plain))
+            scheduler.controller = Controller(costs, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation))
     return arms
 

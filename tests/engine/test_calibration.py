@@ -11,7 +11,8 @@ import engine.calibration as calibration
 from engine.calibration import measure, measure_plain, middle_steps
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.metrics import Overhead, PlainTimes, PromptTimes, Stopwatch
+from engine.metrics import Overhead, PlainTimes, Stopwatch
+from engine.pace import Beside, Pace, Step
 from engine.plan import Plan
 from engine.request import Speculation
 from tests.engine import tiny
@@ -33,122 +34,66 @@ def test_measured_grid_fits_the_pool_and_disturbs_nothing() -> None:
     text = tiny.prompts(101, [20])[0]
     request = tiny.request("0", text, Speculation(rule="bv_race", num_drafts=3, draft_length=3), temperature=1.0)
     before = tiny.run(tiny.build(target, draft, max_num_seqs=4), [request]).tokens
-    engine.plain_times = measure_plain(engine)
-    assert engine.plain_times.num_rows == (1, 2, 4)
-    assert all(seconds > 0 for row in engine.plain_times.seconds for seconds in row)
+    engine.pace = Pace(measure_plain(engine))
+    assert engine.pace.plain.num_rows == (1, 2, 4)
+    assert all(seconds > 0 for row in engine.pace.plain.seconds for seconds in row)
     engine.scheduler.check_invariants()
     assert tiny.run(engine, [request]).tokens == before
 
 
-def test_what_a_prompt_takes_beside_no_drafts() -> None:
+class Steps:
+    """What engines told about their steps, and what was made of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Step] = []
+        self.told: list[Beside | None] = []
+        add = Pace.add
+
+        def noted(pace: Pace, step: Step) -> Beside | None:
+            self.steps.append(step)
+            self.told.append(add(pace, step))
+            return self.told[-1]
+
+        monkeypatch.setattr(Pace, "add", noted)
+
+
+def test_what_a_prompt_takes_beside_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.llama(seed=1)
     engine = tiny.build(target, None)
-    engine.plain_times = PlainTimes((1, 64), (1,), ((0.5,), (0.5,)))
+    engine.pace = Pace(PlainTimes((1, 64), (1,), ((0.5,), (0.5,))))
+    steps = Steps(monkeypatch)
     engine.submit(tiny.request("0", [1, 2, 3], max_tokens=5))
     known = [engine.run_step().stats for _ in range(3)]
     # What lies between two steps is a plain step's, too.
     assert all(0.3 < (stats.plain_s or 0.0) < 0.6 for stats in known)
-    assert known[0].prompt_s == pytest.approx(known[0].wall_s - known[0].phases_s["draft"] - 0.5)
+    assert known[0].prompt_s == steps.steps[0].seconds - 0.5
+    assert 0 < steps.steps[0].seconds < known[0].wall_s
     assert [stats.prompt_s for stats in known[1:]] == [0, 0]
 
 
 def test_prompts_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is the draft model's is not the prompt's; before a step has drafted without one, nothing is known."""
+    """What is the draft model's is not the prompt's; before steps have drafted without one, nothing is known."""
     target = tiny.llama(seed=1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-    engine.plain_times = PlainTimes((1, 64), (1,), ((1e-6,), (1e-6,)))
-    seen: list[tuple[float, float | None]] = []
-    add = PromptTimes.add
-
-    def noted(self: PromptTimes, seconds: float, *rest: Any) -> float | None:
-        seen.append((seconds, add(self, seconds, *rest)))
-        return seen[-1][1]
-
-    monkeypatch.setattr(PromptTimes, "add", noted)
+    engine.pace = Pace(PlainTimes((1, 64), (1,), ((1e-3,), (1e-3,))))
+    steps = Steps(monkeypatch)
     drafting = Speculation(rule="block", num_drafts=1, draft_length=2)
     known = []
     for number in range(2):
-        engine.submit(tiny.request(str(number), [1, 2, 3], drafting, max_tokens=20))
+        engine.submit(tiny.request(str(number), [1, 2, 3], drafting, max_tokens=40))
         known.append(engine.run_step().stats)
         assert engine.scheduler.last_plan.has_prefill
-        assert engine.plain_times.factor == 1, "a step with a prompt corrects nothing"
         while number == 0 and engine.scheduler.has_work:
             engine.run_step()
-        engine.plain_times.factor = 1.0
-    seconds, prompt_s = seen[-1]
     assert known[0].plain_s is None
     assert known[1].plain_s is not None
-    assert known[1].prompt_s == prompt_s
+    told, step = steps.told[-1], steps.steps[-1]
+    assert told is not None
+    assert known[1].prompt_s == told.prompt_s
+    assert step.has_prompts
+    assert step.num_nodes == 2
     assert known[1].phases_s["draft"] > 0
-    assert seconds == pytest.approx(known[1].wall_s - known[1].phases_s["draft"])
-
-
-def test_a_prompts_time_is_what_a_step_has_beyond_the_usual() -> None:
-    """Plain steps of 10 ms, drafting ones take 1.5 times as long without their drafts, large ones three times."""
-    prompts = PromptTimes()
-
-    def of_prompt(seconds: float, num_rows: int, num_nodes: int) -> float | None:
-        return prompts.add(seconds, 0.010, num_rows, num_nodes, has_prompts=True)
-
-    assert of_prompt(0.030, 1, 3) is None
-    assert of_prompt(0.030, 1, 0) == pytest.approx(0.020), "plain steps are known from the start"
-    prompts.add(0.900, 0.010, 1, 3, has_prompts=False)  # the first has something to warm up
-    for _ in range(5):
-        assert prompts.add(0.015, 0.010, 1, 3, has_prompts=False) == 0
-        assert prompts.add(0.030, 0.010, 16, 48, has_prompts=False) == 0
-    assert of_prompt(0.040, 1, 3) == pytest.approx(0.025)
-    assert of_prompt(0.040, 15, 45) == pytest.approx(0.010), "while one of sixteen reads, fifteen draft"
-    assert of_prompt(0.040, 4, 12) is None
-    assert of_prompt(0.040, 11, 33) == pytest.approx(0.010), "the nearest size that is known"
-    assert of_prompt(0.013, 1, 3) == pytest.approx(-0.002), "noise is not cut off at one side"
-    prompts.add(9.0, 0.010, 1, 3, has_prompts=False)
-    assert of_prompt(0.040, 1, 3) == pytest.approx(0.040 - 0.010 * (1.5 + 1.5 / 6)), "one slow step is no rule"
-
-
-def test_plain_steps_while_serving_correct_what_was_measured() -> None:
-    times = PlainTimes((1,), (1,), ((1.0,),))
-    for _ in range(400):
-        times.follow(True, 1.1, times.step_s(1, 1))
-    assert times.step_s(1, 1) == pytest.approx(1.1, rel=1e-3)
-    times.follow(True, 50.0, times.step_s(1, 1))
-    assert times.step_s(1, 1) < 1.13, "one slow step is no rule"
-
-
-def test_a_few_plain_steps_correct_as_their_mean_does_and_rare_ones_count_more() -> None:
-    times = PlainTimes((1,), (1,), ((1.0,),))
-    times.follow(True, 1.5, times.step_s(1, 1))
-    assert times.factor == pytest.approx(1.01), "the first one behind other steps finds other weights in the caches"
-    times.factor = 1.0
-    for _ in range(6):
-        times.follow(True, 1.2, times.step_s(1, 1))
-    assert times.factor == pytest.approx(1 + 0.2 * 6 / 9, abs=0.005), "the start counts as three more"
-    for _ in range(400):
-        times.follow(True, 1.2, times.step_s(1, 1))
-    for _ in range(85):
-        times.follow(False, 9.0, times.step_s(1, 1))
-    assert times.factor == pytest.approx(1.2, abs=0.001), "others say nothing"
-    told = []
-    for _ in range(3):
-        before = times.factor
-        times.follow(True, 1.0, before)
-        told.append((before - times.factor) / (before - 1))
-    assert told == pytest.approx([0.02, 0.05, 0.02]), "the second of three counts for the 85, once"
-
-
-def test_steps_that_draft_say_nothing_about_plain_ones() -> None:
-    target = tiny.llama(seed=1)
-    engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-    engine.plain_times = PlainTimes((1,), (1,), ((0.5,),))
-    drafting = Speculation(rule="block", num_drafts=1, draft_length=2)
-    engine.submit(tiny.request("drafts", [1, 2, 3], drafting, max_tokens=40))
-    for _ in range(6):
-        engine.run_step()
-        assert engine.scheduler.last_plan.has_drafts
-    assert engine.plain_times.factor == 1
-    engine.submit(tiny.request("plain", [1, 2, 3], tiny.OFF, max_tokens=9))
-    while engine.scheduler.has_work:
-        engine.run_step()
-    assert engine.plain_times.factor < 1
+    assert 0 < step.seconds < known[1].wall_s - known[1].phases_s["draft"]
 
 
 def test_what_lies_around_steps_counts_for_both_sides() -> None:
