@@ -14,6 +14,7 @@ load (`Speculation.adaptive`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -46,8 +47,9 @@ _CHOOSE_EVERY = 8
 _PROBE_STEPS, _MOST_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 8, 16, 256
 """So many plain steps (more where some tell nothing) are made after so many drafting ones; at first soon, then after
 twice as many each time."""
-_RIVAL, _RIVAL_EVERY = 0.9, 64
-"""A shape predicted to have this share of the best one's rate is tried, for as many steps after so many."""
+_DOUBTS, _RIVAL_EVERY = 1.5, 64
+"""A shape that would have the best rate with steps shorter by so many standard deviations of what is known of them is
+tried, for as many steps after so many."""
 _BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
 """Tokens of an answer before any has ended; and the share of what is known of answers that each new one leaves."""
 
@@ -235,25 +237,20 @@ class Controller:
                 best, best_rate, best_mask = shape, rate, mask
         drafting = _chosen(adaptive, best_mask)
         chosen = best if drafting else PLAIN
-        num_rows = load.num_adaptive + len(load.others)
-        least_rate = _RIVAL * best_rate * self._corrections.compares(self._step, best, num_rows)
         others = [one for one in rates if one[1] != best and one[2].any()]
-        rival, mask = self._rival(others, num_rows, least_rate)
+        rival, mask = self._rival(others, (best_rate, best), load.num_adaptive + len(load.others))
         tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
         rests = frozenset(one.sequence_id for one in adaptive) - drafting
         self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries), rests=rests)
         if room.any():  # or nothing can be drafted, which says nothing of the next prompt
             self.reads = chosen != PLAIN
 
-    def _rival(self, rates: list[Rated], num_rows: int, least_rate: float) -> tuple[Shape, Mask]:
-        """Of the shapes that may be as good, the one tried least recently.
-
-        What they took themselves so far does not count, or one that has met a busy machine would never be seen again.
-        """
+    def _rival(self, rates: list[Rated], best: tuple[float, Shape], num_rows: int) -> tuple[Shape, Mask]:
+        """Of the shapes that may be better, as little as is known of their steps, the one tried least recently."""
         tried = [
             (self._tried.get(shape, 0), -rate, shape, mask)
             for rate, shape, mask in rates
-            if rate * self._corrections.compares(self._step, shape, num_rows) > least_rate
+            if rate * math.exp(_DOUBTS * self._corrections.doubt(shape, best[1], num_rows)) > best[0]
         ]
         return min(tried, key=lambda one: one[:3])[2:] if tried else (PLAIN, np.zeros(0, bool))
 
@@ -272,7 +269,7 @@ class Controller:
             self._to_tell = 0  # whom it was begun with has gone
         if self.choice.shape == PLAIN or not adaptive:
             return False
-        learned = self._corrections.plain.learned
+        learned = self._corrections.learned_plain
         if not beside_drafts and self._step - max(self._plain_end, learned) > self._probe_after:
             # Where every step has prompts, probes tell nothing: they must not become many.
             most = _PROBE_EVERY if learned + _MOST_PROBE_STEPS > self._plain_end else _PROBE_EVERY // 2
@@ -347,7 +344,7 @@ class Controller:
         num_rows = load.num_adaptive + len(load.others)
         num_drafting_in_all = num_drafting + load.num_drafting_beside
         nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
-        factor = self._corrections.factor(self._step, _kind(shape, num_drafting_in_all), num_rows)
+        factor = self._corrections.factor(_kind(shape, num_drafting_in_all), num_rows)
         return self.costs.step_s(num_rows, num_drafting_in_all, nodes, load.num_text) * factor
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:

