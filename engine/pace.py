@@ -20,6 +20,7 @@ _PLAIN, _DRAFTING, _USUAL = 0.05**2, 0.4**2, 1.35
 """Variance (of logarithms) of what sizes take beyond measured plain steps, without drafts and with; and what is
 believed of those with drafts.
 """
+_FORGETS_S = 7200.0
 _NEAR = 0.5
 """Octaves of nodes a row by which sizes may differ to stand for each other."""
 
@@ -61,7 +62,7 @@ class Pace:
     def __init__(self, plain: PlainTimes) -> None:
         """plain: what was measured at start."""
         self.plain = plain
-        self._levels = Levels()
+        self._levels = Levels(_FORGETS_S)
         self._last_started: float | None = None
         self._was_plain = False
 

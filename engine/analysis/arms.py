@@ -9,7 +9,6 @@ once. What counts are the engine's steps, prompts among them; HTTP is not in it 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import os
@@ -172,8 +171,8 @@ def speculation_of(name: str) -> Speculation:
 def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
     """Engines around the models of one, each with its part of the blocks."""
     arms = {}
-    # What fixed shapes report is corrected by the plain arms' steps, as beside other requests; adaptive has its own.
-    pace = Pace(copy.deepcopy(costs.plain))
+    # Fixed shapes report what the plain arms' steps tell too, as beside other requests; adaptive has its own.
+    pace = Pace(costs.plain)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
@@ -183,7 +182,7 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
         own.pace = pace
         speculation = speculation_of(name)
         if speculation.adaptive:
-            own.pace = Pace(copy.deepcopy(costs.plain))
+            own.pace = Pace(costs.plain)
             scheduler.controller = Controller(costs, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation))
     return arms

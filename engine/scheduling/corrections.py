@@ -20,17 +20,17 @@ BESIDE: Shape = (0, 1)
 _DRAFTING = "drafting"
 _OFF = 0.12**2
 """Variance (of logarithms) of what was measured at start, for drafting as such and for each shape."""
+_FORGETS_S = 600.0
 _RETRY = 0.999
-"""Share of what is known of drafting steps that each plain one leaves: slow ones may have had another reason, and after
-long enough drafting is tried again."""
+"""Share of what is known that each plain step leaves: slow drafting steps may have had another reason, and after long
+enough drafting is tried again."""
 
 
 class Corrections:
     """Measured over predicted seconds, by shape and about how many requests."""
 
     def __init__(self) -> None:
-        self._levels = Levels()
-        self._levels.begin(_DRAFTING, _OFF)
+        self._levels = Levels(_FORGETS_S)
         self._was_plain = False
         self.learned_plain = 0
         """The step that told most recently what plain ones take."""
@@ -45,9 +45,12 @@ class Corrections:
                 return  # it found other weights in the caches
             self.learned_plain = step
         names = _names(shape, num_rows)
-        if names[-1] not in self._levels:
-            self._levels.begin(names[-1], _OFF)
-        self._levels.observe(names, measured_s / predicted_s)
+        is_first = names[-1] not in self._levels
+        for name in names:
+            if name not in self._levels:
+                self._levels.begin(name, _OFF)
+        if shape == PLAIN or not is_first:  # it may have something to warm up
+            self._levels.observe(names, measured_s / predicted_s)
 
     def factor(self, shape: Shape, num_rows: int) -> float:
         """What to multiply a prediction with."""
@@ -56,8 +59,8 @@ class Corrections:
     def doubt(self, shape: Shape, other: Shape, num_rows: int) -> float:
         """Standard deviation, of logarithms, of how the steps of two shapes compare."""
         names, others = _names(shape, num_rows), _names(other, num_rows)
-        unknown = sum(_OFF for one in (names, others) if one[-1] not in self._levels)
-        return math.sqrt(self._levels.variance(names, others) + unknown)
+        unknown = sum(_OFF for name in {*names} ^ {*others} if name not in self._levels)
+        return math.sqrt(max(0.0, self._levels.variance(names, others)) + unknown)
 
 
 def _names(shape: Shape, num_rows: int) -> Names:
