@@ -46,7 +46,7 @@ from engine.scheduling.scheduler import Scheduler
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
-_WARM_UP_S = 4.0
+_WARM_UP_S = 8.0
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
 _LEAST_TURNS = 8
