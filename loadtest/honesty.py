@@ -104,12 +104,20 @@ def _errors(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
     return {"error": statistics.median(errors), "absolute_error": _spread([abs(error) for error in errors])}
 
 
-def _shown(found: dict[str, Any]) -> str:
-    if "error" not in found:
-        return f"{len(found['pairs'])} answers had drafts: too few to compare"
-    return "error {error:+.1%}, absolute {absolute_error[median]:.1%} median, {absolute_error[p90]:.1%} p90".format(
-        **found
-    )
+def markdown(result: dict[str, Any]) -> str:
+    """A row per arm and number of requests at once; and one for plain answers beside plain ones."""
+    lines = ["| c | arm | error (median) | absolute error, median | 90 % of answers |", "|" + " --- |" * 5]
+    for cell in result["cells"]:
+        for arm, found in cell["arms"].items():
+            error = f"{found['error']:+.1%}" if "error" in found else f"{len(found['pairs'])} answers had drafts"
+            lines.append(f"| {cell['concurrency']} | {arm} | {error} | {_shown(found.get('absolute_error'))} |")
+        noise = _shown(cell["noise_of_two_plain_runs"])
+        lines.append(f"| {cell['concurrency']} | plain beside plain | | {noise} |")
+    return "\n".join(lines)
+
+
+def _shown(spread: dict[str, float] | None) -> str:
+    return f"{spread['median']:.1%} | {spread['p90']:.1%}" if spread else "- | -"
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -143,10 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    for cell in result["cells"]:
-        for arm, found in cell["arms"].items():
-            print(f"c = {cell['concurrency']}, {arm}: {_shown(found)}")
-        print("noise: {median:.1%} median, {p90:.1%} p90".format(**cell["noise_of_two_plain_runs"]))
+    print(markdown(result))
     return 0
 
 

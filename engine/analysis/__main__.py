@@ -14,6 +14,8 @@ from engine.analysis.arms import analyze_arms
 from engine.analysis.laws import analyze_blocks, analyze_laws
 from engine.analysis.loading import add_pair_arguments
 from engine.analysis.pair import analyze_pair
+from engine.analysis.reports import add_arguments as add_reports_arguments
+from engine.analysis.reports import analyze_reports
 from engine.analysis.selfcheck import selfcheck
 from engine.analysis.times import analyze_times
 from engine.errors import ConfigError, LoadError
@@ -41,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(dest="command", required=True)
     _add_pair(commands.add_parser("pair", help="how good a draft model is for a target, and which flags to run"))
     _add_arms(commands.add_parser("arms", help="speculation against plain decoding, taking turns every few steps"))
+    reports = commands.add_parser("reports", help="whether the speedup that answers report is true, in turns")
+    add_pair_arguments(reports)
+    add_reports_arguments(reports)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
     blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
@@ -102,6 +107,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "blocks": lambda options: (analyze_blocks(options.file), True),
     "times": lambda options: (analyze_times(options), True),
     "arms": lambda options: (analyze_arms(options), True),
+    "reports": lambda options: (analyze_reports(options), True),
     "pair": lambda options: (analyze_pair(options), True),
     "selfcheck": selfcheck,
 }

@@ -109,19 +109,23 @@ class Arm:
         seconds, num_tokens = 0.0, 0
         self.engine.pause()
         while seconds < _TURN_S:
-            began = time.perf_counter()
-            while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
-                self.engine.submit(next(self.requests))
-            step = self.engine.run_step()
-            elapsed = time.perf_counter() - began
-            seconds += elapsed
-            num_tokens += sum(len(outcome.token_ids) for outcome in step.outcomes)
-            self._tell(step)
-            rows = self.engine.scheduler.last_plan.sampling_rows
-            self.num_passes += len(rows)
-            shape = _shape_of([row.branching for row in rows if row.branching]) if rows else _READING
-            self.shapes[shape] = self.shapes.get(shape, 0.0) + elapsed
+            step_s, step_tokens = self.step(concurrency)
+            seconds, num_tokens = seconds + step_s, num_tokens + step_tokens
         self.turns.append((seconds, num_tokens))
+
+    def step(self, concurrency: int) -> tuple[float, int]:
+        """One step, with so many requests open: (seconds, tokens)."""
+        began = time.perf_counter()
+        while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
+            self.engine.submit(next(self.requests))
+        step = self.engine.run_step()
+        seconds = time.perf_counter() - began
+        self._tell(step)
+        rows = self.engine.scheduler.last_plan.sampling_rows
+        self.num_passes += len(rows)
+        shape = _shape_of([row.branching for row in rows if row.branching]) if rows else _READING
+        self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
+        return seconds, sum(len(outcome.token_ids) for outcome in step.outcomes)
 
     def _tell(self, step: StepResult) -> None:
         stats = step.stats
@@ -305,9 +309,9 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
         )
-    engine = _load(options, len(names))
+    engine = load_engine(options, len(names))
     kinds = options.prompts or ["dialogues"]
-    loads = {kind: Load(_prompts(kind, options), options.tokens, options.temperature) for kind in kinds}
+    loads = {kind: Load(prompts_of(kind, options), options.tokens, options.temperature) for kind in kinds}
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
     costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
@@ -332,7 +336,8 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _load(options: argparse.Namespace, num_arms: int) -> Engine:
+def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
+    """The pair that the command line names, with room for so many arms."""
     target, draft = names_of(options)
     options.threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
     torch.set_num_threads(options.threads)
@@ -346,7 +351,8 @@ def _load(options: argparse.Namespace, num_arms: int) -> Engine:
     return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
 
 
-def _prompts(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+    """Embedded ones by name, random ones as random:N, or those of a file."""
     name, _, length = kind.partition(":")
     if name == "random" and length.isdigit():
         return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]

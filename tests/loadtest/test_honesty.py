@@ -67,6 +67,13 @@ def test_answers_without_drafts_are_not_compared(monkeypatch: pytest.MonkeyPatch
     arms = honesty.measure("http://nowhere", [1], 6, 5)["cells"][0]["arms"]
     assert arms["adaptive"] == {"pairs": []}
     assert arms["block 1x5"]["error"] == pytest.approx(0.0)
+    spread = {"median": 0.01, "p90": 0.025}
+    rows = honesty.markdown(
+        {"cells": [{"concurrency": 1, "arms": arms, "noise_of_two_plain_runs": spread}]}
+    ).splitlines()
+    assert rows[2] == "| 1 | adaptive | 0 answers had drafts | - | - |"
+    assert rows[4] == "| 1 | block 1x5 | +0.0% | 0.0% | 0.0% |"
+    assert rows[5] == "| 1 | plain beside plain | | 1.0% | 2.5% |"
 
 
 def test_a_daemon_without_calibration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,142 @@
+"""`analyze reports`: is the speedup that an answer reports the one that plain decoding shows, in turns?
+
+A machine that others use too changes within seconds, so that two plain answers to one prompt, one after the other,
+differ by more than what is to be seen. Here each request is answered by all arms together, a few tokens at a time,
+twice of them plainly: what an answer reports is compared with the time of its plain ones over its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.analysis.arms import Arm, Load, check_room, load_engine, make_arms, prompts_of, speculation_of
+from engine.analysis.loading import environment
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
+from engine.calibration import measure_costs, measure_plain
+from engine.errors import ConfigError
+
+_TURN_TOKENS = 24
+_WARM_UP = 4
+"""Answers that come first and are not compared: sizes of steps must have been seen."""
+_LEAST_ANSWERS = 3
+
+
+def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, float]:
+    """The next request of each arm, the same for all: seconds that each took for its answer."""
+    seconds, num_tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
+    open_arms, aim = list(arms), 0
+    for arm in arms.values():
+        arm.forget()
+    while open_arms:
+        aim += _TURN_TOKENS
+        for name in order.sample(open_arms, len(open_arms)):
+            arms[name].engine.pause()
+            while num_tokens[name] < aim:
+                step_s, step_tokens = arms[name].step(1)
+                seconds[name] += step_s
+                num_tokens[name] += step_tokens
+                if not arms[name].engine.scheduler.has_work:
+                    open_arms.remove(name)
+                    break
+    return seconds
+
+
+def compare(arms: Mapping[str, Arm], num_answers: int) -> dict[str, Any]:
+    """Errors of what answers report by arm, and how far apart plain answers are."""
+    order = random.Random(0)
+    pairs: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name not in (OFF, AGAIN)}
+    noise = []
+    for number in tqdm(range(_WARM_UP + num_answers), desc="answers", unit="answer"):
+        seconds = answer_in_turns(arms, order)
+        if number < _WARM_UP:
+            continue
+        noise.append(abs(seconds[OFF] / seconds[AGAIN] - 1))
+        plain_s = (seconds[OFF] + seconds[AGAIN]) / 2
+        for name, found in pairs.items():
+            reported = arms[name].reported_speedup
+            # One that the controller let be decoded plainly reports nothing.
+            if reported is not None and set(arms[name].shapes) - {OFF}:
+                found.append({"reported": reported, "actual": plain_s / seconds[name]})
+    return {
+        "noise_of_two_plain_runs": _spread(noise),
+        "arms": {name: _errors(found) | {"pairs": found} for name, found in pairs.items()},
+    }
+
+
+def _errors(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    if len(pairs) < _LEAST_ANSWERS:
+        return {}
+    errors = [pair["reported"] / pair["actual"] - 1 for pair in pairs]
+    return {"error": statistics.median(errors), "absolute_error": _spread([abs(error) for error in errors])}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "p90": statistics.quantiles(values, n=10)[-1]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line, beside what says which pair is loaded."""
+    parser.add_argument(
+        "--prompts",
+        default="dialogues",
+        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
+        "for N random tokens",
+    )
+    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of an answer, in the mean (default 192)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
+    parser.add_argument(
+        "--arms",
+        default="adaptive,block:1x5,bv_race:4x5",
+        help="what is compared: adaptive (the controller), rule:KxL or a tree as rule:2.2.1",
+    )
+    parser.add_argument("--answers", type=int, default=40, help="answers of each arm (default 40)")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+
+
+def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
+    """One request at a time; a line per arm goes to standard error."""
+    names = list(dict.fromkeys([OFF, AGAIN, *options.arms.split(",")]))
+    for name in names:
+        speculation_of(name)
+    if options.answers < _LEAST_ANSWERS:
+        raise ConfigError(f"--answers must be at least {_LEAST_ANSWERS}")
+    options.concurrency = [1]
+    engine = load_engine(options, len(names))
+    load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
+    check_room(engine.facts, names, load, 1)
+    costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
+    cell = compare(make_arms(engine, names, costs, load), options.answers)
+    shown = ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads")
+    result = {
+        "what": "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",
+        "options": {name: getattr(options, name) for name in shown},
+        "environment": environment(),
+        "cells": [{"concurrency": 1, **cell}],
+    }
+    for name, found in cell["arms"].items():
+        print(f"{name}: {_shown(found)}", file=sys.stderr)
+    print(
+        "plain beside plain: {median:.1%} median, {p90:.1%} p90".format(**cell["noise_of_two_plain_runs"]),
+        file=sys.stderr,
+    )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _shown(found: dict[str, Any]) -> str:
+    if "error" not in found:
+        return f"{len(found['pairs'])} answers had drafts: too few to compare"
+    spread = found["absolute_error"]
+    return f"error {found['error']:+.1%}, absolute {spread['median']:.1%} median, {spread['p90']:.1%} p90"
