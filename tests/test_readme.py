@@ -14,6 +14,7 @@ import pytest
 
 from engine.analysis import peers, turns
 from engine.analysis.report import table
+from loadtest import honesty
 from loadtest.daemon import running_daemon
 from loadtest.report import markdown, rules_markdown
 
@@ -68,7 +69,9 @@ def test_greedy_answers_of_the_bench_are_equal() -> None:
     assert result["exactness"]["equal_in_all_arms"] == result["exactness"]["greedy_answers"]
 
 
-@pytest.mark.parametrize("file", ["arms-cpu", "arms-pair-cpu", "arms-pair-16-cpu"])
+@pytest.mark.parametrize(
+    "file", ["arms-cpu", "arms-pair-cpu", "arms-pair-16-cpu", "arms-64-cpu", "arms-greedy-cpu", "arms-long-cpu"]
+)
 def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
     cells = json.loads((ROOT / f"docs/results/{file}.json").read_text())["cells"]
     assert cells
@@ -81,6 +84,11 @@ def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
         ("bench", "bench-cpu", markdown),
         ("pair", "bench-pair-cpu", markdown),
         ("arms-pair", "arms-pair-cpu", turns.markdown),
+        ("arms-pair-16", "arms-pair-16-cpu", turns.markdown),
+        ("arms-greedy", "arms-greedy-cpu", turns.markdown),
+        ("arms-long", "arms-long-cpu", turns.markdown),
+        ("honesty", "honesty-cpu", honesty.markdown),
+        ("reports", "reports-cpu", honesty.markdown),
         ("reported", "arms-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
