@@ -336,7 +336,7 @@ def test_steps_that_take_longer_than_measured_end_speculation() -> None:
 def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding seems faster at first, as nobody has seen it slow: a few plain steps tell.
 
-    The wrong variant makes so much of drafting that it alone has become slower.
+    The wrong variant takes it that drafting alone has become slower.
     """
     costs = replace(USUAL, nodes=nodes_s([(0, 0.0), (10, 4.0)]))
     num_plain = {}
