@@ -79,7 +79,7 @@ class Levels:
         gain = covariance / (known + _NOISE)
         # A slow one may have met another process: it changes no more than what is known leaves open; no one is fast so.
         most = min(1.0, (known + _NOISE) / math.sqrt(known))
-        self._state += gain * min(most, max(-0.5, times / self.times(names) - 1))
+        self._state += gain * min(most, max(-0.5, times / math.exp(self._state[places].sum()) - 1))
         self._variance -= np.outer(gain, covariance)
 
     def times(self, names: Names) -> float:

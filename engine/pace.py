@@ -66,20 +66,16 @@ class Pace:
         self._last_started: float | None = None
         self._was_plain = False
 
-    def plain_s(self, num_rows: int, context: float) -> float:
-        """What the parts of a plain step of so many rows would take now."""
-        return self.plain.step_s(num_rows, context) * self._levels.times([_size(num_rows, 0)])
-
     def add(self, step: Step) -> Beside | None:
         """Take in a step; None where what its prompts took is not known, as no steps of its size are."""
         size = _size(step.num_rows, step.num_nodes)
-        plain_s = self.plain_s(step.num_rows, step.context)
+        measured_s = self.plain.step_s(step.num_rows, step.context)
+        plain_s = measured_s * self._levels.times([_size(step.num_rows, 0)])
         is_plain = not (step.num_nodes or step.has_prompts or step.is_behind)
         was_plain, self._was_plain = self._was_plain, is_plain
         if self._last_started is not None:
             self._levels.pass_time(step.started - self._last_started)
         self._last_started = step.started
-        measured_s = self.plain.step_s(step.num_rows, step.context)
         if step.has_prompts:
             near = self._nearest(size)
             known_s = self._levels.times([near]) * measured_s if near is not None else None

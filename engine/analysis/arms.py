@@ -287,9 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
         "for N random tokens; may be repeated",
     )
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer, in the mean (default 48)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
+    add_load_arguments(parser, num_tokens=48)
     parser.add_argument(
         "--arms",
         default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
@@ -297,7 +295,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rule:KxL or a tree as rule:2.2.1",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of every arm in a cell (default 20)")
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
+    """What is asked of every arm, but for the prompts; and where the result goes."""
+    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=num_tokens,
+        help=f"tokens of an answer, in the mean (default {num_tokens})",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+
+
+def write(result: dict[str, Any], output: Path | None) -> None:
+    """As JSON, where a file is named."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
@@ -330,9 +347,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         "cells": cells,
     }
     print(markdown(result), file=sys.stderr)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     return result
 
 

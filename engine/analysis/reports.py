@@ -8,17 +8,25 @@ twice of them plainly: what an answer reports is compared with the time of its p
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from engine.analysis.arms import Arm, Load, check_room, load_engine, make_arms, prompts_of, speculation_of
+from engine.analysis.arms import (
+    Arm,
+    Load,
+    add_load_arguments,
+    check_room,
+    load_engine,
+    make_arms,
+    prompts_of,
+    speculation_of,
+    write,
+)
 from engine.analysis.loading import environment
 from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
 from engine.calibration import measure_costs, measure_plain
@@ -91,16 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
         "for N random tokens",
     )
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
-    parser.add_argument("--tokens", type=int, default=192, help="tokens of an answer, in the mean (default 192)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
+    add_load_arguments(parser, num_tokens=192)
     parser.add_argument(
         "--arms",
         default="adaptive,block:1x5,bv_race:4x5",
         help="what is compared: adaptive (the controller), rule:KxL or a tree as rule:2.2.1",
     )
     parser.add_argument("--answers", type=int, default=40, help="answers of each arm (default 40)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
 
 
 def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
@@ -129,9 +134,7 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
         "plain beside plain: {median:.1%} median, {p90:.1%} p90".format(**cell["noise_of_two_plain_runs"]),
         file=sys.stderr,
     )
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     return result
 
 

@@ -26,7 +26,7 @@ class Machine:
     @property
     def plain_ms(self) -> float:
         """What a plain step takes now, as it seems."""
-        return 1e3 * self.pace.plain_s(1, 1)
+        return 1e3 * self.pace.plain.step_s(1, 1) * self.pace._levels.times([(0, 0)])
 
 
 def test_a_prompts_time_is_what_a_step_has_beyond_the_usual() -> None:
