@@ -1,7 +1,8 @@
 """`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
 
-A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns of a
-quarter of a second meet the same machine. Every arm is an engine of its own (scheduler, controller, blocks) around the
+A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns meet the
+same machine. In a turn each does what plain decoding does in a quarter of a second, prompts and answers, so that all
+are at the same point of the same work. Every arm is an engine of its own (scheduler, controller, blocks) around the
 same models, under a closed loop of the same requests, whose answers differ in length so that they do not all end at
 once. What counts are the engine's steps, prompts among them; HTTP is not in it (`polydraft bench`).
 """
@@ -22,13 +23,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from engine.analysis.loading import environment, names_of, random_prompts, read_prompts
 from engine.analysis.pair import Shape
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, markdown, rate, ratio
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, Turn, beside_best, markdown, price, rate, ratio, works
 from engine.building import build_engine
 from engine.cache.store import BlockStore
 from engine.calibration import measure_costs, measure_plain
@@ -41,11 +41,13 @@ from engine.plan import level_widths
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.costs import StepCosts
+from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
+"""Of plain decoding; the others do as much."""
 _WARM_UP_S = 8.0
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
@@ -93,8 +95,9 @@ class Arm:
 
     engine: Engine
     requests: Iterator[Request]
-    turns: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds, tokens) of every turn."""
+    done: Turn = field(default_factory=Turn)
+    """From the beginning on."""
+    turns: list[Turn] = field(default_factory=list)
     shapes: dict[str, float] = field(default_factory=dict)
     """Seconds by what most of the drafting requests drafted."""
     num_passes: int = 0
@@ -104,28 +107,35 @@ class Arm:
     told_s: float = 0.0
     """What they took, in the same steps."""
 
-    def take_turn(self, concurrency: int) -> None:
-        """Steps for a quarter of a second."""
-        seconds, num_tokens = 0.0, 0
+    def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
+        """Steps until so much has been done since the beginning (`Turn.work`)."""
+        turn = Turn()
         self.engine.pause()
-        while seconds < _TURN_S:
-            step_s, step_tokens = self.step(concurrency)
-            seconds, num_tokens = seconds + step_s, num_tokens + step_tokens
-        self.turns.append((seconds, num_tokens))
+        while self.done.work(of_read) < aim:
+            step = self.step(concurrency)
+            turn, self.done = turn.plus(step), self.done.plus(step)
+        self.turns.append(turn)
 
-    def step(self, concurrency: int) -> tuple[float, int]:
-        """One step, with so many requests open: (seconds, tokens)."""
+    def step(self, concurrency: int) -> Turn:
+        """One step, with so many requests open."""
         began = time.perf_counter()
         while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
             self.engine.submit(next(self.requests))
+        return self._step(began)[0]
+
+    def _step(self, began: float) -> tuple[Turn, Sequence[Outcome]]:
         step = self.engine.run_step()
         seconds = time.perf_counter() - began
         self._tell(step)
-        rows = self.engine.scheduler.last_plan.sampling_rows
+        plan = self.engine.scheduler.last_plan
+        rows = plan.sampling_rows
         self.num_passes += len(rows)
         shape = _shape_of([row.branching for row in rows if row.branching]) if rows else _READING
         self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
-        return seconds, sum(len(outcome.token_ids) for outcome in step.outcomes)
+        num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
+        # What is known of a row beside its root is of a prompt.
+        num_read = sum(len(row.known) for row in plan.rows) - len(rows)
+        return Turn(seconds, num_tokens, num_read), step.outcomes
 
     def _tell(self, step: StepResult) -> None:
         stats = step.stats
@@ -139,12 +149,14 @@ class Arm:
         return self.plain_s / self.told_s if self.told_s else None
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Tokens by request, of some that are answered to their end; nothing else may be running."""
+        """Tokens by request, of some that are answered to their end; nothing else may be running. Steps are turns."""
         tokens: dict[str, list[int]] = {}
         for request in requests:
             self.engine.submit(request)
         while self.engine.scheduler.has_work:
-            for outcome in self.engine.run_step().outcomes:
+            turn, outcomes = self._step(time.perf_counter())
+            self.turns.append(turn)
+            for outcome in outcomes:
                 tokens.setdefault(outcome.request_id, []).extend(outcome.token_ids)
         return tokens
 
@@ -195,25 +207,25 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
 def measure(
     engine: Engine, names: Sequence[str], costs: StepCosts, load: Load, concurrency: int, seconds: float, progress: Any
 ) -> dict[str, Any]:
-    """A cell: all arms at one concurrency, so many seconds each."""
+    """A cell: all arms at one concurrency, doing what plain decoding does in about so many seconds."""
     # Not on the arms that are measured: what they learn would be of another temperature.
-    equal = same_greedy_answers(make_arms(engine, names, costs, load), load, concurrency)
+    others = make_arms(engine, names, costs, load)
+    equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
+    of_read = price(others[OFF].turns)
+    turn_work = _TURN_S * float(rate(works(others[OFF].turns, of_read).sum(0)))
     arms = make_arms(engine, names, costs, load)
     order = random.Random(concurrency)
-
-    def all_turns(seconds: float) -> None:
-        for _ in range(round(seconds / _TURN_S)):
-            for name in order.sample(names, len(names)):
-                arms[name].take_turn(concurrency)
-                progress.update()
-
-    all_turns(_WARM_UP_S)
-    for arm in arms.values():
-        arm.forget()
-    all_turns(seconds)
-    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms)}
+    num_warm_up = round(_WARM_UP_S / _TURN_S)
+    for number in range(num_warm_up + round(seconds / _TURN_S)):
+        if number == num_warm_up:
+            for arm in arms.values():
+                arm.forget()
+        for name in order.sample(names, len(names)):
+            arms[name].take_turn(concurrency, (number + 1) * turn_work, of_read)
+            progress.update()
+    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms, of_read)}
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
@@ -231,47 +243,43 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
 
 
 def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> dict[str, bool]:
-    """Whether an arm gives eight answers at temperature 0 as plain decoding does; in 16 bits logits differ with the
-    batch.
+    """Whether an arm answers at temperature 0 as plain decoding does, eight times at least.
+
+    In 16 bits logits differ with the batch.
     """
+    num_answers = max(_GREEDY_ANSWERS, concurrency)
     answers: dict[str, dict[str, list[int]]] = {}
     for name, arm in arms.items():
-        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(speculation_of(name)), _GREEDY_ANSWERS))
+        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(speculation_of(name)), num_answers))
         answers[name] = {}
         for start in range(0, len(greedy), concurrency):
             answers[name] |= arm.answers(greedy[start : start + concurrency])
     return {name: answer == answers[OFF] for name, answer in answers.items() if name != OFF}
 
 
-def compared(arms: dict[str, Arm]) -> dict[str, Any]:
-    """Every arm beside plain decoding, and adaptive beside the fixed shape (or plain decoding) that is the fastest.
-
-    Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it,
-    but where several are close another than the best may be compared. `after_the_fact` is beside the luckiest.
-    """
-    turns = {name: np.array(arm.turns) for name, arm in arms.items()}
-    rates = {name: float(rate(of_arm.sum(0))) for name, of_arm in turns.items()}
+def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
+    """Every arm beside plain decoding, and adaptive beside the best fixed shape; of_read: as `turns.price` tells it."""
+    turns = {name: works(arm.turns, of_read) for name, arm in arms.items()}
     result: dict[str, Any] = {
+        "prompt_token_in_plain_tokens": of_read,
         "arms": {
             name: {
-                "tokens_per_second": rates[name],
-                "tokens_per_pass": int(turns[name][:, 1].sum()) / arm.num_passes,
+                "tokens_per_second": _num_tokens(arm) / sum(turn.seconds for turn in arm.turns),
+                "tokens_per_pass": _num_tokens(arm) / arm.num_passes,
                 "ratio_to_off": ratio(turns[name], turns[OFF]),
                 "reported_speedup": arm.reported_speedup,
                 "share_of_time": _shares(arm.shapes),
             }
             for name, arm in arms.items()
-        }
+        },
     }
     if ADAPTIVE in arms:
-        fixed = {name: np.array_split(turns[name], 2) for name in arms if name not in (ADAPTIVE, AGAIN)}
-        second, first = (max(fixed, key=lambda name: float(rate(fixed[name][half].sum(0)))) for half in (0, 1))
-        best = np.concatenate([fixed[first][0], fixed[second][1]])
-        names = " / ".join(dict.fromkeys([first, second]))
-        luckiest = max(rates[name] for name in fixed)
-        of_best = {**ratio(turns[ADAPTIVE], best), "after_the_fact": rates[ADAPTIVE] / luckiest}
-        result["adaptive_to_best_fixed"] = {"arm": names, **of_best}
+        result["adaptive_to_best_fixed"] = beside_best(turns)
     return result
+
+
+def _num_tokens(arm: Arm) -> int:
+    return sum(turn.num_tokens for turn in arm.turns)
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
@@ -294,7 +302,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is compared with plain decoding: adaptive (the controller), again (plain once more: the noise), "
         "rule:KxL or a tree as rule:2.2.1",
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="of every arm in a cell (default 20)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of plain decoding in a cell; the other arms do as much (default 20)",
+    )
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
@@ -341,7 +354,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
     result = {
-        "what": "arms in turns of a quarter of a second, in one process, closed loop without HTTP",
+        "what": "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
         "options": {name: getattr(options, name) for name in shown} | {"prompts": list(loads)},
         "environment": environment(),
         "cells": cells,

@@ -49,9 +49,9 @@ def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, 
         for name in order.sample(open_arms, len(open_arms)):
             arms[name].engine.pause()
             while num_tokens[name] < aim:
-                step_s, step_tokens = arms[name].step(1)
-                seconds[name] += step_s
-                num_tokens[name] += step_tokens
+                step = arms[name].step(1)
+                seconds[name] += step.seconds
+                num_tokens[name] += step.num_tokens
                 if not arms[name].engine.scheduler.has_work:
                     open_arms.remove(name)
                     break

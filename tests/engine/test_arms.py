@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engine.analysis import arms as module
@@ -21,7 +21,7 @@ from engine.analysis.arms import (
     same_greedy_answers,
     speculation_of,
 )
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, markdown, ratio, reported_markdown
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, Turn, markdown, price, ratio, reported_markdown, works
 from engine.calibration import measure_costs, measure_plain
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
@@ -41,13 +41,14 @@ def answers_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     return {name: list(answer) for name, answer in tiny.run(engine, requests).tokens.items()}
 
 
-def test_arms_do_not_touch_each_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
+    return make_arms(engine, NAMES, measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine)), load)
+
+
+def test_arms_do_not_touch_each_others_blocks() -> None:
     """Whoever runs in between, an arm answers what it answers alone: greedy answers, so that all arms say the same."""
-    monkeypatch.setattr(module, "_TURN_S", 1e-9)  # one step a turn
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 0.0)
-    engine = engine_of()
-    costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
-    arms = make_arms(engine, NAMES, costs, load)
+    arms = arms_of(engine_of(), load)
     told: dict[str, dict[str, list[int]]] = {name: {} for name in NAMES}
     for name, arm in arms.items():
         step = arm.engine.run_step
@@ -59,27 +60,60 @@ def test_arms_do_not_touch_each_others_blocks(monkeypatch: pytest.MonkeyPatch) -
             return result
 
         arm.engine.run_step = note  # type: ignore[method-assign]
-    for _ in range(60):
+    for turn in range(60):
         for arm in arms.values():
-            arm.take_turn(3)
+            arm.take_turn(3, 3.0 * turn, 0.5)
     alone = answers_of(engine_of(), list(itertools.islice(load.requests(speculation_of(OFF)), 4)))
     for name in NAMES:
         assert {number: told[name][number] for number in alone} == alone, name
         assert len(arms[name].turns) == 60
+        # Up to the same point, but for the last step: three requests, of four tokens each.
+        assert 177 <= arms[name].done.work(0.5) < 177 + 3 * 4 + 0.5 * 30, name
+        assert sum(turn.work(0.5) for turn in arms[name].turns) == arms[name].done.work(0.5)
     assert set(arms[OFF].shapes) == {OFF}
     assert "1x3" in arms["block:1x3"].shapes
-    assert arms["block:1x3"].num_passes < sum(tokens for _, tokens in arms["block:1x3"].turns)
+    assert arms["block:1x3"].num_passes < sum(turn.num_tokens for turn in arms["block:1x3"].turns)
+
+
+def test_steps_count_what_is_read_of_prompts() -> None:
+    """All tokens but the last, which the answer follows; not what the draft model reads, nor rejected drafts."""
+    load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 1.0)
+    for name, arm in arms_of(engine_of(), load).items():
+        requests = list(itertools.islice(arm.requests, 3))
+        arm.answers(requests)
+        assert sum(turn.num_read for turn in arm.turns) == 8 + 29 + 16, name
+        assert sum(turn.num_tokens for turn in arm.turns) == sum(request.limits.max_tokens for request in requests)
 
 
 def test_a_ratio_is_of_rates_and_its_interval_of_parts() -> None:
     """Turns of double the rate, on a machine whose speed drifts by a half for both."""
-    speed = np.repeat([1.0, 0.5], 40)
-    other = np.stack([np.ones(80), 100 * speed], axis=1)
-    one = np.stack([2 * np.ones(80), 400 * speed], axis=1)
+    speeds = [100] * 40 + [50] * 40
+    other = works([Turn(1.0, speed) for speed in speeds], 0.0)
+    one = works([Turn(2.0, 4 * speed) for speed in speeds], 0.0)
     assert ratio(one, other) == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
-    noisy = one * np.stack([np.ones(80), np.random.default_rng(0).uniform(0.9, 1.1, 80)], axis=1)
-    found = ratio(noisy, other)
+    drawn = random.Random(0)
+    found = ratio(works([Turn(2.0, round(4 * speed * drawn.uniform(0.9, 1.1))) for speed in speeds], 0.0), other)
     assert 1.9 < found["low"] < found["ratio"] < found["high"] < 2.1
+
+
+def test_prompts_count_for_what_plain_decoding_takes() -> None:
+    """Steps of 20 ms a token and 0.5 ms for one of a prompt: an arm that gives tokens in half the time gains 4/3 where
+    half of the time goes into prompts. One that has read one more when time is up is not slower for it.
+    """
+    steps = [Turn(0.1, 0, 200), Turn(0.1, 5), Turn(0.045, 2, 10), Turn(0.05, 1, 60)]
+    assert price(steps) == pytest.approx(0.025)
+    off = [Turn(0.5, 0, 1000), Turn(0.5, 25)] * 40
+    fast = [Turn(0.5, 0, 1000), Turn(0.25, 25)] * 40
+    assert ratio(works(fast, 0.025), works(off, 0.025))["ratio"] == pytest.approx(4 / 3)
+    begun = [*off, Turn(0.5, 0, 1000)]
+    assert ratio(works(begun, 0.025), works(off, 0.025))["ratio"] == pytest.approx(1.0)
+    assert ratio(works(begun, 0.0), works(off, 0.0))["ratio"] < 0.99
+
+
+def test_what_prompts_take_may_not_be_seen() -> None:
+    assert price([Turn(0.1, 5), Turn(0.1, 5)]) == 0.0
+    assert price([Turn(0.1, 5, 10), Turn(0.2, 10, 20)]) == 0.0
+    assert price([Turn(0.1, 5, 0), Turn(0.05, 5, 10)]) == 0.0
 
 
 def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
@@ -87,8 +121,9 @@ def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
     halves = {OFF: (50, 50), ADAPTIVE: (100, 100), "block:1x1": (120, 80), "block:1x3": (80, 120)}
     arms = {}
     for name, (first, second) in halves.items():
-        arms[name] = Arm(engine_of(), iter(()), [(1.0, first)] * 20 + [(1.0, second)] * 20, {OFF: 1.0}, 1)
-    found = compared(arms)["adaptive_to_best_fixed"]
+        arms[name] = Arm(engine_of(), iter(()), shapes={OFF: 1.0}, num_passes=1)
+        arms[name].turns = [Turn(1.0, first)] * 20 + [Turn(1.0, second)] * 20
+    found = compared(arms, 0.0)["adaptive_to_best_fixed"]
     assert found["arm"] == "block:1x3 / block:1x1"
     assert found["ratio"] == pytest.approx(100 / 80)
     assert found["after_the_fact"] == pytest.approx(1.0)
@@ -96,8 +131,7 @@ def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
 
 def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 1.0)
-    engine = engine_of()
-    arms = make_arms(engine, NAMES, measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine)), load)
+    arms = arms_of(engine_of(), load)
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True)
     arms["block:1x3"].engine.target = tiny.build(tiny.llama(3), tiny.llama(2), num_blocks=320).target
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True) | {"block:1x3": False}

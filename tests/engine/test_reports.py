@@ -15,7 +15,7 @@ import pytest
 from engine.analysis import reports
 from engine.analysis.__main__ import main
 from engine.analysis.arms import Arm
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
+from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, Turn
 from tests.server.tiny_models import write_pair
 
 TOKENS = 60
@@ -39,13 +39,13 @@ class FakeArm:
     def forget(self) -> None:
         assert self.left == 0
 
-    def step(self, concurrency: int) -> tuple[float, int]:
+    def step(self, concurrency: int) -> Turn:
         assert concurrency == 1
         self.left = self.left or TOKENS
         count = min(self.tokens, self.left)
         self.left -= count
         self.steps.append(self.name)
-        return 1.0, count
+        return Turn(1.0, count)
 
 
 def arms_of(steps: list[str]) -> Mapping[str, Arm]:
