@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from engine.execution.loading import Progress
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
-from engine.scheduling.costs import Curve, NodeCosts, StepCosts
+from engine.scheduling.costs import Curve, NodeCosts, StepCosts, TextCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -41,7 +41,11 @@ _FEW_ROWS = 4
 """With so many requests a few rows more cost next to nothing, up to where they do: more points show where."""
 _MOST_NODES = 256
 """Beyond this a step's time grows in proportion."""
-_FORMAT = 9
+_TEXT, _LONG_TEXT = 256, 1024
+"""Tokens of the texts behind which shapes are measured; and of those that show, with few requests, what longer texts
+add.
+"""
+_FORMAT = 10
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
 """How far a point may be from what is kept, as a share."""
@@ -181,48 +185,103 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
 
     plain: what plain steps take (`measure_plain`).
     """
-    context = max(2, min(256, engine.facts.max_model_len // 2))
-    points = _points(engine, speculation)
+    context = max(2, min(_TEXT, engine.facts.max_model_len // 2))
+    points = _points(engine, speculation, context)
     plans = []
-    for num_rows, num_drafts, of_chain in points:
-        shape = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
-        plans.append(made_up_plan(engine, num_rows, context, shape if num_drafts else _PLAIN))
+    for point in points:
+        shape = msgspec.structs.replace(speculation, num_drafts=point.num_drafts, draft_length=point.of_chain, tree=())
+        plans.append(made_up_plan(engine, point.num_rows, point.context, shape if point.num_drafts else _PLAIN))
     num_read = min(_MOST_NODES, context)
     plans += [_reading_plan(engine, context, num_tokens) for num_tokens in (1, num_read)]
     *steps, (_, reads_one), (_, reads_many) = middle_steps(engine, plans)
-    measured = dict(zip(points, steps, strict=True))
+    measured = {point: _Measured(*step) for point, step in zip(points, steps, strict=True)}
     nodes: dict[int, list[tuple[float, float]]] = {}
     draft_pass: list[tuple[float, float]] = []
     # What begins a draft phase is shared by as many passes everywhere.
     usual_length = min(_CHAIN, speculation.draft_length)
-    for (num_rows, num_drafts, of_chain), (wall_s, phases_s) in measured.items():
+    for point, step in measured.items():
+        num_rows, num_drafts, of_chain, _ = point
+        if point.context != context:
+            continue
         if num_drafts:
-            plain_s = measured[num_rows, 0, 0][0]
             of_rows = nodes.setdefault(num_rows, [(0, 0.0)])
-            of_rows.append((num_rows * num_drafts * of_chain, wall_s - phases_s["draft"] - plain_s))
+            of_rows.append((num_rows * num_drafts * of_chain, step.nodes_s(measured[point.plain])))
         if num_drafts == 1 and of_chain == usual_length:
-            draft_pass.append((num_rows, phases_s["draft"] / of_chain))
+            draft_pass.append((num_rows, step.draft_s / of_chain))
         elif num_drafts > 1 and of_chain > 1:
             first_s = Curve(draft_pass).at(num_rows)
-            draft_pass.append((num_rows * num_drafts, (phases_s["draft"] - first_s) / (of_chain - 1)))
+            draft_pass.append((num_rows * num_drafts, (step.draft_s - first_s) / (of_chain - 1)))
     reading = Curve([(0, 0.0), (num_read - 1, reads_many["draft"] - reads_one["draft"])])
     of_nodes = NodeCosts({num_rows: Curve(points) for num_rows, points in nodes.items()})
-    return StepCosts(plain, of_nodes, Curve(draft_pass), reading)
+    text = _text_costs(measured, context, engine.scheduler.catching_up.draft_window)
+    return StepCosts(plain, of_nodes, Curve(draft_pass), reading, text)
 
 
-def _points(engine: Engine, speculation: Speculation) -> list[tuple[int, int, int]]:
-    """(requests, chains, tokens in a chain) of the steps that are measured."""
+class _Point(NamedTuple):
+    """A step that is measured."""
+
+    num_rows: int
+    num_drafts: int
+    of_chain: int
+    context: int
+
+    @property
+    def plain(self) -> _Point:
+        """The same without drafts."""
+        return _Point(self.num_rows, 0, 0, self.context)
+
+
+class _Measured(NamedTuple):
+    """How long it took."""
+
+    wall_s: float
+    phases_s: dict[str, float]
+
+    @property
+    def draft_s(self) -> float:
+        return self.phases_s["draft"]
+
+    def nodes_s(self, plain: _Measured) -> float:
+        """What its nodes took, beside a plain step."""
+        return self.wall_s - self.draft_s - plain.wall_s
+
+
+def _text_costs(measured: Mapping[_Point, _Measured], context: int, window: int) -> TextCosts:
+    """From points behind longer texts, each beside the same one behind usual ones: passes from those of one chain,
+    nodes from those of the most.
+    """
+    node_s = pass_s = 0.0
+    for point, step in measured.items():
+        if point.context == context or not point.num_drafts:
+            continue
+        usual, longer = point._replace(context=context), point.context - context
+        if point.num_drafts == 1:
+            pass_s = (step.draft_s - measured[usual].draft_s) / (longer * point.num_rows * point.of_chain)
+        added_s = step.nodes_s(measured[point.plain]) - measured[usual].nodes_s(measured[usual.plain])
+        node_s = added_s / (longer * point.num_rows * point.num_drafts * point.of_chain)
+    # A row's own token is one of its text. Longer texts are never faster: only noise says so.
+    return TextCosts(context + 1, max(0.0, node_s), max(0.0, pass_s), window)
+
+
+def _points(engine: Engine, speculation: Speculation, context: int) -> list[_Point]:
+    """The steps that are measured: one chain before several of as many requests."""
     most_rows, length = engine.scheduler.config.max_num_seqs, min(_CHAIN, speculation.draft_length)
     room = engine.scheduler.config.max_num_batched_tokens
-    points: list[tuple[int, int, int]] = []
+    pool_tokens = engine.facts.num_blocks * engine.facts.block_size
+    longest = min(_LONG_TEXT, engine.facts.max_model_len - length - 2, pool_tokens // 2)
+    points: list[_Point] = []
     for num_rows in dict.fromkeys(min(n, most_rows) for n in _COST_ROWS):
-        points.append((num_rows, 0, 0))
+        points.append(_Point(num_rows, 0, 0, context))
         shapes = [(1, length), (min(4, speculation.num_drafts), length)]
         if num_rows <= _FEW_ROWS:
             shapes += [(1, 1), (1, speculation.draft_length)]
         for num_drafts, of_chain in dict.fromkeys(shapes):
             if num_rows == 1 or num_rows * num_drafts * of_chain <= min(_MOST_NODES, room - num_rows):
-                points.append((num_rows, num_drafts, of_chain))
+                points.append(_Point(num_rows, num_drafts, of_chain, context))
+    if longest >= 2 * context:
+        num_rows = min(_FEW_ROWS, most_rows)
+        shapes = [(0, 0), (1, length), (min(4, speculation.num_drafts), length)]
+        points += [_Point(num_rows, *shape, longest) for shape in dict.fromkeys(shapes)]
     return points
 
 

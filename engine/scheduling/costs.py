@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from engine.metrics import PlainTimes
@@ -61,6 +61,29 @@ class NodeCosts:
 
 
 @dataclass(frozen=True)
+class TextCosts:
+    """What longer texts add to steps with drafts, beside what they add to plain ones: in proportion to their tokens."""
+
+    behind: int = 0
+    """Tokens of a text, behind which nodes and passes were measured."""
+    node_s: float = 0.0
+    """Seconds that a token more of the text adds for a node."""
+    pass_s: float = 0.0
+    """The same for a pass of the draft model, by request: its chains read the text together."""
+    window: int = 0
+    """Tokens of a text that the draft model sees; 0 for all."""
+
+    def of_nodes(self, num_nodes: int, length: float) -> float:
+        """Seconds that nodes take more (or less) behind texts of this length."""
+        return self.node_s * num_nodes * (length - self.behind)
+
+    def of_passes(self, num_drafting: int, num_passes: int, length: float) -> float:
+        """The same for passes over so many requests."""
+        seen, behind = (min(one, self.window or one) for one in (length, self.behind))
+        return self.pass_s * num_drafting * num_passes * (seen - behind)
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """Parts of a step by size."""
 
@@ -72,29 +95,33 @@ class StepCosts:
     """By rows of one pass of the draft model."""
     reading: Curve
     """What the draft model takes for tokens it has not seen, beside its first pass; from 0 on."""
+    text: TextCosts = TextCosts()
 
     @property
     def points(self) -> list[Any]:
         """The curves' points, as `of` reads them."""
         nodes = [[num_rows, curve.points] for num_rows, curve in self.nodes.of_rows.items()]
-        return [nodes, self.draft_pass.points, self.reading.points]
+        return [nodes, self.draft_pass.points, self.reading.points, list(astuple(self.text))]
 
     @staticmethod
     def of(points: Many[Any], plain: PlainTimes) -> StepCosts:
         """Costs with the given points."""
-        nodes, draft_pass, reading = points
+        nodes, draft_pass, reading, text = points
         of_rows = {int(num_rows): Curve(of_nodes) for num_rows, of_nodes in nodes}
-        return StepCosts(plain, NodeCosts(of_rows), Curve(draft_pass), Curve(reading))
+        return StepCosts(plain, NodeCosts(of_rows), Curve(draft_pass), Curve(reading), TextCosts(*text))
 
     def step_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: int = 0) -> float:
         """A step of `num_rows` requests, `num_drafting` of which draft.
 
         nodes_by_depth: how many nodes of each depth, from 1 on.
-        num_text: tokens of all requests' texts. What longer texts add to the passes of drafts is not known.
+        num_text: tokens of all requests' texts.
         """
-        seconds = self.plain.measured_s(num_rows, num_text / max(1, num_rows))
-        seconds += self.nodes.at(num_rows, sum(nodes_by_depth))
+        length, num_nodes = num_text / max(1, num_rows), sum(nodes_by_depth)
+        seconds = self.plain.measured_s(num_rows, length)
+        seconds += max(0.0, self.nodes.at(num_rows, num_nodes) + self.text.of_nodes(num_nodes, length))
         if num_drafting:
             # The first pass is over the last known tokens; nodes of the last depth see none.
-            seconds += self.draft_pass.at(num_drafting) + sum(self.draft_pass.at(n) for n in nodes_by_depth[:-1])
+            passes = (num_drafting, *nodes_by_depth[:-1])
+            drafting_s = sum(map(self.draft_pass.at, passes))
+            seconds += max(0.0, drafting_s + self.text.of_passes(num_drafting, len(passes), length))
         return seconds

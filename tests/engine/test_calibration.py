@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from engine.metrics import Overhead, PlainTimes, Stopwatch
 from engine.pace import Beside, Pace, Step
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.scheduling.costs import Curve, NodeCosts, StepCosts, TextCosts
 from tests.engine import tiny
 
 
@@ -198,12 +201,13 @@ def test_plans_are_measured_in_turns() -> None:
 
 def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each part of a step grows in proportion, so do the costs; reading is measured as a pass of many rows."""
-    text_s = 1e-4
+    text_s, node_text_s, pass_text_s = 1e-4, 1e-5, 2e-5
 
     def draft_s(plan: Plan) -> float:
         passes = [sum(max(1, len(row.draft_known)) for row in plan.rows if row.draft_known)]
         passes += [sum(row.widths[depth] for row in plan.rows) for depth in range(plan.rows[0].draft_length - 1)]
-        return sum(0.01 + 0.001 * num_rows for num_rows in passes if num_rows)
+        longer = pass_text_s * len(plan.rows) * (plan.rows[0].end - 33) if plan.rows[0].branching else 0.0
+        return sum(0.01 + 0.001 * num_rows + longer for num_rows in passes if num_rows)
 
     def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
         nodes = [sum(row.num_nodes for row in plan.rows) for plan in plans]
@@ -211,24 +215,54 @@ def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytes
             0.1 + 0.01 * len(plan.rows) + (0.002 if len(plan.rows) > 1 else 0.001) * count
             for plan, count in zip(plans, nodes, strict=True)
         ]
-        behind = [text_s * sum(row.end for row in plan.rows) for plan in plans]
+        behind = [
+            text_s * sum(row.end for row in plan.rows) + node_text_s * count * (plan.rows[0].end - 33)
+            for plan, count in zip(plans, nodes, strict=True)
+        ]
         every = zip(map(sum, zip(other, behind, strict=True)), plans, strict=True)
         return [(s + draft_s(plan), {"draft": draft_s(plan)}) for s, plan in every]
 
     target = tiny.llama(seed=1)
     draft = tiny.perturbed(target, 2, 0.02)
     monkeypatch.setattr(calibration, "_CONTEXTS", (32, 99))
+    monkeypatch.setattr(calibration, "_TEXT", 32)
     engine = tiny.build(target, draft, max_num_seqs=16, num_blocks=512)
     monkeypatch.setattr(calibration, "middle_steps", steps)
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
     costs = calibration.measure_costs(engine, speculation, measure_plain(engine))
     assert costs.step_s(4, 0, (), 400) == pytest.approx(0.14 + 400 * text_s)
-    assert costs.step_s(4, 4, (8, 8, 8), 4000) == pytest.approx(0.14 + 0.048 + 0.014 + 2 * 0.018 + 4000 * text_s)
+    usual_s = 0.14 + 0.048 + 0.014 + 2 * 0.018
+    assert costs.step_s(4, 4, (8, 8, 8), 132) == pytest.approx(usual_s + 132 * text_s)
+    longer_s = 4000 * text_s + (1000 - 33) * (24 * node_text_s + 3 * 4 * pass_text_s)
+    assert costs.step_s(4, 4, (8, 8, 8), 4000) == pytest.approx(usual_s + longer_s)
     # A request's own nodes cost half as much where it is alone, and two requests lie a third of the way to four.
-    assert costs.step_s(1, 1, (1,) * 5, 100) == pytest.approx(0.11 + 0.005 + 5 * 0.011 + 100 * text_s)
+    assert costs.step_s(1, 1, (1,) * 5, 33) == pytest.approx(0.11 + 0.005 + 5 * 0.011 + 33 * text_s)
     assert costs.nodes.at(2, 6) == pytest.approx(6 * (0.001 + 0.001 / 3))
     assert costs.nodes.at(64, 6) == pytest.approx(0.012)
     assert costs.reading.at(100) == pytest.approx(0.1)
     assert costs.reading.at(4000) == pytest.approx(4.0)
+    # As they are written and read again; and of a draft model that sees no more than a window.
+    assert StepCosts.of(json.loads(json.dumps(costs.points)), costs.plain).points == costs.points
+    windowed = replace(costs, text=replace(costs.text, window=500))
+    spared_s = (1000 - 500) * 3 * 4 * pass_text_s
+    assert windowed.step_s(4, 4, (8, 8, 8), 4000) == pytest.approx(usual_s + longer_s - spared_s)
+
     assert {1, 3, 5, 12} <= set(costs.nodes.of_rows[1].sizes)
     assert 64 in costs.draft_pass.sizes
+
+
+def test_shorter_texts_take_no_less_than_nothing() -> None:
+    text = TextCosts(100, 0.01, 0.01)
+    plain, nodes = PlainTimes((1,), (1,), ((1.0,),)), NodeCosts({1: Curve([(0, 0.0), (9, 0.9)])})
+    costs = StepCosts(plain, nodes, Curve([(1, 0.5)]), Curve([(0, 0.0)]), text)
+    assert costs.step_s(1, 1, (1,), 100) == pytest.approx(1.6)
+    assert costs.step_s(1, 1, (1,), 95) == pytest.approx(1.5)
+    assert costs.step_s(1, 1, (1,), 2) == pytest.approx(1.0)
+
+
+def test_texts_that_models_do_not_take_add_nothing(engine: Engine) -> None:
+    """128 tokens, of which half is the usual text: a longer one would be no twice as long."""
+    costs = calibration.measure_costs(
+        engine, Speculation(rule="block", num_drafts=1, draft_length=3), PlainTimes((1,), (1,), ((1.0,),))
+    )
+    assert (costs.text.node_s, costs.text.pass_s) == (0.0, 0.0)
