@@ -82,7 +82,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Pat
         "engine": [engine.facts.max_model_len, engine.facts.block_size, engine.facts.dtype],
         "model": msgspec.to_builtins(config.model),
         "scheduler": msgspec.to_builtins(config.scheduler),
-        "speculation": msgspec.to_builtins(speculation),
+        "speculation": [msgspec.to_builtins(speculation), config.speculation.draft_window],
         "machine": [platform.node(), platform.processor(), torch.get_num_threads(), str(model.device)],
         "versions": [_FORMAT, torch.__version__, version("transformers")],
     }
@@ -213,7 +213,7 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
             draft_pass.append((num_rows * num_drafts, (step.draft_s - first_s) / (of_chain - 1)))
     reading = Curve([(0, 0.0), (num_read - 1, reads_many["draft"] - reads_one["draft"])])
     of_nodes = NodeCosts({num_rows: Curve(points) for num_rows, points in nodes.items()})
-    text = _text_costs(measured, context, engine.scheduler.catching_up.draft_window)
+    text = _text_costs(measured, context, plain, engine.scheduler.catching_up.draft_window)
     return StepCosts(plain, of_nodes, Curve(draft_pass), reading, text)
 
 
@@ -246,21 +246,27 @@ class _Measured(NamedTuple):
         return self.wall_s - self.draft_s - plain.wall_s
 
 
-def _text_costs(measured: Mapping[_Point, _Measured], context: int, window: int) -> TextCosts:
-    """From points behind longer texts, each beside the same one behind usual ones: passes from those of one chain,
-    nodes from those of the most.
-    """
-    node_s = pass_s = 0.0
+def _text_costs(measured: Mapping[_Point, _Measured], context: int, plain: PlainTimes, window: int) -> TextCosts:
+    """From points behind longer texts, each beside the same one behind usual ones."""
+    if plain.contexts[-1] <= context + 1:
+        return TextCosts()  # nothing is known of what longer texts add to plain steps: drafts alone would seem dear
+    added, pass_s, most_s = [], 0.0, 0.0
     for point, step in measured.items():
         if point.context == context or not point.num_drafts:
             continue
         usual, longer = point._replace(context=context), point.context - context
-        if point.num_drafts == 1:
-            pass_s = (step.draft_s - measured[usual].draft_s) / (longer * point.num_rows * point.of_chain)
-        added_s = step.nodes_s(measured[point.plain]) - measured[usual].nodes_s(measured[usual.plain])
-        node_s = added_s / (longer * point.num_rows * point.num_drafts * point.of_chain)
-    # A row's own token is one of its text. Longer texts are never faster: only noise says so.
-    return TextCosts(context + 1, max(0.0, node_s), max(0.0, pass_s), window)
+        num_nodes = point.num_rows * point.num_drafts * point.of_chain
+        nodes_s = step.nodes_s(measured[point.plain]) - measured[usual].nodes_s(measured[usual.plain])
+        added.append((longer * num_nodes, nodes_s))
+        # A row reads the text alone, its nodes with it.
+        plain_s = measured[point.plain].wall_s - measured[usual.plain].wall_s
+        most_s = max(0.0, plain_s / (longer * point.num_rows))
+        seen = min(point.context + 1, window or point.context + 1) - min(context + 1, window or context + 1)
+        if point.num_drafts == 1 and seen:
+            pass_s = max(0.0, (step.draft_s - measured[usual].draft_s) / (seen * point.num_rows * point.of_chain))
+    # Longer texts are never faster: only noise says so. A row's own token is one of its text.
+    node_s = sum(more * s for more, s in added) / sum(more * more for more, _ in added) if added else 0.0
+    return TextCosts(context + 1, min(max(0.0, node_s), most_s), pass_s, window)
 
 
 def _points(engine: Engine, speculation: Speculation, context: int) -> list[_Point]:
@@ -281,7 +287,8 @@ def _points(engine: Engine, speculation: Speculation, context: int) -> list[_Poi
     if longest >= 2 * context:
         num_rows = min(_FEW_ROWS, most_rows)
         shapes = [(0, 0), (1, length), (min(4, speculation.num_drafts), length)]
-        points += [_Point(num_rows, *shape, longest) for shape in dict.fromkeys(shapes)]
+        longer = [_Point(num_rows, *shape, longest) for shape in dict.fromkeys(shapes)]
+        points += [point for point in longer if point._replace(context=context) in points]
     return points
 
 

@@ -1,8 +1,8 @@
 """`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
 
 A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns meet the
-same machine. In a turn each does what plain decoding does in a quarter of a second, prompts and answers, so that all
-are at the same point of the same work. Every arm is an engine of its own (scheduler, controller, blocks) around the
+same machine. In a turn each does what plain decoding does in about a quarter of a second, prompts and answers, so that
+all are at the same point of the same work. Every arm is an engine of its own (scheduler, controller, blocks) around the
 same models, under a closed loop of the same requests, whose answers differ in length so that they do not all end at
 once. What counts are the engine's steps, prompts among them; HTTP is not in it (`polydraft bench`).
 """
@@ -47,7 +47,8 @@ from engine.scheduling.scheduler import Scheduler
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
-"""Of plain decoding; the others do as much."""
+"""Of plain decoding, about; the others do as much. Longer where a step does more."""
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 _WARM_UP_S = 8.0
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
@@ -214,17 +215,20 @@ def measure(
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
     of_read = price(others[OFF].turns)
-    turn_work = _TURN_S * float(rate(works(others[OFF].turns, of_read).sum(0)))
+    plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
+    # No step does more than a turn holds, or there would be turns without one.
+    most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
+    turn_s = max(_TURN_S, most_work / plain_rate)
     arms = make_arms(engine, names, costs, load)
     order = random.Random(concurrency)
-    num_warm_up = round(_WARM_UP_S / _TURN_S)
-    for number in range(num_warm_up + round(seconds / _TURN_S)):
+    num_warm_up = round(_WARM_UP_S / turn_s)
+    for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
         if number == num_warm_up:
             for arm in arms.values():
                 arm.forget()
         for name in order.sample(names, len(names)):
-            arms[name].take_turn(concurrency, (number + 1) * turn_work, of_read)
-            progress.update()
+            arms[name].take_turn(concurrency, (number + 1) * turn_s * plain_rate, of_read)
+        progress.update(min(turn_s, progress.total - progress.n))
     return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms, of_read)}
 
 
@@ -345,9 +349,9 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
     costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
-    num_turns = round((options.seconds + _WARM_UP_S) / _TURN_S) * len(names) * len(loads) * len(options.concurrency)
+    total = (options.seconds + _WARM_UP_S) * len(loads) * len(options.concurrency)
     cells = []
-    with tqdm(total=num_turns, desc="turns", unit="turn") as progress:
+    with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
                 cell = measure(engine, names, costs, load, concurrency, options.seconds, progress)

@@ -44,7 +44,7 @@ def price(plain: Sequence[Turn]) -> float:
     seconds, given_and_read = steps[:, 0], steps[:, 1:]
     if np.linalg.matrix_rank(given_and_read) < given_and_read.shape[1]:
         return 0.0
-    given_s, read_s = np.linalg.lstsq(given_and_read, seconds)[0]
+    given_s, read_s = np.linalg.lstsq(given_and_read, seconds, rcond=None)[0]
     return float(read_s / given_s) if min(given_s, read_s) > 0 else 0.0
 
 

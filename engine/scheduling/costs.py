@@ -108,7 +108,9 @@ class StepCosts:
         """Costs with the given points."""
         nodes, draft_pass, reading, text = points
         of_rows = {int(num_rows): Curve(of_nodes) for num_rows, of_nodes in nodes}
-        return StepCosts(plain, NodeCosts(of_rows), Curve(draft_pass), Curve(reading), TextCosts(*text))
+        behind, node_s, pass_s, window = text
+        costs = TextCosts(int(behind), float(node_s), float(pass_s), int(window))
+        return StepCosts(plain, NodeCosts(of_rows), Curve(draft_pass), Curve(reading), costs)
 
     def step_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: int = 0) -> float:
         """A step of `num_rows` requests, `num_drafting` of which draft.

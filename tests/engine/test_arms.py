@@ -68,7 +68,7 @@ def test_arms_do_not_touch_each_others_blocks() -> None:
         assert {number: told[name][number] for number in alone} == alone, name
         assert len(arms[name].turns) == 60
         # Up to the same point, but for the last step: three requests, of four tokens each.
-        assert 177 <= arms[name].done.work(0.5) < 177 + 3 * 4 + 0.5 * 30, name
+        assert 177 <= arms[name].done.work(0.5) < 177 + 3 * 4 + 0.5 * (8 + 29 + 16), name
         assert sum(turn.work(0.5) for turn in arms[name].turns) == arms[name].done.work(0.5)
     assert set(arms[OFF].shapes) == {OFF}
     assert "1x3" in arms["block:1x3"].shapes
@@ -76,13 +76,16 @@ def test_arms_do_not_touch_each_others_blocks() -> None:
 
 
 def test_steps_count_what_is_read_of_prompts() -> None:
-    """All tokens but the last, which the answer follows; not what the draft model reads, nor rejected drafts."""
-    load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 1.0)
-    for name, arm in arms_of(engine_of(), load).items():
+    """All tokens but the last, which the answer follows, in chunks too; nothing that is drafted."""
+    load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 70, 17])], 12, 1.0)
+    target = tiny.llama(1)
+    engine = tiny.build(target, tiny.perturbed(tiny.llama(1), 2, 0.02), num_blocks=320, budget=48)
+    for name, arm in arms_of(engine, load).items():
         requests = list(itertools.islice(arm.requests, 3))
         arm.answers(requests)
-        assert sum(turn.num_read for turn in arm.turns) == 8 + 29 + 16, name
+        assert sum(turn.num_read for turn in arm.turns) == 8 + 69 + 16, name
         assert sum(turn.num_tokens for turn in arm.turns) == sum(request.limits.max_tokens for request in requests)
+        assert sum(turn.num_read > 0 for turn in arm.turns) > 1, name
 
 
 def test_a_ratio_is_of_rates_and_its_interval_of_parts() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import engine.calibration as calibration
 from engine.calibration import measure, measure_plain, middle_steps
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.metrics import Overhead, PlainTimes, Stopwatch
 from engine.pace import Beside, Pace, Step
@@ -118,10 +118,13 @@ def test_what_lies_around_steps_counts_for_both_sides() -> None:
     assert step(199.0, 200.0, 0.9)[0] == 0.0, "nor is what ran meanwhile"
 
 
-def measured(engine: Engine, folder: Path | str, num_drafts: int = 3) -> tuple[list[str], object, object]:
+def measured(
+    engine: Engine, folder: Path | str, num_drafts: int = 3, draft_window: int = 0
+) -> tuple[list[str], object, object]:
     """(what was said, the plain times, the costs' points) of a start."""
     said: list[str] = []
-    config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(folder))
+    limits = SpeculationConfig(draft_window=draft_window)
+    config = EngineConfig(model=ModelConfig(target="t"), speculation=limits, profile_cache=str(folder))
     speculation = Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=3, adaptive=True)
     plain, costs = measure(engine, config, speculation, said.append)
     assert costs is not None
@@ -141,8 +144,9 @@ def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, m
     said, *second = measured(engine, folder)
     assert "earlier" in said[0]
     assert second == first
-    # Another shape is another measurement.
+    # Another shape is another measurement, and another window.
     assert "measuring" in measured(engine, folder, num_drafts=2)[0][0]
+    assert "measuring" in measured(engine, folder, draft_window=64)[0][0]
 
 
 def test_measurements_that_do_not_hold_any_more_are_made_again(engine: Engine, tmp_path: Path) -> None:
@@ -260,9 +264,50 @@ def test_shorter_texts_take_no_less_than_nothing() -> None:
     assert costs.step_s(1, 1, (1,), 2) == pytest.approx(1.0)
 
 
-def test_texts_that_models_do_not_take_add_nothing(engine: Engine) -> None:
-    """128 tokens, of which half is the usual text: a longer one would be no twice as long."""
-    costs = calibration.measure_costs(
-        engine, Speculation(rule="block", num_drafts=1, draft_length=3), PlainTimes((1,), (1,), ((1.0,),))
+def test_texts_that_models_do_not_take_add_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 tokens, of which half is the usual text: a longer one would be no twice as long.
+
+    And where it is not known what longer texts add to plain steps, drafts alone would seem dear behind them.
+    """
+    speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=3)
+    known, unknown = PlainTimes((1,), (1, 200), ((1.0, 2.0),)), PlainTimes((1,), (33,), ((1.0,),))
+    assert calibration.measure_costs(engine, speculation, known).text == TextCosts(65)
+    monkeypatch.setattr(calibration, "_TEXT", 32)
+    assert calibration.measure_costs(engine, speculation, unknown).text == TextCosts()
+    assert calibration.measure_costs(engine, speculation, known).text.behind == 33
+
+
+def test_longer_texts_within_a_small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests with four chains of three do not fit into 32 rows, behind longer texts either."""
+    monkeypatch.setattr(calibration, "_TEXT", 32)
+    target = tiny.llama(seed=1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.02), budget=32)
+    speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=3)
+    points = calibration._points(engine, speculation, 32)
+    assert {point for point in points if point.context > 32} == {(4, 0, 0, 123), (4, 1, 3, 123)}
+    assert calibration.measure_costs(engine, speculation, PlainTimes((1,), (1, 200), ((1.0, 2.0),))).text.behind == 33
+
+
+@pytest.mark.parametrize("window", [0, 500, 300, 100])
+def test_passes_read_no_more_than_a_window(window: int) -> None:
+    """The slope is that of the tokens which are seen, so that it does not depend on the window."""
+    point, measured = calibration._Point, {}
+    for context in (256, 1024):
+        draft_s = 3 * 4 * 1e-6 * min(context + 1, window or 9999)
+        plain_s = 1.0 + 4 * 1e-4 * context
+        measured[point(4, 0, 0, context)] = calibration._Measured(plain_s, {"draft": 0.0})
+        for num_drafts in (1, 4):
+            nodes_s = 12 * num_drafts * 1e-5 * context
+            step = calibration._Measured(plain_s + nodes_s + draft_s, {"draft": draft_s})
+            measured[point(4, num_drafts, 3, context)] = step
+    plain = PlainTimes((4,), (257, 1025), ((1.1, 1.4),))
+    found = calibration._text_costs(measured, 256, plain, window)
+    assert (found.behind, found.window) == (257, window)
+    assert found.node_s == pytest.approx(1e-5)
+    assert found.pass_s == pytest.approx(1e-6 if window != 100 else 0.0)
+    assert found.of_passes(4, 3, 257 + 100) == pytest.approx(
+        12e-6 * (min(357, window or 357) - min(257, window or 257))
     )
-    assert (costs.text.node_s, costs.text.pass_s) == (0.0, 0.0)
+    # Nodes cost no more than a row that reads a text alone, whatever was measured.
+    measured[point(4, 4, 3, 1024)] = calibration._Measured(9.0, {"draft": draft_s})
+    assert calibration._text_costs(measured, 256, plain, window).node_s == pytest.approx(1e-4)
