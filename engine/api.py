@@ -29,6 +29,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
+from engine.files import model_file
 from engine.metrics import PHASES, StepStats
 from engine.request import Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.sampling.noise import choice_seed
@@ -182,6 +183,7 @@ __all__ = [
     "decode_to_engine",
     "default_speculation",
     "encode",
+    "model_file",
     "start_process",
     "unknown_rule",
 ]

@@ -97,7 +97,9 @@ def assemble(
         target.vocab_size,
         config.speculation.draft_window,
     )
-    grammars = Grammars(config.model.tokenizer or target.name, target.vocab_size, facts.eos_token_ids)
+    tokenizer = config.model.tokenizer or target.name
+    revision = config.model.revision if tokenizer == config.model.target else None
+    grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision)
     return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
 
 

@@ -28,7 +28,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
     """Folder (or hub name) of the tokenizer, for grammars; empty is the target's."""
     revision: str | None = None
-    """Hub revision of the target."""
+    """Hub revision of the target, and of its own tokenizer."""
     dtype: Dtype = "auto"
     """Type of the weights and of the K/V cache; auto is the checkpoint's on CUDA, float32 on a CPU."""
     device: Device = "auto"

@@ -62,6 +62,7 @@ class Engine:
         self.stopwatch = Stopwatch()
         timed = self.stopwatch.timed
         self._overhead = Overhead()
+        self._controlled_s = 0.0
         self._run_parts = timed("parts", self.run_parts)
         self._draw = timed("draft", drafter.draw)
         self._forward = timed("target", self._forward_nodes)
@@ -84,11 +85,17 @@ class Engine:
         outcomes = self.step()
         wall_s, phases_s = self.stopwatch.stop()
         self.num_steps += 1
+        # What lies around the parts of a step, planning and messages, a plain step has too; but it has no controller.
+        around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work, self._controlling_s())
         self._note_time(wall_s)
-        # What lies around the parts of a step, planning and messages, a plain step has too.
-        around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work)
         plain_s, prompt_s = self._beside_plain(around_s.usual, self.stopwatch.parts_s - phases_s["draft"])
         return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, prompt_s, phases_s))
+
+    def _controlling_s(self) -> float:
+        """What the controller has taken since the last call."""
+        controller = self.scheduler.controller
+        before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
+        return max(0.0, self._controlled_s - before_s)
 
     def pause(self) -> None:
         """What lies between the last step and the next is something else, which no step pays for."""

@@ -114,7 +114,7 @@ class Around(NamedTuple):
     before: float
     """Between the last step and this one, where one followed the other."""
     usual: float
-    """That and planning, as it usually is."""
+    """That and planning, as it usually is with plain decoding."""
 
 
 class Overhead:
@@ -124,12 +124,15 @@ class Overhead:
         self._last_stopped: float | None = None
         self._usual_s: float | None = None
 
-    def add(self, stopwatch: Stopwatch, goes_on: bool) -> Around:
-        """Take in a step; `goes_on`: another one follows at once."""
+    def add(self, stopwatch: Stopwatch, goes_on: bool, aside_s: float = 0.0) -> Around:
+        """Take in a step; `goes_on`: another one follows at once.
+
+        aside_s: how much of what lies around its parts plain decoding would not have.
+        """
         before_s = 0.0
         if self._last_stopped is not None:
             before_s = stopwatch.started - self._last_stopped
-            around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s
+            around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s - aside_s
             usual_s = around_s if self._usual_s is None else self._usual_s
             # Not every wait is ours: one that is unusually long counts as a usual one.
             self._usual_s = usual_s + _NEWS * (min(around_s, 4 * usual_s) - usual_s)

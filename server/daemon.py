@@ -76,9 +76,9 @@ def _remove_stale(path: Path) -> None:
 def run(settings: Serve) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
     template = Path(settings.chat_template).read_text() if settings.chat_template else None
-    tokenizer = Tokenizer(settings.tokenizer_source(), template)
+    tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
     neutral = settings.generation_config == "neutral"
-    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target())
+    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     try:
         listener = bind(settings)
     except OSError as error:

@@ -66,7 +66,7 @@ class Serve(BaseSettings):
     model: CliPositionalArg[str] = Field("", description="target model: a folder, or a hub name")
     draft_model: str | None = Field(None, description="draft model: a folder, or a hub name; none serves plainly")
     tokenizer: str | None = Field(None, description="folder of the tokenizer; the target's when left out")
-    revision: str | None = Field(None, description="hub revision of the target")
+    revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
     served_model_name: str | None = Field(None, description="name that clients use; MODEL when left out")
     chat_template: str | None = Field(None, description="file with a Jinja chat template")
 
@@ -204,6 +204,10 @@ class Serve(BaseSettings):
     def tokenizer_source(self) -> str:
         """Folder or name of the tokenizer."""
         return self.tokenizer or self.target()
+
+    def tokenizer_revision(self) -> str | None:
+        """Hub revision of the tokenizer, where it is the target's."""
+        return None if self.tokenizer else self.revision
 
     def engine_config(self) -> EngineConfig:
         """What the engine process is told."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from engine.api import ConfigError, RequestError
+from engine.api import ConfigError, RequestError, model_file
 
 Result = TypeVar("Result")
 
@@ -44,14 +44,14 @@ class GenerationDefaults:
 class Tokenizer:
     """A model's tokenizer and chat template."""
 
-    def __init__(self, name: str, chat_template: str | None = None) -> None:
-        """Load from a folder or hub name; raises ConfigError when there is none."""
+    def __init__(self, name: str, chat_template: str | None = None, revision: str | None = None) -> None:
+        """Load from a folder, or of a hub name this revision; raises ConfigError when there is none."""
         from transformers import PreTrainedTokenizerFast
 
         if not Path(name).is_dir() and name.startswith(("/", ".", "~")):
             raise ConfigError(f"{name}: no such model folder")
         try:
-            self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name)
+            self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
         except Exception as error:  # the hub client and the parser raise many kinds
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{name}: no tokenizer could be loaded ({reason}); see --tokenizer") from error
@@ -184,10 +184,10 @@ class Detokenizer:
         return self._stream.step(self._backend, token) or ""
 
 
-def generation_defaults(name: str) -> GenerationDefaults:
-    """Sampling defaults of a model folder; neutral where it has none."""
-    path = Path(name) / "generation_config.json"
-    if not path.is_file():
+def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:
+    """Sampling defaults of a model; neutral where it has none."""
+    path = model_file(name, "generation_config.json", revision)
+    if path is None:
         return GenerationDefaults()
     try:
         stored = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -9,13 +9,13 @@ Not for: making grammars of what a client asked (`server/structured.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import RequestError
+from engine.files import model_file
 
 Bools = npt.NDArray[np.bool_]
 
@@ -52,10 +52,14 @@ class GrammarState:
 class Grammars:
     """Starts grammars over one model's vocabulary."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """tokenizer: a folder with tokenizer.json, or a hub name; read when the first grammar is started."""
-        file = Path(tokenizer) / "tokenizer.json"
-        self._source = str(file) if file.is_file() else tokenizer
+    def __init__(
+        self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], revision: str | None = None
+    ) -> None:
+        """tokenizer: a folder with tokenizer.json, or a hub name; read when the first grammar is started.
+
+        revision: of the hub's repository.
+        """
+        self._name, self._revision = tokenizer, revision
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -72,10 +76,13 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
             try:
-                own = LLTokenizer(self._source)
-                size = max(self._vocab_size, own.vocab_size)
-                self._tokenizer = LLTokenizer(self._source, n_vocab=size, eos_token=self._eos_token_ids or None)
-            except Exception as error:  # llguidance and the hub client raise many kinds
+                file = model_file(self._name, "tokenizer.json", self._revision)
+                if file is None:
+                    raise FileNotFoundError("there is none")
+                source = str(file)
+                size = max(self._vocab_size, LLTokenizer(source).vocab_size)
+                self._tokenizer = LLTokenizer(source, n_vocab=size, eos_token=self._eos_token_ids or None)
+            except Exception as error:  # llguidance raises many kinds
                 raise RequestError(
                     f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}",
                     "response_format",

@@ -15,30 +15,31 @@ load (`Speculation.adaptive`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import zip_longest
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.plan import level_widths
+from engine.scheduling.acceptance import Acceptance
 from engine.scheduling.corrections import BESIDE, PLAIN, Corrections, Shape
 from engine.scheduling.costs import StepCosts
 from engine.scheduling.sequence import Sequence
 
+Method = TypeVar("Method", bound=Callable[..., None])
 Numbers = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Rated = tuple[float, Shape, Mask]
 """Tokens a second, the shape, and which of the adaptive requests would draft it."""
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
-# What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
-_BELIEF, _GROWTH = 0.7, 0.25
-_BELIEF_WEIGHT, _REQUEST_WEIGHT = 6.0, 10.0
-_KEEP = 0.998
-"""Share of what is known that is kept from step to step; old observations fade."""
+_REQUEST_WEIGHT = 10.0
+"""Tokens that it takes to believe how a request's drafts compare with all."""
 _CLEAR_GAIN = 1.03
 _HOLD = 0.7
 """A request stops drafting beside others only where its drafts are worth less than this share of what they take: how
@@ -54,65 +55,16 @@ _BELIEVED_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
 """Tokens of an answer before any has ended; and the share of what is known of answers that each new one leaves."""
 
 
-def with_chains(acceptance: float, num_drafts: int) -> float:
-    """Acceptance of a token by K chains, from that of one."""
-    return 1.0 - float((1.0 - acceptance) ** (num_drafts**_GROWTH))
+def _takes_time(method: Method) -> Method:
+    """`method`, with its duration added to what the controller has spent."""
 
+    @wraps(method)
+    def timed(self: Controller, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        method(self, *args, **kwargs)
+        self.spent_s += time.perf_counter() - began
 
-class Acceptance:
-    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before."""
-
-    def __init__(self, longest: int) -> None:
-        self._taken: dict[int, Numbers] = {}
-        self._tried: dict[int, Numbers] = {}
-        self._longest = longest
-        self._new: dict[tuple[int, int, int], int] = {}
-        self._totals: dict[int, list[float]] = {}
-
-    def fade(self) -> None:
-        """A step has passed: take in what it has shown, and let what lies further back fade."""
-        for counts in (*self._taken.values(), *self._tried.values()):
-            counts *= _KEEP
-        for (num_drafts, num_tried, num_taken), count in self._new.items():
-            taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
-            tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
-            taken[:num_taken] += count
-            tried[:num_tried] += count
-        self._new.clear()
-        self._totals.clear()
-
-    def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Of `num_tried` positions the first `num_taken` were accepted; known from the next step on."""
-        seen = (num_drafts, num_tried, num_taken)
-        self._new[seen] = self._new.get(seen, 0) + 1
-
-    def expected(self, num_drafts: int, num_tried: int) -> float:
-        """How many of the first `num_tried` positions are accepted, each given those before."""
-        if num_drafts not in self._totals:
-            self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
-        return self._totals[num_drafts][num_tried]
-
-    def by_position(self, num_drafts: int) -> Numbers:
-        """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
-        belief = with_chains(self._of_one_chain(), num_drafts)
-        if num_drafts not in self._tried:
-            return np.full(self._longest, min(0.995, belief))
-        result = []
-        for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
-            # A position seldom reached is like the one before it: texts that are easy stay so for a while.
-            belief = min(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
-            result.append(belief)
-        return np.array(result)
-
-    def _of_one_chain(self) -> float:
-        total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
-        for num_drafts, tried in self._tried.items():
-            count = float(tried.sum())
-            if count > 0:
-                mean = min(0.995, float(self._taken[num_drafts].sum()) / count)
-                total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
-                weight += count
-        return total / weight
+    return cast(Method, timed)
 
 
 @dataclass
@@ -168,7 +120,10 @@ class Controller:
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.longest)
         self._corrections = Corrections()
+        self.spent_s = 0.0
+        """What its choices, and what they learn from, have taken since the start."""
         self._step = self._probe_end = self._plain_end = self._rival_end = 0
+        self._faded = 0
         self._to_tell = 0
         self._rival_after = _RIVAL_EVERY
         self._probes_plain = False
@@ -180,6 +135,7 @@ class Controller:
         self.reads = True
         """Whether the draft model reads along what is not yet drafted from: not while plain decoding is chosen."""
 
+    @_takes_time
     def choose(
         self,
         adaptive: Many[Sequence],
@@ -194,7 +150,6 @@ class Controller:
         text_beside: tokens of the others' texts.
         """
         self._step += 1
-        self.acceptance.fade()
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
         if self._probes(asked[0], any(others)):
@@ -202,6 +157,8 @@ class Controller:
             kept, rival, rests = self.choice.kept, self.choice.rival, self.choice.rests
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, kept, rival, rests)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
+            self.acceptance.fade(self._step - self._faded)
+            self._faded = self._step
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
             self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
             self.choice.of = asked
@@ -309,6 +266,7 @@ class Controller:
         num_drafts = min(num_drafts, own.num_drafts)
         return (num_drafts, *(1,) * (min(length, own.num_drafts * own.draft_length // num_drafts) - 1))
 
+    @_takes_time
     def observe(self, sequence: Sequence, num_drafts: int, draft_length: int, num_accepted: int) -> None:
         """A row's drafts have been verified."""
         tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
@@ -331,6 +289,7 @@ class Controller:
         result: Numbers = np.array([self.costs.reading.at(lag) for lag in behind or [0] * len(adaptive)]) / left
         return result
 
+    @_takes_time
     def note_time(
         self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int = 0
     ) -> None:

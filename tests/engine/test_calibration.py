@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine.metrics import Overhead, PlainTimes, Stopwatch
 from engine.pace import Beside, Pace, Step
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.scheduling.controller import Controller
 from engine.scheduling.costs import Curve, NodeCosts, StepCosts, TextCosts
 from tests.engine import tiny
 
@@ -116,6 +118,29 @@ def test_what_lies_around_steps_counts_for_both_sides() -> None:
     assert step(99.0, 100.0, 0.9)[0] == 0.0, "waiting for requests is no overhead"
     overhead.pause()
     assert step(199.0, 200.0, 0.9)[0] == 0.0, "nor is what ran meanwhile"
+
+
+def test_what_the_controller_takes_is_not_plain_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain engine has none: otherwise answers would report that speculation gains more, the slower it chooses."""
+
+    def slow(*_: object) -> bool:
+        time.sleep(0.02)
+        return False
+
+    monkeypatch.setattr(Controller, "_probes", slow)
+    target = tiny.llama(seed=1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
+    plain = PlainTimes((1,), (1,), ((1e-3,),))
+    curve = Curve([(0, 0.0), (9, 0.0)])
+    engine.scheduler.controller = Controller(StepCosts(plain, NodeCosts({1: curve}), curve, curve), 3)
+    engine.pace = Pace(plain)
+    adaptive = Speculation(rule="block", num_drafts=1, draft_length=3, adaptive=True)
+    engine.submit(tiny.request("0", [1, 2, 3], adaptive, max_tokens=30))
+    known = [engine.run_step().stats for _ in range(8)]
+    assert all(stats.wall_s > 0.02 for stats in known)
+    told = [stats.plain_s for stats in known if stats.plain_s is not None]
+    assert len(told) > 4
+    assert max(told) < 0.02
 
 
 def measured(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,8 @@ from engine.metrics import PlainTimes
 from engine.request import Limits, Request, Speculation
 from engine.scheduling import controller as controller_module
 from engine.scheduling import corrections
-from engine.scheduling.controller import Acceptance, Controller, menu, with_chains
+from engine.scheduling.acceptance import Acceptance, with_chains
+from engine.scheduling.controller import Controller, menu
 from engine.scheduling.corrections import PLAIN, Shape
 from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.sequence import Sequence
@@ -298,13 +299,13 @@ def test_what_the_machine_does_is_not_booked_to_a_shape(wanders: bool, monkeypat
 def test_rivals_take_turns_whether_or_not_their_steps_have_told_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with prompts tell nothing. And a rival is tried with those it was chosen for, or not at all."""
     monkeypatch.setattr(controller_module, "_DOUBTS", 9.0)
-    controller, shapes = Controller(FREE, 16), []
+    controller, rivals = Controller(FREE, 16), []
     one, turns = sequence(1), {1: 0.0}
     for _ in range(1500):
         run(controller, [one], 1, {1: 0.7}, turns)
-        shapes.append(controller.choice.shape)
-    usual = max(set(shapes), key=shapes.count)
-    tried = [after for before, after in pairwise(shapes) if before == usual and after not in (usual, PLAIN)]
+        choice = controller.choice
+        rivals.append(choice.shape if choice.shape not in (choice.kept, PLAIN) else None)
+    tried = [rival for rival, _ in groupby(rivals) if rival is not None]
     assert len(set(tried[-6:])) == 6
     for number in range(400):
         controller.choose([sequence(1000 + number)])

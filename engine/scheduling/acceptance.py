@@ -1,0 +1,74 @@
+"""How often drafted tokens are accepted, learned from the steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+# What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
+_BELIEF, _GROWTH = 0.7, 0.25
+_BELIEF_WEIGHT = 6.0
+_KEEP = 0.998
+"""Share of what is known that is kept from step to step; old observations fade."""
+
+
+def with_chains(acceptance: float, num_drafts: int) -> float:
+    """Acceptance of a token by K chains, from that of one."""
+    return 1.0 - float((1.0 - acceptance) ** (num_drafts**_GROWTH))
+
+
+class Acceptance:
+    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before."""
+
+    def __init__(self, longest: int) -> None:
+        self._taken: dict[int, Numbers] = {}
+        self._tried: dict[int, Numbers] = {}
+        self._longest = longest
+        self._new: dict[tuple[int, int, int], int] = {}
+        self._totals: dict[int, list[float]] = {}
+
+    def fade(self, num_steps: int = 1) -> None:
+        """So many steps have passed: take in what they have shown, and let what lies further back fade."""
+        for counts in (*self._taken.values(), *self._tried.values()):
+            counts *= _KEEP**num_steps
+        for (num_drafts, num_tried, num_taken), count in self._new.items():
+            taken = self._taken.setdefault(num_drafts, np.zeros(self._longest))
+            tried = self._tried.setdefault(num_drafts, np.zeros(self._longest))
+            taken[:num_taken] += count
+            tried[:num_tried] += count
+        self._new.clear()
+        self._totals.clear()
+
+    def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
+        """Of `num_tried` positions the first `num_taken` were accepted; known from the next `fade` on."""
+        seen = (num_drafts, num_tried, num_taken)
+        self._new[seen] = self._new.get(seen, 0) + 1
+
+    def expected(self, num_drafts: int, num_tried: int) -> float:
+        """How many of the first `num_tried` positions are accepted, each given those before."""
+        if num_drafts not in self._totals:
+            self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
+        return self._totals[num_drafts][num_tried]
+
+    def by_position(self, num_drafts: int) -> Numbers:
+        """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
+        belief = with_chains(self._of_one_chain(), num_drafts)
+        if num_drafts not in self._tried:
+            return np.full(self._longest, min(0.995, belief))
+        result = []
+        for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
+            # A position seldom reached is like the one before it: texts that are easy stay so for a while.
+            belief = min(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+            result.append(belief)
+        return np.array(result)
+
+    def _of_one_chain(self) -> float:
+        total, weight = _BELIEF * _BELIEF_WEIGHT, _BELIEF_WEIGHT
+        for num_drafts, tried in self._tried.items():
+            count = float(tried.sum())
+            if count > 0:
+                mean = min(0.995, float(self._taken[num_drafts].sum()) / count)
+                total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
+                weight += count
+        return total / weight
