@@ -77,7 +77,10 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it has already ended."""
-        return self.scheduler.abort(request_id)
+        is_known = self.scheduler.abort(request_id)
+        if not self.scheduler.has_work:
+            self._overhead.pause()  # the next step is not the next of these
+        return is_known
 
     def run_step(self) -> StepResult:
         """One step with its measurements."""

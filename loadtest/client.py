@@ -40,6 +40,10 @@ class RunResult:
     """Tokens of all answers by then."""
     samples: tuple[Sample, ...]
     """By prompt, in order; those too that ended later."""
+    total_s: float = 0.0
+    """Until the last answer's end."""
+    num_events: int = 0
+    """Chunks of all answers."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,7 +71,8 @@ async def closed_loop(
 
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(min(concurrency, len(prompts)))))
-        return RunResult(*busy[0], tuple(samples[number] for number in range(len(prompts))))
+        answered = tuple(samples[number] for number in range(len(prompts)))
+        return RunResult(*busy[0], answered, time.perf_counter() - began, len(received))
 
 
 async def _stream_one(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 
@@ -23,6 +25,18 @@ def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate()
+
+
+def process_folder(pattern: str) -> Path:
+    """The folder below /proc of a process whose command line matches; raises RuntimeError where there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if re.search(pattern, command):
+            return folder
+    raise RuntimeError(f"no process matches {pattern}")
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> str:

@@ -21,7 +21,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.daemon import running_daemon
+from loadtest.daemon import process_folder, running_daemon
 from loadtest.workload import load
 
 _EXTRAS: list[dict[str, Any]] = [
@@ -66,14 +66,7 @@ async def batch(url: str, model: str, count: int, concurrency: int, generator: r
 
 def resident_bytes(pattern: str) -> int:
     """Resident memory of the one process whose command line matches."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text().replace("\0", " ")
-            if re.search(pattern, command):
-                return int((folder / "statm").read_text().split()[1]) * 4096
-        except OSError:
-            continue
-    raise RuntimeError(f"no process matches {pattern}")
+    return int((process_folder(pattern) / "statm").read_text().split()[1]) * 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

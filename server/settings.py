@@ -207,7 +207,7 @@ class Serve(BaseSettings):
 
     def tokenizer_revision(self) -> str | None:
         """Hub revision of the tokenizer, where it is the target's."""
-        return None if self.tokenizer else self.revision
+        return self.revision if self.tokenizer_source() == self.target() else None
 
     def engine_config(self) -> EngineConfig:
         """What the engine process is told."""

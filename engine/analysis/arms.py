@@ -216,12 +216,12 @@ def measure(
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
     of_read = price(others[OFF].turns)
     plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
-    # No step does more than a turn holds, or there would be turns without one.
+    # Where a step does more than a turn holds, there are turns without one: longer ones, as far as that leaves enough.
     most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
-    turn_s = max(_TURN_S, most_work / plain_rate)
+    turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
     arms = make_arms(engine, names, costs, load)
     order = random.Random(concurrency)
-    num_warm_up = round(_WARM_UP_S / turn_s)
+    num_warm_up = max(1, round(_WARM_UP_S / turn_s))
     for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
         if number == num_warm_up:
             for arm in arms.values():
@@ -229,7 +229,10 @@ def measure(
         for name in order.sample(names, len(names)):
             arms[name].take_turn(concurrency, (number + 1) * turn_s * plain_rate, of_read)
         progress.update(min(turn_s, progress.total - progress.n))
-    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, **compared(arms, of_read)}
+    if not all(any(turn.seconds for turn in arm.turns) for arm in arms.values()):
+        raise ConfigError(f"a step takes longer than all turns of {seconds:g} seconds: raise --seconds")
+    found = compared(arms, of_read)
+    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, "turn_seconds": turn_s, **found}
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:

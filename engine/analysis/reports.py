@@ -32,7 +32,8 @@ from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
 from engine.calibration import measure_costs, measure_plain
 from engine.errors import ConfigError
 
-_TURN_TOKENS = 24
+_TURN_TOKENS = 12
+"""Few: a round of all arms must lie within what a machine does alike."""
 _WARM_UP = 4
 """Answers that come first and are not compared: sizes of steps must have been seen."""
 _LEAST_ANSWERS = 3

@@ -72,8 +72,12 @@ def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
 
 def ratio(one: Any, other: Any) -> dict[str, float]:
     """Of two arms' rates, with its 95 % interval; [turns, 2] of each (`works`)."""
-    num_parts = min(_NUM_PARTS, len(one))
-    of_one, of_other = (np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other))
+    for num_parts in range(min(_NUM_PARTS, len(one)), 0, -1):
+        of_one, of_other = (
+            np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other)
+        )
+        if min(of_one.min(), of_other.min()) > 0:
+            break  # a step may do more than a turn holds, and leave others without one
     drawn = np.random.default_rng(0).integers(num_parts, size=(_RESAMPLES, num_parts))
     low, high = np.quantile(rate(of_one[drawn].sum(1)) / rate(of_other[drawn].sum(1)), [0.025, 0.975])
     return {"ratio": float(rate(one.sum(0)) / rate(other.sum(0))), "low": float(low), "high": float(high)}

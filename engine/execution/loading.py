@@ -20,6 +20,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
+from engine.files import model_file
 
 # Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
 # covers the first line; the others passed the same comparison with random weights).
@@ -175,9 +176,9 @@ def check_config(name: str, config: Any) -> None:
         )
 
 
-def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
-    """Raise ConfigError when the two models do not speak of the same tokens."""
-    target_tokens, draft_tokens = _token_ids(target.name), _token_ids(draft.name)
+def check_pair(target: LoadedModel, draft: LoadedModel, revision: str | None = None) -> None:
+    """Raise ConfigError when the two models do not speak of the same tokens; revision: the target's."""
+    target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, None)
     if target_tokens is not None and draft_tokens is not None:
         if target_tokens != draft_tokens:
             odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
@@ -192,19 +193,12 @@ def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
         )
 
 
-def _token_ids(name: str) -> dict[str, int] | None:
-    """The checkpoint's vocabulary, or None where it has no tokenizer.json."""
+def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
+    """The checkpoint's vocabulary, or None where it has no tokenizer.json: then sizes are compared."""
     from tokenizers import Tokenizer
 
-    path = Path(name) / "tokenizer.json"
-    if path.is_file():
-        return Tokenizer.from_file(str(path)).get_vocab()
-    if Path(name).is_dir():
-        return None
-    try:
-        return Tokenizer.from_pretrained(name).get_vocab()
-    except Exception:  # the hub client raises many kinds; without a tokenizer the sizes are compared
-        return None
+    path = model_file(name, "tokenizer.json", revision)
+    return Tokenizer.from_file(str(path)).get_vocab() if path is not None else None
 
 
 def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
@@ -220,7 +214,7 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load(config.draft, None, dtype, device)
-        check_pair(target, draft)
+        check_pair(target, draft, config.revision)
     if target.ranks is not None:
         target.ranks.tell("probe")  # what could be refused has not been
     return target, draft

@@ -45,6 +45,8 @@ _HOLD = 0.7
 """A request stops drafting beside others only where its drafts are worth less than this share of what they take: how
 good its drafts are is known roughly, and who has stopped must be caught up with."""
 _CHOOSE_EVERY = 8
+_EARLY = 64
+"""Steps after each of which acceptances are learned at once: before, requests are measured against a guess."""
 _PROBE_STEPS, _MOST_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 8, 16, 256
 """So many plain steps (more where some tell nothing) are made after so many drafting ones; at first soon, then after
 twice as many each time."""
@@ -150,6 +152,8 @@ class Controller:
         text_beside: tokens of the others' texts.
         """
         self._step += 1
+        if self._step <= _EARLY:
+            self._take_in()
         asked = (frozenset(sequence.sequence_id for sequence in adaptive), tuple(others))
         self.choice.age += 1
         if self._probes(asked[0], any(others)):
@@ -157,14 +161,18 @@ class Controller:
             kept, rival, rests = self.choice.kept, self.choice.rival, self.choice.rests
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, kept, rival, rests)
         elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
-            self.acceptance.fade(self._step - self._faded)
-            self._faded = self._step
+            self._take_in()
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
             self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
             self.choice.of = asked
         num_drafting = len(self.choice.drafting)
         self._newcomers.clear()
         self._most_newcomers = max(1, num_drafting // 4 if adaptive else num_drafting)
+
+    def _take_in(self) -> None:
+        """What drafts have shown since the last time is known from now on."""
+        self.acceptance.fade(self._step - self._faded)
+        self._faded = self._step
 
     def _choose(self, adaptive: Many[Sequence], load: _Load) -> None:
         skill = np.array([sequence.skill for sequence in adaptive])

@@ -99,6 +99,13 @@ def test_a_ratio_is_of_rates_and_its_interval_of_parts() -> None:
     assert 1.9 < found["low"] < found["ratio"] < found["high"] < 2.1
 
 
+def test_turns_without_a_step_leave_fewer_parts() -> None:
+    """One step in three turns, as prompts of a large model may take: no part is empty, and no bound lacks a value."""
+    other = works([Turn(3.0, 0, 300), Turn(), Turn()] * 3, 0.1)
+    one = works([Turn(2.0, 0, 300), Turn(), Turn()] * 3, 0.1)
+    assert ratio(one, other) == pytest.approx({"ratio": 1.5, "low": 1.5, "high": 1.5})
+
+
 def test_prompts_count_for_what_plain_decoding_takes() -> None:
     """Steps of 20 ms a token and 0.5 ms for one of a prompt: an arm that gives tokens in half the time gains 4/3 where
     half of the time goes into prompts. One that has read one more when time is up is not slower for it.

@@ -58,8 +58,8 @@ def test_all_arms_answer_one_request_a_few_tokens_at_a_time() -> None:
     steps: list[str] = []
     seconds = reports.answer_in_turns(arms_of(steps), random.Random(1))
     assert seconds == {OFF: TOKENS, AGAIN: TOKENS, ADAPTIVE: TOKENS / 3, "plainly": TOKENS}
-    first = steps[: 3 * 24 + 8]
-    assert [first.count(name) for name in (OFF, AGAIN, ADAPTIVE, "plainly")] == [24, 24, 8, 24]
+    first = steps[: 3 * 12 + 4]
+    assert [first.count(name) for name in (OFF, AGAIN, ADAPTIVE, "plainly")] == [12, 12, 4, 12]
 
 
 def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import groupby
 
@@ -517,6 +518,11 @@ def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chain
     for _ in range(300):
         acceptance.observe(1, 2, 1)
         acceptance.fade()
+    eight = copy.deepcopy(acceptance)
+    eight.fade(8)
+    for _ in range(8):
+        acceptance.fade()
+    assert eight.by_position(1) == pytest.approx(acceptance.by_position(1))
     assert acceptance.by_position(1)[0] > 0.9
     assert acceptance.by_position(1)[1] < 0.2
     assert acceptance.by_position(4)[0] < before, "half of one chain's tokens fail"

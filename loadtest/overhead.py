@@ -1,0 +1,148 @@
+"""`python -m loadtest.overhead`: what HTTP costs beside the engine's own steps.
+
+While requests are open the engine always has something to do: the time of a run over the time of its steps, which the
+daemon's metrics tell, is what a token takes over HTTP beside what it takes in the engine. Answers of one token, one
+at a time, show what lies before the first; the HTTP process's CPU time is counted for each chunk that it sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import uuid
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from loadtest.bench import environment
+from loadtest.cli import counts
+from loadtest.client import closed_loop
+from loadtest.daemon import process_folder, running_daemon
+from loadtest.workload import Prompt, load, random_prompts
+
+_ARMS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "adaptive": {}}
+_LEAST_ANSWERS, _ANSWERS = 6, 3
+"""Of a run: so many at least, and for each request that is open at once."""
+_FIRST_TOKENS, _FIRST_PROMPT = 60, 64
+"""Answers of one token, and tokens of their prompts."""
+_NAME = "overhead"
+_SERVER = rf"server\.cli serve .*--served-model-name {_NAME}"
+
+
+def step_seconds(url: str) -> float:
+    """What the engine's steps have taken since the daemon's start."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "polydraft_step_seconds_sum")
+
+
+def cpu_seconds(pattern: str) -> float:
+    """CPU time of the process whose command line matches."""
+    fields = (process_folder(pattern) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: int) -> dict[str, Any]:
+    """Both arms in turn, `num_rounds` runs of each; and what lies before a first token."""
+    model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    cells = []
+    for at_once in concurrency:
+        prompts = list(islice(cycle(load("dialogues")), max(_LEAST_ANSWERS, _ANSWERS * at_once)))
+        runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in _ARMS}
+        for number in tqdm(range(num_rounds + 1), desc=f"rounds at {at_once}", unit="round"):
+            for arm, speculation in _ARMS.items():
+                found = _run(url, model, prompts, at_once, {"max_tokens": max_tokens, "speculation": speculation})
+                if number:  # the first warms up
+                    runs[arm].append(found)
+        cells.append({"concurrency": at_once, "arms": {arm: _spreads(found) for arm, found in runs.items()}})
+    return {
+        "what": "time over HTTP over that of the engine's steps, CPU time of the HTTP process, time to a first token",
+        "options": {"num_rounds": num_rounds, "max_tokens": max_tokens, "arms": _ARMS},
+        "environment": environment(url),
+        "cells": cells,
+        "first_token": _first_token(url, model),
+    }
+
+
+def _run(url: str, model: str, prompts: list[Prompt], concurrency: int, asked: dict[str, Any]) -> dict[str, float]:
+    options = {"temperature": 1, "ignore_eos": True, "seed": None, "cache_salt": uuid.uuid4().hex, **asked}
+    step_s, cpu_s = step_seconds(url), cpu_seconds(_SERVER)
+    run = asyncio.run(closed_loop(url, model, prompts, concurrency, options))
+    step_s, cpu_s = step_seconds(url) - step_s, cpu_seconds(_SERVER) - cpu_s
+    return {
+        "time_over_steps": run.total_s / step_s,
+        "cpu_us_per_event": 1e6 * cpu_s / run.num_events,
+        "tokens_per_event": sum(sample.num_tokens for sample in run.samples) / run.num_events,
+    }
+
+
+def _spreads(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median and range of each figure."""
+    figures = {name: [run[name] for run in runs] for name in runs[0]}
+    return {
+        name: {"median": statistics.median(values), "low": min(values), "high": max(values)}
+        for name, values in figures.items()
+    }
+
+
+def _first_token(url: str, model: str) -> dict[str, float]:
+    """Milliseconds between request and first token that are not the engine's step."""
+    prompts = random_prompts(_FIRST_PROMPT, _FIRST_TOKENS)
+    asked = {"max_tokens": 1, "temperature": 1, "ignore_eos": True, "speculation": _ARMS["off"]}
+    asyncio.run(closed_loop(url, model, random_prompts(_FIRST_PROMPT, 5, seed=1), 1, asked))
+    step_s = step_seconds(url)
+    run = asyncio.run(closed_loop(url, model, prompts, 1, asked))
+    step_s = (step_seconds(url) - step_s) / len(prompts)
+    waits = sorted(1e3 * (sample.first_token_s - step_s) for sample in run.samples)
+    return {
+        "p50_ms": statistics.median(waits),
+        "p90_ms": statistics.quantiles(waits, n=10)[-1],
+        "step_ms": 1e3 * step_s,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A row per number of requests at once and arm."""
+    head = ["c", "arm", "time over that of the steps", "CPU time of the HTTP process a chunk", "tokens a chunk"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell in result["cells"]:
+        for arm, found in cell["arms"].items():
+            times, cpu, tokens = found["time_over_steps"], found["cpu_us_per_event"], found["tokens_per_event"]
+            shown = f"{times['median']:.3f} ({times['low']:.3f}-{times['high']:.3f}) | {cpu['median']:.0f} us"
+            lines.append(f"| {cell['concurrency']} | {arm} | {shown} | {tokens['median']:.2f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure a daemon on the embedded pair, or on models that are named; print and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="target of the daemon (default: the embedded pair)")
+    parser.add_argument("--draft-model", help="its draft model")
+    parser.add_argument("--concurrency", type=counts, default=[1, 64], help="requests open at once (default 1,64)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each arm (default 5)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of every answer (default 96)")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    options = parser.parse_args(arguments)
+    words = [*([options.model] if options.model else []), "--calibrate", "--served-model-name", _NAME]
+    words += ["--draft-model", options.draft_model] if options.draft_model else []
+    with running_daemon(words) as url:
+        result = measure(url, options.concurrency, options.rounds, options.max_tokens)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
+    print("before the first token, beside its step: {p50_ms:.1f} ms (p90 {p90_ms:.1f})".format(**result["first_token"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
