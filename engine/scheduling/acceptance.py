@@ -26,6 +26,7 @@ class Acceptance:
         self._tried: dict[int, Numbers] = {}
         self._longest = longest
         self._new: dict[tuple[int, int, int], int] = {}
+        self._known: dict[int, Numbers] = {}
         self._totals: dict[int, list[float]] = {}
 
     def fade(self, num_steps: int = 1) -> None:
@@ -38,6 +39,7 @@ class Acceptance:
             taken[:num_taken] += count
             tried[:num_tried] += count
         self._new.clear()
+        self._known.clear()
         self._totals.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
@@ -53,6 +55,11 @@ class Acceptance:
 
     def by_position(self, num_drafts: int) -> Numbers:
         """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
+        if num_drafts not in self._known:
+            self._known[num_drafts] = self._estimated(num_drafts)
+        return self._known[num_drafts]
+
+    def _estimated(self, num_drafts: int) -> Numbers:
         belief = with_chains(self._of_one_chain(), num_drafts)
         if num_drafts not in self._tried:
             return np.full(self._longest, min(0.995, belief))

@@ -45,6 +45,8 @@ _HOLD = 0.7
 """A request stops drafting beside others only where its drafts are worth less than this share of what they take: how
 good its drafts are is known roughly, and who has stopped must be caught up with."""
 _CHOOSE_EVERY = 8
+_FEW = 4
+"""One in so many requests may be another one than it was chosen for."""
 _EARLY = 64
 """Steps after each of which acceptances are learned at once: before, requests are measured against a guess."""
 _PROBE_STEPS, _MOST_PROBE_STEPS, _FIRST_PROBE, _PROBE_EVERY = 3, 8, 16, 256
@@ -160,14 +162,19 @@ class Controller:
             shape, drafting = (PLAIN, frozenset[int]()) if self._probes_plain else self.choice.rival
             kept, rival, rests = self.choice.kept, self.choice.rival, self.choice.rests
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, kept, rival, rests)
-        elif adaptive and (asked != self.choice.of or self.choice.age >= _CHOOSE_EVERY):
+        elif adaptive and (self._are_others(*asked) or self.choice.age >= _CHOOSE_EVERY):
             self._take_in()
             num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
             self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
             self.choice.of = asked
         num_drafting = len(self.choice.drafting)
         self._newcomers.clear()
-        self._most_newcomers = max(1, num_drafting // 4 if adaptive else num_drafting)
+        self._most_newcomers = max(1, num_drafting // _FEW if adaptive else num_drafting)
+
+    def _are_others(self, adaptive: frozenset[int], others: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether the requests are not those it was chosen for: one in four may come or go until the next choice."""
+        chosen_for, beside = self.choice.of
+        return others != beside or len(adaptive ^ chosen_for) > len(adaptive) // _FEW
 
     def _take_in(self) -> None:
         """What drafts have shown since the last time is known from now on."""
@@ -189,13 +196,15 @@ class Controller:
         rates: list[Rated] = []
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
             tokens = self._expected(shape, skill, room)
-            extra_s = self._step_s(load, len(adaptive), shape) - plain_s
-            price_s = max(0.0, extra_s) / len(adaptive) + tokens * load.reading_s
+            step_s = self._step_s(load, len(adaptive), shape)
+            price_s = max(0.0, step_s - plain_s) / len(adaptive) + tokens * load.reading_s
             mask = tokens - 1 > enough * price_s * plain_rate
             emitted = float(tokens[mask].sum()) + len(adaptive) - int(mask.sum())
             # Where drafting is what is done, the texts of those that come must be read too.
             reading_s = max(float((tokens * load.reading_s)[mask].sum()), emitted * self._prompt_s())
-            rate = (emitted + tokens_beside) / (self._step_s(load, int(mask.sum()), shape) + reading_s)
+            if not mask.all():
+                step_s = self._step_s(load, int(mask.sum()), shape)
+            rate = (emitted + tokens_beside) / (step_s + reading_s)
             rate *= 1.0 if shape == kept else 1 / _CLEAR_GAIN
             rates.append((rate, shape, mask))
             if rate > best_rate:

@@ -186,7 +186,14 @@ def test_many_that_come_at_once_do_not_draft_what_was_chosen_for_few() -> None:
         drafting = [[one.sequence_id for one in new if controller.branching(one)] for _ in range(2)]
         assert drafting[0] == drafting[1]
         assert len(drafting[0]) == num_drafting
-    for num_far, num_decoding, num_drafting in ((0, 16, 4), (0, 15, 3), (0, 0, 16), (15, 16, 1), (15, 0, 1)):
+    for num_far, num_decoding, num_drafting in (
+        (0, 16, 4),
+        (0, 15, 4),
+        (0, 11, 2),
+        (0, 0, 16),
+        (15, 16, 1),
+        (15, 0, 1),
+    ):
         controller = Controller(replace(SLOW_READER, nodes=FREE.nodes), 16)
         many = [sequence(number) for number in range(16)]
         controller.choose(many, (), [3000] * num_far + [0] * (16 - num_far))
@@ -533,3 +540,33 @@ def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chain
 def test_curves_are_linear_between_points_and_never_fall(size: float) -> None:
     curve = Curve([(4, 3.0), (1, 1.0), (2, 0.5), (4, 5.0)])
     assert curve.at(size) == pytest.approx({0: 1.0, 1: 1.0, 2.5: 1.75, 4: 4.0, 9: 11.5}[size])
+
+
+def test_few_that_come_or_go_wait_for_the_next_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing takes as long as a tenth of some steps: one of sixteen requests that ends does not make it necessary."""
+    chosen: list[int] = []
+    choose = Controller._choose
+
+    def noted(controller: Controller, adaptive: list[Sequence], load: object) -> None:
+        chosen.append(len(adaptive))
+        choose(controller, adaptive, load)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Controller, "_choose", noted)
+    controller = Controller(USUAL, 16)
+    requests = [sequence(number) for number in range(16)]
+    controller.choose(requests)
+    assert chosen == [16]
+    requests = [*requests[2:], sequence(100), sequence(101)]
+    controller.choose(requests)
+    assert chosen == [16], "four of sixteen are others"
+    assert controller.branching(requests[0])
+    assert controller.branching(requests[-1]), "those that have come draft like the others"
+    controller.choose(requests[1:])
+    assert chosen == [16, 15], "five"
+    controller.choose(requests[1:], [(1, 1)])
+    assert chosen == [16, 15, 15], "what is beside them has changed"
+    for _ in range(7):
+        controller.choose(requests[2:], [(1, 1)])
+    assert chosen == [16, 15, 15]
+    controller.choose(requests[2:], [(1, 1)])
+    assert chosen == [16, 15, 15, 14], "after eight steps in any case"
