@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from engine.analysis import peers, turns
+from engine.analysis import growth, peers, turns
 from engine.analysis.report import table
-from loadtest import honesty
+from loadtest import honesty, overhead
 from loadtest.daemon import running_daemon
 from loadtest.report import markdown, rules_markdown
 
@@ -70,7 +70,16 @@ def test_greedy_answers_of_the_bench_are_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["arms-cpu", "arms-pair-cpu", "arms-pair-16-cpu", "arms-64-cpu", "arms-greedy-cpu", "arms-long-cpu"]
+    "file",
+    [
+        "arms-cpu",
+        "arms-pair-cpu",
+        "arms-pair-16-cpu",
+        "arms-64-cpu",
+        "arms-greedy-cpu",
+        "arms-long-cpu",
+        "arms-long-16-cpu",
+    ],
 )
 def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
     cells = json.loads((ROOT / f"docs/results/{file}.json").read_text())["cells"]
@@ -84,9 +93,11 @@ def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
         ("bench", "bench-cpu", markdown),
         ("pair", "bench-pair-cpu", markdown),
         ("arms-pair", "arms-pair-cpu", turns.markdown),
+        ("arms-pair-1", "arms-pair-1-cpu", turns.markdown),
         ("arms-pair-16", "arms-pair-16-cpu", turns.markdown),
         ("arms-greedy", "arms-greedy-cpu", turns.markdown),
         ("arms-long", "arms-long-cpu", turns.markdown),
+        ("arms-long-16", "arms-long-16-cpu", turns.markdown),
         ("honesty", "honesty-cpu", honesty.markdown),
         ("reports", "reports-cpu", honesty.markdown),
         ("reported", "arms-cpu", turns.reported_markdown),
@@ -95,6 +106,8 @@ def test_greedy_answers_of_arms_in_turns_are_equal(file: str) -> None:
         ("peers", "peers-cpu", peers.markdown),
         ("peers-bf16", "peers-bf16-cpu", peers.markdown),
         ("chains", "chains-cpu", rules_markdown),
+        ("overhead", "overhead-cpu", overhead.markdown),
+        ("growth", "growth-cpu", growth.markdown),
     ],
 )
 def test_tables_of_performance_are_committed_results(mark: str, file: str, table_of: Any) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.analysis.loading import add_pair_arguments, environment, load_pair
+from engine.analysis.loading import add_pair_arguments, environment, names_of
+from engine.building import build_engine
 from engine.calibration import made_up_plan, middle_steps
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.request import Speculation
 
@@ -37,6 +39,20 @@ _PEAK_STEPS = 8
 def shape(num_drafts: int, draft_length: int = _LENGTH) -> Speculation:
     """What is drafted."""
     return Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=draft_length)
+
+
+def load(options: argparse.Namespace) -> Engine:
+    """An engine with room for one text of the greatest length."""
+    target, draft = names_of(options)
+    torch.set_num_threads(options.threads or 1)
+    limits = SpeculationConfig(max_num_drafts=max(_CHAINS), max_draft_length=_ROWS, observed_share=0.0)
+    return build_engine(
+        EngineConfig(
+            model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
+            scheduler=SchedulerConfig(max_model_len=options.long_context + 2 * _ROWS, max_num_seqs=1),
+            speculation=limits,
+        )
+    )
 
 
 def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
@@ -71,7 +87,7 @@ def _over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
 
 def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> int:
     """Most resident memory of this process while it makes steps of so many chains, without what loading took."""
-    engine = load_pair(options, 1, max(_CHAINS), _LENGTH)
+    engine = load(options)
     plan = made_up_plan(engine, 1, context, shape(num_drafts))
     engine.run_parts(plan)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -120,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = []
     for dtype in options.dtypes.split(","):
         options.dtype = dtype
-        engine = load_pair(options, 1, max(_CHAINS), _ROWS)
+        engine = load(options)
         with torch.inference_mode():
             cells.append({"dtype": dtype, **measure(engine, options.context, options.repeats)})
         del engine
