@@ -44,7 +44,8 @@ _CLEAR_GAIN = 1.03
 _HOLD = 0.7
 """A request stops drafting beside others only where its drafts are worth less than this share of what they take: how
 good its drafts are is known roughly, and who has stopped must be caught up with."""
-_CHOOSE_EVERY = 8
+_CHOOSE_EVERY, _REST_EVERY = 8, 32
+"""Steps between choices for the same requests, where they draft and where they do not."""
 _FEW = 4
 """One in so many requests may be another one than it was chosen for."""
 _EARLY = 64
@@ -99,6 +100,13 @@ class _Load:
     """[adaptive requests] what the draft model takes to catch up with each, by token that its answer may still get."""
     num_text: int
     """Tokens of all texts."""
+    plain_s: float
+    """A plain step of all, as measured at start."""
+
+    @cached_property
+    def num_rows(self) -> int:
+        """How many the step has."""
+        return self.num_adaptive + len(self.others)
 
     @cached_property
     def nodes_beside(self) -> tuple[int, ...]:
@@ -162,14 +170,21 @@ class Controller:
             shape, drafting = (PLAIN, frozenset[int]()) if self._probes_plain else self.choice.rival
             kept, rival, rests = self.choice.kept, self.choice.rival, self.choice.rests
             self.choice = Choice(shape, drafting, asked, _CHOOSE_EVERY, kept, rival, rests)
-        elif adaptive and (self._are_others(*asked) or self.choice.age >= _CHOOSE_EVERY):
+        elif adaptive and (self._are_others(*asked) or self.choice.age >= self._choose_every):
             self._take_in()
-            num_text = text_beside + sum(len(sequence.tokens) for sequence in adaptive)
-            self._choose(adaptive, _Load(len(adaptive), tuple(others), self._reading_s(adaptive, behind), num_text))
+            num_rows, num_text = len(adaptive) + len(others), text_beside + sum(len(one.tokens) for one in adaptive)
+            plain_s = self.costs.plain.measured_s(num_rows, num_text / num_rows)
+            reading_s = self._reading_s(adaptive, behind)
+            self._choose(adaptive, _Load(len(adaptive), tuple(others), reading_s, num_text, plain_s))
             self.choice.of = asked
         num_drafting = len(self.choice.drafting)
         self._newcomers.clear()
         self._most_newcomers = max(1, num_drafting // _FEW if adaptive else num_drafting)
+
+    @property
+    def _choose_every(self) -> int:
+        """Where nothing is drafted, nothing is learned of drafts."""
+        return _CHOOSE_EVERY if self.choice.kept != PLAIN else _REST_EVERY
 
     def _are_others(self, adaptive: frozenset[int], others: tuple[tuple[int, ...], ...]) -> bool:
         """Whether the requests are not those it was chosen for: one in four may come or go until the next choice."""
@@ -194,8 +209,11 @@ class Controller:
         best, best_rate, best_mask = PLAIN, plain_rate * (1.0 if kept == PLAIN else 1 / _CLEAR_GAIN), skill < 0
         enough = np.array([1.0 if one.sequence_id in self.choice.rests else _HOLD for one in adaptive])
         rates: list[Rated] = []
+        by_length: dict[int, Numbers] = {}
         for shape in menu(most.num_drafts, most.draft_length, self.longest):
-            tokens = self._expected(shape, skill, room)
+            if shape[0] not in by_length:
+                by_length[shape[0]] = self._expected(shape[0], skill, room)
+            tokens = by_length[shape[0]][shape[1]]
             step_s = self._step_s(load, len(adaptive), shape)
             price_s = max(0.0, step_s - plain_s) / len(adaptive) + tokens * load.reading_s
             mask = tokens - 1 > enough * price_s * plain_rate
@@ -212,7 +230,7 @@ class Controller:
         drafting = _chosen(adaptive, best_mask)
         chosen = best if drafting else PLAIN
         others = [one for one in rates if one[1] != best and one[2].any()]
-        rival, mask = self._rival(others, (best_rate, best), load.num_adaptive + len(load.others))
+        rival, mask = self._rival(others, (best_rate, best), load.num_rows)
         tries = _chosen(adaptive, mask) if rival != PLAIN else frozenset[int]()
         rests = frozenset(one.sequence_id for one in adaptive) - drafting
         self.choice = Choice(chosen, drafting, kept=chosen, rival=(rival, tries), rests=rests)
@@ -317,24 +335,30 @@ class Controller:
 
     def _step_s(self, load: _Load, num_drafting: int, shape: Shape) -> float:
         """A step in which so many of the adaptive requests draft this shape."""
-        num_rows = load.num_adaptive + len(load.others)
         num_drafting_in_all = num_drafting + load.num_drafting_beside
-        nodes = added((load.nodes_beside, (num_drafting * shape[0],) * shape[1]))
-        factor = self._corrections.factor(_kind(shape, num_drafting_in_all), num_rows)
-        return self.costs.step_s(num_rows, num_drafting_in_all, nodes, load.num_text) * factor
+        nodes = (num_drafting * shape[0],) * shape[1]
+        if load.num_drafting_beside:
+            nodes = added((load.nodes_beside, nodes))
+        drafts_s = self.costs.drafts_s(load.num_rows, num_drafting_in_all, nodes, load.num_text)
+        factor = self._corrections.factor(_kind(shape, num_drafting_in_all), load.num_rows)
+        return (load.plain_s + drafts_s) * factor
 
     def _tokens_of(self, branching: tuple[int, ...]) -> float:
         """Expected tokens of a step of a request with a shape of its own."""
         if not branching:
             return 1.0
-        shape = branching[0], len(branching)
-        return float(self._expected(shape, np.ones(1), np.array([shape[1]]))[0])
+        length = len(branching)
+        return float(self._expected(branching[0], np.ones(1), np.array([length]))[length][0])
 
-    def _expected(self, shape: Shape, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
-        """[requests] tokens of a step; room: drafted tokens that the answer has room for, [requests]."""
-        by_position = self.acceptance.by_position(shape[0])[: shape[1]]
-        of_request = np.minimum(0.995, skill[:, None] * by_position) * (np.arange(shape[1]) < room[:, None])
-        expected: Numbers = 1.0 + of_request.cumprod(axis=1).sum(axis=1)
+    def _expected(self, num_drafts: int, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
+        """[longest + 1, requests] tokens of a step, by the length of the chains.
+
+        room: drafted tokens that the answer has room for, [requests].
+        """
+        by_position = self.acceptance.by_position(num_drafts)[:, None]
+        accepted = np.minimum(0.995, skill * by_position) * (np.arange(self.longest)[:, None] < room)
+        expected = np.ones((self.longest + 1, len(skill)))
+        expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
 

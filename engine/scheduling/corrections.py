@@ -8,6 +8,7 @@ says which ones are worth trying.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 from engine.levels import Levels, Names
 
@@ -18,8 +19,9 @@ PLAIN: Shape = (0, 0)
 BESIDE: Shape = (0, 1)
 """Stands for whatever requests draft that the controller does not decide about."""
 _DRAFTING = "drafting"
-_OFF = 0.12**2
-"""Variance (of logarithms) of what was measured at start, for drafting as such and for each shape."""
+_OFF, _SHAPE_OFF = 0.12**2, 0.08**2
+"""Variance (of logarithms) of what was measured at start: for plain steps, and for drafting as such; and how a shape
+differs from that."""
 _FORGETS_S = 600.0
 _RETRY = 0.999
 """Share of what is known that each plain step leaves: slow drafting steps may have had another reason, and after long
@@ -48,7 +50,7 @@ class Corrections:
         is_first = names[-1] not in self._levels
         for name in names:
             if name not in self._levels:
-                self._levels.begin(name, _OFF)
+                self._levels.begin(name, _off(name))
         if shape == PLAIN or not is_first:  # it may have something to warm up
             self._levels.observe(names, measured_s / predicted_s)
 
@@ -59,13 +61,18 @@ class Corrections:
     def doubt(self, shape: Shape, other: Shape, num_rows: int) -> float:
         """Standard deviation, of logarithms, of how the steps of two shapes compare."""
         names, others = _names(shape, num_rows), _names(other, num_rows)
-        unknown = sum(_OFF for name in {*names} ^ {*others} if name not in self._levels)
+        unknown = sum(_off(name) for name in {*names} ^ {*others} if name not in self._levels)
         return math.sqrt(max(0.0, self._levels.variance(names, others)) + unknown)
 
 
 def _names(shape: Shape, num_rows: int) -> Names:
     own = (shape, _size(num_rows))
     return [own] if shape == PLAIN else [_DRAFTING, own]
+
+
+def _off(name: Hashable) -> float:
+    """Variance of what was measured at start of what a level stands for."""
+    return _OFF if name == _DRAFTING or (isinstance(name, tuple) and name[0] == PLAIN) else _SHAPE_OFF
 
 
 def _size(num_rows: int) -> int:

@@ -118,9 +118,13 @@ class StepCosts:
         nodes_by_depth: how many nodes of each depth, from 1 on.
         num_text: tokens of all requests' texts.
         """
+        plain_s = self.plain.measured_s(num_rows, num_text / max(1, num_rows))
+        return plain_s + self.drafts_s(num_rows, num_drafting, nodes_by_depth, num_text)
+
+    def drafts_s(self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], num_text: int = 0) -> float:
+        """How much of a step (`step_s`) drawing the drafts and verifying them takes."""
         length, num_nodes = num_text / max(1, num_rows), sum(nodes_by_depth)
-        seconds = self.plain.measured_s(num_rows, length)
-        seconds += max(0.0, self.nodes.at(num_rows, num_nodes) + self.text.of_nodes(num_nodes, length))
+        seconds = max(0.0, self.nodes.at(num_rows, num_nodes) + self.text.of_nodes(num_nodes, length))
         if num_drafting:
             # The first pass is over the last known tokens; nodes of the last depth see none.
             passes = (num_drafting, *nodes_by_depth[:-1])

@@ -227,15 +227,33 @@ class Scheduler:
         return self.controller if sequence.request.speculation.adaptive else None
 
     def _choose_shapes(self) -> None:
-        """Let the controller decide about the requests that decode."""
+        """Let the controller decide about the requests that emit in this step."""
         if self.controller is None:
             return
-        decoding = [s for s in self._running.values() if s.num_missing == 1]
-        adaptive = [s for s in decoding if s.request.speculation.adaptive]
-        others = [s for s in decoding if not s.request.speculation.adaptive]
+        emitting = [s for s in self._running.values() if s.num_missing == 1] + self._ending_prompts()
+        adaptive = [s for s in emitting if s.request.speculation.adaptive]
+        others = [s for s in emitting if not s.request.speculation.adaptive]
         self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         lags, text_beside = [self.catching_up.lag(s) for s in adaptive], sum(len(s.tokens) for s in others)
         self.controller.choose(adaptive, [s.branching for s in others], lags, text_beside)
+
+    def _ending_prompts(self) -> list[Sequence]:
+        """Requests whose first token this step draws, as far as its budget, seats and blocks tell beforehand: chosen
+        for those alone who already decode, shapes would be those of fewer rows, where nodes are cheaper."""
+        budget, num_blocks = self.config.max_num_batched_tokens, self.blocks.num_free
+        budget = min(budget, self.config.max_prompt_tokens or budget)
+        ending = []
+        for sequence in self._in_turn(s for s in self._running.values() if s.num_missing > 1):
+            budget -= sequence.num_missing
+            if budget >= 0:
+                ending.append(sequence)
+        for sequence in self._waiting[: self.config.max_num_seqs - len(self._running)]:
+            budget -= sequence.num_missing
+            num_blocks -= -(-len(sequence.tokens) // self.block_size)
+            if min(budget, num_blocks) < 0:
+                break
+            ending.append(sequence)
+        return ending
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 import msgspec
 import pytest
 from hypothesis import settings
@@ -17,6 +19,7 @@ from engine.scheduling.controller import Choice, Controller
 from engine.scheduling.corrections import PLAIN
 from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 4
 
@@ -189,6 +192,35 @@ def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> Non
     assert drafts == sorted(drafts), "who drafts goes on"
     assert (True, True, False) in drafts
     assert not scheduler.plan().is_behind
+
+
+@pytest.mark.parametrize(
+    ("length", "num_blocks", "max_num_seqs", "foreseen"),
+    [(12, 64, 4, 3), (60, 64, 4, 2), (12, 5, 4, 2), (12, 64, 2, 2)],
+    ids=["ends", "too long for a step", "too few blocks", "no seat"],
+)
+def test_shapes_are_chosen_for_those_too_whose_prompts_end(
+    length: int, num_blocks: int, max_num_seqs: int, foreseen: int
+) -> None:
+    """Two decode, one waits: it is a row of this step and the next where its prompt fits the step. The wrong variant
+    chooses for two wherever answers end and begin."""
+
+    class Noting(Whims):
+        def choose(self, adaptive: Many[Sequence], *_: object) -> None:
+            chosen_for.append(len(adaptive))
+
+    chosen_for: list[int] = []
+    scheduler = build(budget=48, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    scheduler.controller = Noting()
+    speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
+    for name, num_tokens in (("one", 6), ("two", 6), ("comes", length)):
+        asked = request(name, num_tokens, 20, first=100 * len(name))
+        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
+        if name != "one":
+            plan = scheduler.plan()
+            scheduler.commit(plan, verdict(plan))
+    assert chosen_for == [2, foreseen]
+    assert len(scheduler.last_plan.sampling_rows) == foreseen
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:
