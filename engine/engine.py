@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.admission import check_request
-from engine.cache.tensors import slots_of
+from engine.cache.tensors import Moves, slots_of
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
@@ -199,20 +199,23 @@ class Engine:
 
     def _keep_accepted(self, plan: Plan, draft: Draft | None, winners: Sequence[Winner]) -> None:
         """Make the K/V of accepted paths contiguous in both models' storage."""
-        target_moves: list[tuple[int, int]] = []
-        draft_moves: list[tuple[int, int]] = []
         if draft is None:
             return
+        target_moves: list[Moves] = []
+        draft_moves: list[Moves] = []
         for row, tree, winner in zip(plan.sampling_rows, draft.trees, winners, strict=True):
             count = len(winner.emission.accepted)
             if not count:
                 continue
             slots = slots_of(row.block_ids, self.facts.block_size, 0, len(row.block_ids) * self.facts.block_size)
             path = tree.paths[winner.rank]
+            of_target, of_draft = [], []
             for depth in range(1, count + 1):
                 to = int(slots[row.end + depth - 1])
-                target_moves.append((int(slots[row.end + path[depth] - 1]), to))
+                of_target.append((int(slots[row.end + path[depth] - 1]), to))
                 if depth <= winner.emission.num_draft_kept:
-                    draft_moves.append((int(slots[self.drafter.node_index(row, winner.rank, depth)]), to))
-        self.target.keep([move for move in target_moves if move[0] != move[1]])
-        self.drafter.keep([move for move in draft_moves if move[0] != move[1]])
+                    of_draft.append((int(slots[self.drafter.node_index(row, winner.rank, depth)]), to))
+            target_moves.append([move for move in of_target if move[0] != move[1]])
+            draft_moves.append([move for move in of_draft if move[0] != move[1]])
+        self.target.keep(target_moves)
+        self.drafter.keep(draft_moves)

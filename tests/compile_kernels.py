@@ -8,6 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend
 from engine.sampling.triton_rows import _draw_in_tile, _softmax, _sum_tiles
 
@@ -47,6 +48,9 @@ def main() -> None:
         ("*fp32", {"upcast": True}),
     )
     for dtype, more in kinds:
+        # A layer of a large pool has more numbers than 32 bits count.
+        moved = {"storage": dtype, "moves": "*i64", "layer_stride": "i64"}
+        compiled(_keep, moved, {"most": 16, "columns": 256})
         compiled(_attend, own | dict.fromkeys(("query", "keys", "values"), dtype), _ATTENTION | more)
     compiled(_softmax, {"logits": "*fp32", "temperatures": "*fp32", "law": "*fp32"}, {"tile": 4096})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}

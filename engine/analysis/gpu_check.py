@@ -22,7 +22,12 @@ import torch
 
 from engine.analysis.loading import environment
 
-_KERNELS = ("execution/test_paged_attention", "execution/test_graphs", "sampling/test_triton_rows")
+_KERNELS = (
+    "execution/test_paged_attention",
+    "execution/test_graphs",
+    "sampling/test_triton_rows",
+    "cache/test_triton_keep",
+)
 
 
 @dataclass(frozen=True)

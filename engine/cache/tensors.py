@@ -13,6 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.kernels import usable
+
+Moves = Sequence[tuple[int, int]]
+"""Slots (from, to) of a sequence."""
+_USUAL_MOVES = 16
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -36,6 +42,7 @@ class KVTensors:
         self.keys = torch.zeros((*layout, shape.key_dim), dtype=dtype, device=device)
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
+        self._has_kernel = usable("accepted K/V is moved", find_fault, device)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer at `slots`, [slots, heads, dim]: valid until the next call, which uses the same memory."""
@@ -48,14 +55,48 @@ class KVTensors:
         torch.index_select(self.values[layer], 0, slots, out=values)
         return keys, values
 
-    def keep(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy slots (from, to), all read before any is written."""
+    def keep(self, moves: Sequence[Moves]) -> None:
+        """Move K/V by sequence: all of one's are read before any is written, and no two share a slot."""
+        moves = [of_sequence for of_sequence in moves if of_sequence]
         if not moves:
             return
-        pairs = torch.tensor(moves, device=self.keys.device)
+        if self._has_kernel:
+            from engine.cache.triton_keep import keep  # Triton is there where a kernel was chosen
+
+            move_SM2 = torch.from_numpy(_padded(moves)).to(self.keys.device, non_blocking=True)
+            keep(self.keys, move_SM2)
+            keep(self.values, move_SM2)
+            return
+        pairs = torch.from_numpy(np.concatenate(moves)).to(self.keys.device, non_blocking=True)
         source, destination = pairs[:, 0], pairs[:, 1]
         self.keys[:, destination] = self.keys[:, source]
         self.values[:, destination] = self.values[:, source]
+
+
+def find_fault(device: torch.device) -> str | None:
+    """What is wrong with the kernel on a device; None where it moves what torch moves."""
+    from engine.cache.triton_keep import keep
+
+    moves = [[(9, 10), (10, 11), (11, 13)], [(21, 20)]]
+    for dtype in (torch.float32, torch.bfloat16):
+        # Rows of a width that 16 divides, which the compiler treats apart, and of another.
+        for width in (16, 20):
+            before = torch.arange(2 * 32 * 2 * width, device=device).sin().view(2, 32, 2, width).to(dtype)
+            plain, moved = before.clone(), before.clone()
+            plain[:, [10, 11, 13, 20]] = before[:, [9, 10, 11, 21]]
+            keep(moved, torch.from_numpy(_padded(moves)).to(device))
+            if not torch.equal(plain, moved):
+                return "rows differ"
+    return None
+
+
+def _padded(moves: Sequence[Moves]) -> npt.NDArray[np.int64]:
+    """[sequences, most, 2] with -1 where a sequence has fewer; chains of usual lengths share a kernel."""
+    most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
+    result = np.full((len(moves), most, 2), -1)
+    for of_sequence, row in zip(moves, result, strict=True):
+        row[: len(of_sequence)] = of_sequence
+    return result
 
 
 def slots_of(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cache.tensors import Moves
 from engine.drafters.draft import Draft, Layout, Level, merge
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
 from engine.execution.runner import ModelRunner
@@ -56,8 +57,8 @@ class ModelDrafter:
         )
         return Draft(layout, chains, merge(plan, layout, tokens_CL))
 
-    def keep(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Make accepted K/V contiguous in the draft model's storage."""
+    def keep(self, moves: Sequence[Moves]) -> None:
+        """Make accepted K/V contiguous in the draft model's storage, by sequence."""
         if self.runner is not None:
             self.runner.keep(moves)
 

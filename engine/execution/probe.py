@@ -156,7 +156,7 @@ def _paged_logits(
     # Accept the second chain: its nodes move behind the prompt, then one more token is run.
     slot = [blocks[i // 8] * 8 + i % 8 for i in range(len(blocks) * 8)]
     runner.keep(
-        [(slot[len(prompt) + node - 1], slot[len(prompt) + depth]) for depth, node in enumerate(tree.paths[1][1:])]
+        [[(slot[len(prompt) + node - 1], slot[len(prompt) + depth]) for depth, node in enumerate(tree.paths[1][1:])]]
     )
     text = prompt + chains[1]
     after_NV = runner.forward([SequenceInput([last], len(text), blocks, NO_NODES, slice(0, 1))])

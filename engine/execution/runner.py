@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cache.tensors import KVShape, KVTensors
+from engine.cache.tensors import KVShape, KVTensors, Moves
 from engine.execution.attention import Segment, Segments
 from engine.execution.batches import Batch, group
 from engine.execution.graphs import Graphs
@@ -100,8 +100,8 @@ class ModelRunner:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
         return logits_NV[:, : self.vocab_size]
 
-    def keep(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the K/V of slots (from, to)."""
+    def keep(self, moves: Sequence[Moves]) -> None:
+        """Move K/V to where they stay (`KVTensors.keep`)."""
         if self._ranks is not None:
             self._ranks.tell("keep", moves)
         with torch.inference_mode():

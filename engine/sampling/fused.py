@@ -6,14 +6,12 @@ numbers, the plain ones serve. Not for: the operations themselves.
 
 from __future__ import annotations
 
-import sys
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.kernels import usable
 from engine.sampling.draw import categorical
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 def applies(rows_NV: Tensor) -> bool:
     """Whether the kernels take these rows."""
-    return rows_NV.is_cuda and _works(rows_NV.device)
+    return usable("rows of the vocabulary are computed", find_fault, rows_NV.device)
 
 
 def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
@@ -50,17 +48,6 @@ def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
     if applies(law_NV) and law_NV.is_contiguous():
         return surplus(law_NV, row_C).draw(uniform_C)
     return categorical(law_NV[row_C], uniform_C)
-
-
-@cache
-def _works(device: torch.device) -> bool:
-    try:
-        fault = find_fault(device) if find_spec("triton") is not None else "Triton is not installed"
-    except Exception as error:  # a compiler or a device that cannot run them
-        fault = str(error) or type(error).__name__
-    if fault is not None:
-        print(f"rows of the vocabulary are computed without Triton kernels: {fault}", file=sys.stderr)
-    return fault is None
 
 
 def find_fault(device: torch.device) -> str | None:

@@ -1,0 +1,27 @@
+"""Whether Triton kernels do a piece of the work on a device: tried there once, beside the plain operations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@cache
+def usable(what: str, find_fault: Callable[[torch.device], str | None], device: torch.device) -> bool:
+    """Whether they do; where they fail, or give other numbers, a line says so and the plain operations serve.
+
+    what: what is done, as a clause; find_fault: says what is wrong with them on a device.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        fault = find_fault(device) if find_spec("triton") is not None else "Triton is not installed"
+    except Exception as error:  # a compiler or a device that cannot run them
+        fault = str(error) or type(error).__name__
+    if fault is not None:
+        print(f"{what} without Triton kernels: {fault}", file=sys.stderr)
+    return fault is None

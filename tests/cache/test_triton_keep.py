@@ -1,0 +1,88 @@
+"""The kernel moves K/V as torch does: in Triton's interpreter on a CPU, compiled on a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+triton_keep = pytest.importorskip("engine.cache.triton_keep")
+
+from engine.cache import tensors as tensors_module  # noqa: E402
+from engine.cache.tensors import KVShape, KVTensors, Moves  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+
+NUM_SLOTS = 200
+
+
+def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
+    """K/V in which every number is another one, as far as the type has so many."""
+    storage = KVTensors(shape, NUM_SLOTS, dtype, tiny.DEVICE)
+    for part in (storage.keys, storage.values):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.shape[-1])))
+    storage._has_kernel = has_kernel
+    return storage
+
+
+def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[Moves]:
+    """As steps make them: nodes of trees, by depth, go to the first places of their row, where others may lie."""
+    moves: list[Moves] = []
+    for start in chance.permutation(NUM_SLOTS // 40)[:num_sequences] * 40:
+        length = int(chance.integers(0, longest + 1))
+        nodes = np.sort(chance.permutation(40)[:length])
+        of_sequence = [(int(start + node), int(start + depth)) for depth, node in enumerate(nodes)]
+        moves.append([move for move in of_sequence if move[0] != move[1]])
+    return moves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [KVShape(2, 1, 8, 8), KVShape(3, 2, 20, 12), KVShape(1, 8, 128, 64)], ids=["small", "odd", "wide"]
+)
+def test_it_moves_what_torch_moves(shape: KVShape, dtype: torch.dtype) -> None:
+    chance = np.random.default_rng(5)
+    for num_sequences, longest in ((1, 1), (5, 8), (3, 30)):
+        moves = paths(chance, num_sequences, longest)
+        plain, kernel = tensors(shape, dtype, False), tensors(shape, dtype, True)
+        plain.keep(moves)
+        kernel.keep(moves)
+        assert torch.equal(plain.keys, kernel.keys)
+        assert torch.equal(plain.values, kernel.values)
+
+
+def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
+    """A chain in which each move overwrites what the next one reads; the wrong variant makes one after the other."""
+    shape = KVShape(2, 2, 8, 8)
+    chain = [(slot, slot + 1) for slot in range(10)]
+    before, together, in_turn = (tensors(shape, torch.float32, True) for _ in range(3))
+    together.keep([chain])
+    assert torch.equal(together.keys[:, 1:11], before.keys[:, :10])
+    for move in chain:
+        in_turn.keep([[move]])
+    assert not torch.equal(in_turn.keys, together.keys)
+
+
+@pytest.mark.parametrize("num_moves", [1, 15, 16, 17])
+def test_nothing_else_is_touched(num_moves: int) -> None:
+    """Where a sequence has fewer moves than others, and behind the last column."""
+    shape = KVShape(2, 3, 7, 5)
+    before, after = (tensors(shape, torch.float32, True) for _ in range(2))
+    after.keep([[(40 + number, 100 + number) for number in range(num_moves)], [(5, 6)]])
+    touched = [6, *range(100, 100 + num_moves)]
+    rest = [slot for slot in range(NUM_SLOTS) if slot not in touched]
+    assert torch.equal(after.keys[:, rest], before.keys[:, rest])
+    assert torch.equal(after.values[:, 6], before.values[:, 5])
+    assert torch.equal(after.keys[:, touched[1:]], before.keys[:, 40 : 40 + num_moves])
+
+
+def test_a_device_where_it_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch serves."""
+    assert tensors_module.find_fault(tiny.DEVICE) is None
+    right = triton_keep.keep
+
+    def wrong(storage: torch.Tensor, move_SM2: torch.Tensor) -> None:
+        for number in range(move_SM2.shape[1]):
+            right(storage, move_SM2[:, number : number + 1].contiguous())
+
+    monkeypatch.setattr(triton_keep, "keep", wrong)
+    assert tensors_module.find_fault(tiny.DEVICE) is not None
