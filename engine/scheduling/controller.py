@@ -80,7 +80,7 @@ class Choice:
     drafting: frozenset[int] = frozenset()
     """Sequences that draft; the other adaptive ones decode plainly."""
     of: tuple[frozenset[int], tuple[tuple[int, ...], ...]] = (frozenset(), ((-1,),))
-    """Adaptive sequences, and what the others draft, that it was made for."""
+    """Adaptive sequences, with those whose prompts were to end, and what the others draft, that it was made for."""
     age: int = 0
     kept: Shape = PLAIN
     """What has the advantage of being done when the next choice is made."""
@@ -155,7 +155,7 @@ class Controller:
         behind: Many[int] | None = None,
         text_beside: int = 0,
     ) -> None:
-        """Decide for the running requests; before each step.
+        """Decide for the requests that emit in the next step; before each step.
 
         others: what the requests beside them draft (`Row.branching`).
         behind: tokens that the draft model must catch up on, by adaptive request.
@@ -189,7 +189,7 @@ class Controller:
     def _are_others(self, adaptive: frozenset[int], others: tuple[tuple[int, ...], ...]) -> bool:
         """Whether the requests are not those it was chosen for: one in four may come or go until the next choice."""
         chosen_for, beside = self.choice.of
-        return others != beside or len(adaptive ^ chosen_for) > len(adaptive) // _FEW
+        return others != beside or len(adaptive ^ chosen_for) > min(len(adaptive), len(chosen_for)) // _FEW
 
     def _take_in(self) -> None:
         """What drafts have shown since the last time is known from now on."""

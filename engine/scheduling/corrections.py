@@ -19,7 +19,7 @@ PLAIN: Shape = (0, 0)
 BESIDE: Shape = (0, 1)
 """Stands for whatever requests draft that the controller does not decide about."""
 _DRAFTING = "drafting"
-_OFF, _SHAPE_OFF = 0.12**2, 0.08**2
+_OFF, _SHAPE_OFF = 0.12**2, 0.10**2
 """Variance (of logarithms) of what was measured at start: for plain steps, and for drafting as such; and how a shape
 differs from that."""
 _FORGETS_S = 600.0

@@ -37,6 +37,30 @@ class Part(NamedTuple):
         return max(self.num_known + self.num_nodes, self.draft_end - self.draft_first)
 
 
+def ending_prompts(running: list[Sequence], admitted: list[Sequence], budget: int) -> list[Sequence]:
+    """Of prompts that are being read, and then of those that will be, those that `budget` tokens end.
+
+    A long prompt leaves short ones their share. What is cached of a text that waits is not known yet.
+    """
+    ending = []
+    for sequence in sorted(running, key=lambda s: s.num_missing):
+        if sequence.num_missing <= _most_known(sequence, budget):
+            ending.append(sequence)
+            budget -= sequence.num_missing
+    for sequence in admitted:
+        if sequence.num_missing > _most_known(sequence, budget):
+            break
+        ending.append(sequence)
+        budget -= sequence.num_missing
+    return ending
+
+
+def _most_known(sequence: Sequence, budget: int) -> int:
+    """How many of its tokens the target computes in a step with so many left."""
+    # Each token that reports its logprob needs a row of logits: few at a time.
+    return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
+
+
 def part_of(
     sequence: Sequence,
     branching: tuple[int, ...],
@@ -59,8 +83,7 @@ def part_of(
     nodes = sum(level_widths(branching)) if branching else 0
     for copy in copies:
         nodes += len(copy.tokens)
-    # Each token that reports its logprob needs a row of logits: few at a time.
-    chunk = min(budget, _PROMPT_LOGPROBS + nodes) if sequence.wants_prompt_logprobs else budget
+    chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence, draft_window)
     # Where the draft model has more to catch up on than the target, it takes the budget.
     lag = max(0, first - draft_first) if branching else 0

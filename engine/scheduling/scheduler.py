@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
@@ -24,7 +25,7 @@ from engine.scheduling.controller import Controller
 from engine.scheduling.copying import most_copied
 from engine.scheduling.lag import CatchingUp
 from engine.scheduling.outcome import Outcome
-from engine.scheduling.rows import Part, part_of, row_of
+from engine.scheduling.rows import Part, ending_prompts, part_of, row_of
 from engine.scheduling.sequence import Sequence
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
@@ -238,22 +239,16 @@ class Scheduler:
         self.controller.choose(adaptive, [s.branching for s in others], lags, text_beside)
 
     def _ending_prompts(self) -> list[Sequence]:
-        """Requests whose first token this step draws, as far as its budget, seats and blocks tell beforehand: chosen
-        for those alone who already decode, shapes would be those of fewer rows, where nodes are cheaper."""
-        budget, num_blocks = self.config.max_num_batched_tokens, self.blocks.num_free
-        budget = min(budget, self.config.max_prompt_tokens or budget)
-        ending = []
-        for sequence in self._in_turn(s for s in self._running.values() if s.num_missing > 1):
-            budget -= sequence.num_missing
-            if budget >= 0:
-                ending.append(sequence)
-        for sequence in self._waiting[: self.config.max_num_seqs - len(self._running)]:
-            budget -= sequence.num_missing
-            num_blocks -= -(-len(sequence.tokens) // self.block_size)
-            if min(budget, num_blocks) < 0:
-                break
-            ending.append(sequence)
-        return ending
+        """Requests whose first token this step draws, as far as can be told beforehand: chosen for those alone who
+        already decode, shapes would be those of fewer rows, where nodes are cheaper."""
+        prompts = [s for s in self._running.values() if s.num_missing > 1]
+        budget, most = self.config.max_num_batched_tokens, self.config.max_prompt_tokens
+        if most and len(prompts) < len(self._running):
+            budget = min(budget, most)
+        waiting = self._waiting[: self.config.max_num_seqs - len(self._running)]
+        num_blocks = accumulate(map(self._num_blocks, waiting))
+        admitted = [s for s, needed in zip(waiting, num_blocks, strict=True) if needed <= self.blocks.num_free]
+        return ending_prompts(prompts, admitted, budget)
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""
@@ -325,9 +320,7 @@ class Scheduler:
         sequence = self._waiting[0]
         self._take_cached(sequence)
         part = self._part(sequence, budget)
-        copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
-        room = len(sequence.tokens) + sum(level_widths(sequence.branching)) + copied
-        num_missing = -(-room // self.block_size) - len(sequence.block_ids)
+        num_missing = self._num_blocks(sequence) - len(sequence.block_ids)
         if not part.num_known or num_missing > self.blocks.num_free:
             self.blocks.release(sequence.forget_computed())
             return None
@@ -338,6 +331,11 @@ class Scheduler:
         sequence.block_ids += self.blocks.allocate(num_missing, sequence.block_ids[-1] if sequence.block_ids else None)
         self._running[sequence.sequence_id] = sequence
         return part
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Blocks it must find before it starts."""
+        copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
+        return -(-(len(sequence.tokens) + sum(level_widths(sequence.branching)) + copied) // self.block_size)
 
     # -- committing -------------------------------------------------------------------------
 

@@ -299,8 +299,7 @@ def test_what_the_machine_does_is_not_booked_to_a_shape(wanders: bool, monkeypat
     for step in range(400, 1000):
         found.note(step, (1, 3), 1, 15.0, 10.0)
     assert found.factor((1, 3), 1) == pytest.approx(1.5, rel=0.02)
-    assert 1.0 <= found.factor((4, 5), 1) < 1.5
-    for shape in (PLAIN, (1, 5)):
+    for shape in (PLAIN, (1, 5), (4, 5)):
         assert 1.0 <= found.factor(shape, 1) < 1.5
         assert (found.factor(shape, 1) > 1.25) == wanders
 
@@ -427,7 +426,7 @@ def test_numbers_of_requests_near_a_power_of_two_are_corrected_together() -> Non
         assert ratio == pytest.approx(1.5, abs=0.1)
         assert seen.doubt((1, 3), (1, 1), num_rows) < 0.1
     assert seen.factor((1, 3), 8) == seen.factor((1, 1), 8)
-    assert seen.doubt((1, 3), (1, 1), 8) > 0.11
+    assert seen.doubt((1, 3), (1, 1), 8) > 0.14
 
 
 def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
@@ -571,6 +570,9 @@ def test_few_that_come_or_go_wait_for_the_next_choice(monkeypatch: pytest.Monkey
     assert chosen == [16, 15, 15]
     controller.choose(requests[2:], [(1, 1)])
     assert chosen == [16, 15, 15, 14], "after eight steps in any case"
+    for num_requests in (4, 3, 4):
+        controller.choose(requests[:num_requests])
+    assert chosen[4:] == [4, 3, 4], "one more of four is as much as one less"
 
 
 @pytest.mark.parametrize(("costs", "at_most"), [(DEAR, 5), (USUAL, 20)], ids=["plain", "drafting"])

@@ -194,6 +194,17 @@ def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> Non
     assert not scheduler.plan().is_behind
 
 
+class Noting(Whims):
+    """Notes how many requests each choice is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen_for: list[int] = []
+
+    def choose(self, adaptive: Many[Sequence], *_: object) -> None:
+        self.chosen_for.append(len(adaptive))
+
+
 @pytest.mark.parametrize(
     ("length", "num_blocks", "max_num_seqs", "foreseen"),
     [(12, 64, 4, 3), (60, 64, 4, 2), (12, 5, 4, 2), (12, 64, 2, 2)],
@@ -205,13 +216,8 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     """Two decode, one waits: it is a row of this step and the next where its prompt fits the step. The wrong variant
     chooses for two wherever answers end and begin."""
 
-    class Noting(Whims):
-        def choose(self, adaptive: Many[Sequence], *_: object) -> None:
-            chosen_for.append(len(adaptive))
-
-    chosen_for: list[int] = []
     scheduler = build(budget=48, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
-    scheduler.controller = Noting()
+    scheduler.controller = noting = Noting()
     speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
     for name, num_tokens in (("one", 6), ("two", 6), ("comes", length)):
         asked = request(name, num_tokens, 20, first=100 * len(name))
@@ -219,8 +225,27 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
         if name != "one":
             plan = scheduler.plan()
             scheduler.commit(plan, verdict(plan))
-    assert chosen_for == [2, foreseen]
+    assert noting.chosen_for == [2, foreseen]
     assert len(scheduler.last_plan.sampling_rows) == foreseen
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (100, 6, 6, 6), (10, 10, 10, 10)])
+def test_it_is_foreseen_which_prompts_end(lengths: tuple[int, ...]) -> None:
+    """On an idle engine, where prompts are not limited; beside a long prompt, which leaves the others their share; and
+    where not all fit a step."""
+    config = SchedulerConfig(max_num_batched_tokens=40, max_prompt_tokens=16, max_num_seqs=8)
+    scheduler = Scheduler(config, BlockStore(64, BLOCK_SIZE), frozenset({99}))
+    scheduler.controller = noting = Noting()
+    for number, length in enumerate(lengths):
+        asked = request(str(number), length, 20, first=1000 * number)
+        speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
+        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
+    emitting = []
+    for _ in range(8):
+        plan = scheduler.plan()
+        emitting.append(len(plan.sampling_rows))
+        scheduler.commit(plan, verdict(plan))
+    assert noting.chosen_for == emitting
 
 
 def test_a_long_prompt_rides_along_in_chunks() -> None:
