@@ -11,15 +11,15 @@ import torch
 
 
 @cache
-def usable(what: str, find_fault: Callable[[torch.device], str | None], device: torch.device) -> bool:
+def usable(what: str, find_fault: Callable[..., str | None], device: torch.device, *more: object) -> bool:
     """Whether they do; where they fail, or give other numbers, a line says so and the plain operations serve.
 
-    what: what is done, as a clause; find_fault: says what is wrong with them on a device.
+    what: what is done, as a clause; find_fault: says what is wrong with them on a device, for the kinds in `more`.
     """
     if device.type != "cuda":
         return False
     try:
-        fault = find_fault(device) if find_spec("triton") is not None else "Triton is not installed"
+        fault = find_fault(device, *more) if find_spec("triton") is not None else "Triton is not installed"
     except Exception as error:  # a compiler or a device that cannot run them
         fault = str(error) or type(error).__name__
     if fault is not None:

@@ -17,7 +17,8 @@ from engine.kernels import usable
 
 Moves = Sequence[tuple[int, int]]
 """Slots (from, to) of a sequence."""
-_USUAL_MOVES = 16
+_USUAL_MOVES = 32
+"""No more than these in usual steps, drafted or copied: one kernel for all of them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class KVTensors:
         self.keys = torch.zeros((*layout, shape.key_dim), dtype=dtype, device=device)
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
-        self._has_kernel = usable("accepted K/V is moved", find_fault, device)
+        self._has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer at `slots`, [slots, heads, dim]: valid until the next call, which uses the same memory."""
@@ -73,25 +74,26 @@ class KVTensors:
         self.values[:, destination] = self.values[:, source]
 
 
-def find_fault(device: torch.device) -> str | None:
-    """What is wrong with the kernel on a device; None where it moves what torch moves."""
+def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernel on a device, for such rows; None where it moves what torch moves."""
     from engine.cache.triton_keep import keep
 
-    moves = [[(9, 10), (10, 11), (11, 13)], [(21, 20)]]
-    for dtype in (torch.float32, torch.bfloat16):
-        # Rows of a width that 16 divides, which the compiler treats apart, and of another.
-        for width in (16, 20):
-            before = torch.arange(2 * 32 * 2 * width, device=device).sin().view(2, 32, 2, width).to(dtype)
-            plain, moved = before.clone(), before.clone()
-            plain[:, [10, 11, 13, 20]] = before[:, [9, 10, 11, 21]]
-            keep(moved, torch.from_numpy(_padded(moves)).to(device))
-            if not torch.equal(plain, moved):
-                return "rows differ"
+    # Each of a chain overwrites what the next one reads.
+    moves = [[(slot, slot + 1) for slot in range(_USUAL_MOVES)], [(60, 50)]]
+    source, destination = np.concatenate(moves).T
+    for dim in (shape.key_dim, shape.value_dim):
+        before = torch.arange(2 * 64 * shape.num_kv_heads * dim, device=device).sin().to(dtype)
+        plain = before.view(2, 64, shape.num_kv_heads, dim)
+        moved = plain.clone()
+        keep(moved, torch.from_numpy(_padded(moves)).to(device))
+        plain[:, destination] = plain[:, source]
+        if not torch.equal(plain, moved):
+            return "rows differ"
     return None
 
 
 def _padded(moves: Sequence[Moves]) -> npt.NDArray[np.int64]:
-    """[sequences, most, 2] with -1 where a sequence has fewer; chains of usual lengths share a kernel."""
+    """[sequences, most, 2] with -1 where a sequence has fewer."""
     most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
     result = np.full((len(moves), most, 2), -1)
     for of_sequence, row in zip(moves, result, strict=True):

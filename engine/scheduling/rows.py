@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.plan import Copy, Row, Text, level_widths
@@ -37,21 +38,24 @@ class Part(NamedTuple):
         return max(self.num_known + self.num_nodes, self.draft_end - self.draft_first)
 
 
-def ending_prompts(running: list[Sequence], admitted: list[Sequence], budget: int) -> list[Sequence]:
-    """Of prompts that are being read, and then of those that will be, those that `budget` tokens end.
+def ending_prompts(
+    running: list[Sequence], shares: Mapping[int, int], admitted: list[Sequence], budget: int
+) -> list[Sequence]:
+    """Of prompts that are being read, each with its share of `budget`, and then of those that will be, those that end.
 
-    A long prompt leaves short ones their share. What is cached of a text that waits is not known yet.
+    What is cached of a text that waits is not known yet, nor how many nodes there will be.
     """
     ending = []
-    for sequence in sorted(running, key=lambda s: s.num_missing):
-        if sequence.num_missing <= _most_known(sequence, budget):
+    for sequence in running:
+        share = _most_known(sequence, min(budget, shares[sequence.sequence_id]))
+        if sequence.num_missing <= share:
             ending.append(sequence)
-            budget -= sequence.num_missing
+        budget -= min(sequence.num_missing, share)
     for sequence in admitted:
-        if sequence.num_missing > _most_known(sequence, budget):
-            break
-        ending.append(sequence)
-        budget -= sequence.num_missing
+        known = min(sequence.num_missing, _most_known(sequence, budget))
+        if known == sequence.num_missing:
+            ending.append(sequence)
+        budget -= known
     return ending
 
 

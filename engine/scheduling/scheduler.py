@@ -241,14 +241,15 @@ class Scheduler:
     def _ending_prompts(self) -> list[Sequence]:
         """Requests whose first token this step draws, as far as can be told beforehand: chosen for those alone who
         already decode, shapes would be those of fewer rows, where nodes are cheaper."""
-        prompts = [s for s in self._running.values() if s.num_missing > 1]
+        prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
         budget, most = self.config.max_num_batched_tokens, self.config.max_prompt_tokens
         if most and len(prompts) < len(self._running):
             budget = min(budget, most)
         waiting = self._waiting[: self.config.max_num_seqs - len(self._running)]
         num_blocks = accumulate(map(self._num_blocks, waiting))
         admitted = [s for s, needed in zip(waiting, num_blocks, strict=True) if needed <= self.blocks.num_free]
-        return ending_prompts(prompts, admitted, budget)
+        shares = self._shares(prompts, budget) if prompts else {}
+        return ending_prompts(prompts, shares, admitted, budget)
 
     def _text(self, sequence: Sequence) -> Text | None:
         """What the sequence's law depends on beside the logits."""

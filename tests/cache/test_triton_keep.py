@@ -62,7 +62,7 @@ def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
     assert not torch.equal(in_turn.keys, together.keys)
 
 
-@pytest.mark.parametrize("num_moves", [1, 15, 16, 17])
+@pytest.mark.parametrize("num_moves", [1, 31, 32, 33])
 def test_nothing_else_is_touched(num_moves: int) -> None:
     """Where a sequence has fewer moves than others, and behind the last column."""
     shape = KVShape(2, 3, 7, 5)
@@ -77,7 +77,8 @@ def test_nothing_else_is_touched(num_moves: int) -> None:
 
 def test_a_device_where_it_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """There torch serves."""
-    assert tensors_module.find_fault(tiny.DEVICE) is None
+    kind = tiny.DEVICE, KVShape(2, 2, 16, 20), torch.bfloat16
+    assert tensors_module.find_fault(*kind) is None
     right = triton_keep.keep
 
     def wrong(storage: torch.Tensor, move_SM2: torch.Tensor) -> None:
@@ -85,4 +86,4 @@ def test_a_device_where_it_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch
             right(storage, move_SM2[:, number : number + 1].contiguous())
 
     monkeypatch.setattr(triton_keep, "keep", wrong)
-    assert tensors_module.find_fault(tiny.DEVICE) is not None
+    assert tensors_module.find_fault(*kind) is not None

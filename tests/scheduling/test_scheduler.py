@@ -229,19 +229,31 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     assert len(scheduler.last_plan.sampling_rows) == foreseen
 
 
-@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (100, 6, 6, 6), (10, 10, 10, 10)])
-def test_it_is_foreseen_which_prompts_end(lengths: tuple[int, ...]) -> None:
-    """On an idle engine, where prompts are not limited; beside a long prompt, which leaves the others their share; and
-    where not all fit a step."""
-    config = SchedulerConfig(max_num_batched_tokens=40, max_prompt_tokens=16, max_num_seqs=8)
-    scheduler = Scheduler(config, BlockStore(64, BLOCK_SIZE), frozenset({99}))
+@pytest.mark.parametrize(
+    ("lengths", "changes"),
+    [
+        ((6, 6, 6, 6), {}),
+        ((100, 6, 6, 6), {}),
+        ((50, 60, 6, 6), {}),
+        ((10, 10, 10, 10), {}),
+        ((90, 8, 8, 8), {"priority": -1}),
+        ((90, 8, 8, 8), {"num_prompt_logprobs": 1}),
+    ],
+    ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
+)
+def test_it_is_foreseen_which_prompts_end(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
+    """Where prompts are not limited, as nobody decodes; beside long prompts, which leave the others their share, or are
+    more urgent and leave nothing, or take several steps for their logprobs; and where not all fit a step."""
+    config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
+    scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
     scheduler.controller = noting = Noting()
-    for number, length in enumerate(lengths):
-        asked = request(str(number), length, 20, first=1000 * number)
-        speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
-        scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
+    speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
     emitting = []
-    for _ in range(8):
+    for step in range(14):
+        for number in range(4 * step, 4 * step + 4) if step in (0, 4) else ():
+            asked = request(str(number), lengths[number % 4], 60, first=1000 * number)
+            asked = msgspec.structs.replace(asked, speculation=speculation, **changes if number % 4 == 0 else {})
+            scheduler.submit(asked)
         plan = scheduler.plan()
         emitting.append(len(plan.sampling_rows))
         scheduler.commit(plan, verdict(plan))
