@@ -92,12 +92,14 @@ def markdown(result: dict[str, Any]) -> str:
     """A row per cell."""
     names = [name for name in result["cells"][0]["arms"] if name != OFF]
     head = ["prompts", "c", "off tok/s", *(f"{name} vs off (95 % interval)" for name in names)]
-    lines = ["| " + " | ".join([*head, "adaptive vs the best fixed"]) + " |", "|" + " --- |" * (len(head) + 1)]
+    head += ["adaptive vs the best fixed", "adaptive reports"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in result["cells"]:
-        row = [cell["prompts"], str(cell["concurrency"]), f"{cell['arms'][OFF]['tokens_per_second']:.0f}"]
-        row += [_shown(cell["arms"][name]["ratio_to_off"]) for name in names]
-        best = cell.get("adaptive_to_best_fixed")
-        lines.append("| " + " | ".join([*row, f"{_shown(best)} {best['arm']}" if best else "-"]) + " |")
+        arms, best = cell["arms"], cell.get("adaptive_to_best_fixed")
+        row = [cell["prompts"], str(cell["concurrency"]), f"{arms[OFF]['tokens_per_second']:.0f}"]
+        row += [_shown(arms[name]["ratio_to_off"]) for name in names]
+        row += [f"{_shown(best)} {best['arm']}", f"{arms[ADAPTIVE]['reported_speedup']:.2f}x"] if best else ["-", "-"]
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
