@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.plan import Copy, Row, Text, level_widths
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def ending_prompts(
-    running: list[Sequence], shares: Mapping[int, int], admitted: list[Sequence], budget: int
+    running: Iterable[Sequence], shares: Mapping[int, int], admitted: Iterable[Sequence], budget: int
 ) -> list[Sequence]:
     """Of prompts that are being read, each with its share of `budget`, and then of those that will be, those that end.
 
@@ -52,6 +52,8 @@ def ending_prompts(
             ending.append(sequence)
         budget -= min(sequence.num_missing, share)
     for sequence in admitted:
+        if budget <= 0:
+            break
         known = min(sequence.num_missing, _most_known(sequence, budget))
         if known == sequence.num_missing:
             ending.append(sequence)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
@@ -246,8 +246,8 @@ class Scheduler:
         if most and len(prompts) < len(self._running):
             budget = min(budget, most)
         waiting = self._waiting[: self.config.max_num_seqs - len(self._running)]
-        num_blocks = accumulate(map(self._num_blocks, waiting))
-        admitted = [s for s, needed in zip(waiting, num_blocks, strict=True) if needed <= self.blocks.num_free]
+        needed = zip(waiting, accumulate(map(self._num_blocks, waiting)), strict=True)
+        admitted = (s for s, _ in takewhile(lambda one: one[1] <= self.blocks.num_free, needed))
         shares = self._shares(prompts, budget) if prompts else {}
         return ending_prompts(prompts, shares, admitted, budget)
 
