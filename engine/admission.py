@@ -65,7 +65,7 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
             "the operator has switched prompt lookup and predictions off (--max-copied-tokens 0)",
             "prediction" if request.prediction else "speculation.drafters",
         )
-    if speculation.num_drafts and not facts.rules[speculation.rule].copies:
+    if speculation.num_drafts and facts.rules[speculation.rule].changes_targets:
         raise RequestError(
             f"rule {speculation.rule!r} changes the targets of later positions and does not go with "
             f"{' and '.join(name for name in speculation.drafters if name != MODEL)}; choose bv_race",
@@ -136,7 +136,7 @@ def may_adapt(rule: str, tree: tuple[int, ...], limits: SpeculationConfig, facts
     """Whether shapes may change from step to step: not for trees, nor where a rule's steps reach into later ones or
     its drafts come in twos."""
     method = limits.draft_method or facts.rules[rule].draft_methods[0]
-    return limits.adaptive and not tree and facts.rules[rule].copies and method != "spechub"
+    return limits.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
 
 
 def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:

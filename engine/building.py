@@ -91,12 +91,7 @@ def assemble(
         },
     )
     check_defaults(facts, config.speculation)
-    drafter = ModelDrafter(
-        runners[1] if draft is not None else None,
-        target.model.device,
-        target.vocab_size,
-        config.speculation.draft_window,
-    )
+    drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
     tokenizer = config.model.tokenizer or target.name
     revision = config.model.revision if tokenizer == config.model.target else None
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision)
@@ -137,7 +132,7 @@ def rule_facts() -> dict[str, RuleFacts]:
             max_drafts=rule.max_drafts,
             draft_methods=rule.draft_methods,
             trees=rule.trees,
-            copies=rule.copies,
+            changes_targets=rule.changes_targets,
             max_vocabulary=rule.max_vocabulary,
         )
         for name, rule in RULES.items()

@@ -122,8 +122,8 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Draft methods for which it is exact; the first is its own."""
     trees: bool = False
     """Whether nodes below the root may have several children."""
-    copies: bool = True
-    """Whether it goes with prompt lookup and predictions."""
+    changes_targets: bool = False
+    """Whether its steps change the targets of later positions: prompt lookup and predictions do not go with it."""
     max_vocabulary: int | None = None
     """Largest vocabulary it can be computed for; None is no limit."""
 

@@ -73,7 +73,9 @@ class Engine:
         """Queue a request; raises RequestError where it cannot be served as asked."""
         check_request(request, self.facts, self.limits)
         grammar = self.grammars.start(request.sampling.grammar) if request.sampling.grammar else None
-        self.scheduler.submit(request, grammar)
+        speculation = request.speculation
+        drafts = bool(speculation.num_drafts)
+        self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it has already ended."""

@@ -82,6 +82,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     draft_first_index: int
     draft_start: int = 0
     """Index of the first token whose draft K/V is there or will be; the draft model sees none before it."""
+    draft_window: int = 0
+    """Tokens before its drafts that the draft model sees; 0 is all."""
     block_ids: tuple[int, ...]
     samples: bool
     sampling: Sampling

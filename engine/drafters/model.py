@@ -29,9 +29,7 @@ from engine.speculation.verification import RULES
 class ModelDrafter:
     """Draws every row's chains from a draft model; without a model, chains of length 0."""
 
-    def __init__(self, runner: ModelRunner | None, device: torch.device, vocab_size: int, window: int = 0) -> None:
-        """window: tokens before its drafts that the model sees; 0 is all."""
-        self.window = window
+    def __init__(self, runner: ModelRunner | None, device: torch.device, vocab_size: int) -> None:
         self.runner = runner
         self.device = device
         self.vocab_size = vocab_size
@@ -49,7 +47,6 @@ class ModelDrafter:
             tokens_CL,
             to_device(layout.length_C, self.device),
             to_device(layout.request_C, self.device),
-            to_device(layout.rank_C, self.device),
             table,
             self._leads(rows, layout),
             _layers(rows, layout, self.device),
@@ -68,9 +65,10 @@ class ModelDrafter:
         width = row.widths[depth - 1]
         return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
 
-    def _first_key(self, row: Row) -> int:
+    @staticmethod
+    def _first_key(row: Row) -> int:
         """Index of the first token the model sees: at least all it computes now."""
-        nearest = min(row.draft_first_index, row.end - self.window) if self.window else 0
+        nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
         return max(row.draft_start, nearest)
 
     def _catch_up(self, plan: Plan) -> Tensor:

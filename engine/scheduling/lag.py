@@ -38,7 +38,7 @@ class CatchingUp:
         """Known tokens it must catch up on before the target's next; none where nothing is drafted."""
         if not sequence.request.speculation.num_drafts:
             return 0
-        return max(0, sequence.num_target_computed - draft_from(sequence, self.draft_window))
+        return max(0, sequence.num_target_computed - draft_from(sequence))
 
     def is_far(self, sequence: Sequence) -> bool:
         """Whether it is too far behind to catch up in a step that drafts."""
@@ -49,12 +49,12 @@ class CatchingUp:
     def to_read(self, sequence: Sequence) -> int:
         """Prompt tokens it reads for a request that drafts."""
         missing = len(sequence.request.prompt_token_ids) - max(0, sequence.num_cached)
-        return min(missing, self.draft_window) if self.draft_window else missing
+        return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
-    def most_cached(self, num_tokens: int, num_drafted: int) -> int:
-        """Tokens of a cached prefix that a request begins behind if it is to draft in its first step: it has K/V of
-        `num_drafted` of them."""
-        nearest = num_tokens - self.draft_window if self.draft_window else 0
+    def most_cached(self, sequence: Sequence, num_drafted: int) -> int:
+        """Tokens of a cached prefix that a request begins behind if it is to draft in its first step: the draft model
+        has K/V of `num_drafted` of them."""
+        nearest = len(sequence.tokens) - sequence.draft_window if sequence.draft_window else 0
         return max(num_drafted, nearest) + self.most_lag
 
     def share_among(self, sequences: Iterable[Sequence]) -> None:
@@ -62,7 +62,7 @@ class CatchingUp:
         self._share = self.most_lag // max(1, sum(self.lag(sequence) > 0 for sequence in sequences))
 
 
-def draft_from(sequence: Sequence, draft_window: int) -> int:
+def draft_from(sequence: Sequence) -> int:
     """Index of the first token that the draft model would compute: no further back than it sees."""
-    computed = sequence.num_draft_computed
-    return max(computed, len(sequence.tokens) - draft_window) if draft_window else computed
+    computed, window = sequence.num_draft_computed, sequence.draft_window
+    return max(computed, len(sequence.tokens) - window) if window else computed

@@ -68,12 +68,7 @@ def _most_known(sequence: Sequence, budget: int) -> int:
 
 
 def part_of(
-    sequence: Sequence,
-    branching: tuple[int, ...],
-    budget: int,
-    max_copied_tokens: int,
-    draft_window: int,
-    piece: int | None,
+    sequence: Sequence, branching: tuple[int, ...], budget: int, max_copied_tokens: int, piece: int | None
 ) -> Part:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
@@ -90,7 +85,7 @@ def part_of(
     for copy in copies:
         nodes += len(copy.tokens)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
-    draft_first = draft_from(sequence, draft_window)
+    draft_first = draft_from(sequence)
     # Where the draft model has more to catch up on than the target, it takes the budget.
     lag = max(0, first - draft_first) if branching else 0
     samples = num_missing + max(nodes, lag) <= chunk
@@ -118,6 +113,7 @@ def row_of(part: Part, text: Text | None) -> Row:
         draft_known=tuple(sequence.tokens[part.draft_first : part.draft_end]),
         draft_first_index=part.draft_first,
         draft_start=part.draft_first if moved else sequence.draft_start,
+        draft_window=sequence.draft_window,
         block_ids=tuple(sequence.block_ids),
         samples=part.samples,
         sampling=request.sampling,

@@ -90,10 +90,15 @@ class Scheduler:
         """The running sequence of a row."""
         return self._running[sequence_id]
 
-    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
-        """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow."""
+    def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
+        """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow.
+
+        fixed_draft_law: the draft law below a text must be the same in every step, so that no window applies: a window
+            begins somewhere else in every step.
+        """
         assert request.request_id not in self._sequence_ids, request.request_id
-        sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
+        window = 0 if fixed_draft_law else self.catching_up.draft_window
+        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=_urgency)
@@ -209,8 +214,7 @@ class Scheduler:
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
         branching, piece = self._drafting(sequence)
-        most_copied, window = self.config.max_copied_tokens, self.catching_up.draft_window
-        return part_of(sequence, branching, budget, most_copied, window, piece)
+        return part_of(sequence, branching, budget, self.config.max_copied_tokens, piece)
 
     def _drafting(self, sequence: Sequence) -> tuple[tuple[int, ...], int | None]:
         """What the sequence draws, as its request says or as the controller has chosen; and where it draws nothing,
@@ -267,9 +271,11 @@ class Scheduler:
             return  # each of its tokens needs a row of logits
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
+        if self.catching_up.draft_window and not sequence.draft_window:
+            num_drafted = 0  # computed by the draft model with a window
         if sequence.request.speculation.num_drafts:
             if self._controller_of(sequence) is None:
-                most_tokens = self.catching_up.most_cached(len(sequence.tokens), num_drafted * self.block_size)
+                most_tokens = self.catching_up.most_cached(sequence, num_drafted * self.block_size)
                 most = most_tokens // self.block_size
                 self.blocks.release(sequence.block_ids[most:])
                 del sequence.block_ids[most:]

@@ -22,6 +22,7 @@ class Sequence:
         "branching",
         "copier",
         "draft_start",
+        "draft_window",
         "grammar",
         "last_step",
         "layers",
@@ -37,7 +38,14 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, sequence_id: int, request: Request, arrived_s: float, grammar: Grammar | None = None) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        arrived_s: float,
+        grammar: Grammar | None = None,
+        draft_window: int = 0,
+    ) -> None:
         self.sequence_id = sequence_id
         self.arrival = sequence_id
         self.request = request
@@ -49,6 +57,8 @@ class Sequence:
         self.num_draft_computed = 0
         self.draft_start = 0
         """Index from which on the computed draft K/V has no gap."""
+        self.draft_window = draft_window
+        """Tokens before its drafts that the draft model sees; 0 is all."""
         self.branching = request.speculation.branching
         """What its request drafts in a step."""
         self.block_ids: list[int] = []

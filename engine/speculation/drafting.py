@@ -37,8 +37,9 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     """[N, K] K children below each node; deterministic in the weights and the noise.
 
     weights_NV: the draft law (for `most_likely`: anything that orders the tokens, such as logits).
-    Where a law's support is smaller than K, surplus children get an arbitrary token that the rules for the
-    method recognise (its probability among what is left is 0).
+    Where a law's support is smaller than K, surplus children get a token whose probability among what is left is 0,
+    by which the rules for the method recognise it. `greedy` and `spechub` children always differ from each other: their
+    rules expect one node for each, and one draw below it.
     """
     num_children = uniform_NK.shape[1]
     if method == MOST_LIKELY:
@@ -47,20 +48,27 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
         row_C = torch.arange(len(weights_NV), device=weights_NV.device).repeat_interleave(num_children)
         return fused.draw(weights_NV, row_C, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
     if method == "greedy":
-        top_NK = weights_NV.topk(num_children - 1, dim=1).indices
-        rest_N1 = categorical(weights_NV.scatter(1, top_NK, 0.0), uniform_NK[:, -1]).unsqueeze(1)
-        return torch.cat([top_NK, rest_N1], 1)
+        likeliest_NK = weights_NV.topk(num_children, dim=1).indices
+        rest_NV = weights_NV.scatter(1, likeliest_NK[:, :-1], 0.0)
+        return torch.cat([likeliest_NK[:, :-1], _drawn_or(rest_NV, uniform_NK[:, -1], likeliest_NK[:, -1])], 1)
     if method == "spechub":
-        hub_N = weights_NV.argmax(1)
-        first_N = categorical(weights_NV, uniform_NK[:, 0])
-        other_N = categorical(weights_NV.scatter(1, hub_N.unsqueeze(1), 0.0), uniform_NK[:, 1])
-        return torch.stack([first_N, torch.where(first_N == hub_N, other_N, hub_N)], 1)
+        hub_N1 = weights_NV.argmax(1, keepdim=True)
+        first_N1 = categorical(weights_NV, uniform_NK[:, 0]).unsqueeze(1)
+        another_N = (hub_N1.squeeze(1) + 1) % weights_NV.shape[1]
+        other_N1 = _drawn_or(weights_NV.scatter(1, hub_N1, 0.0), uniform_NK[:, 1], another_N)
+        return torch.cat([first_N1, torch.where(first_N1 == hub_N1, other_N1, hub_N1)], 1)
     assert method == "without_replacement", method
     tokens = []
     for k in range(num_children):
         tokens.append(categorical(weights_NV, uniform_NK[:, k]))
         weights_NV = weights_NV.scatter(1, tokens[-1].unsqueeze(1), 0.0)
     return torch.stack(tokens, 1)
+
+
+def _drawn_or(weights_NV: Tensor, uniform_N: Tensor, otherwise_N: Tensor) -> Tensor:
+    """[N, 1] a token drawn from each row, or `otherwise_N` where the row has no mass."""
+    drawn_N = torch.where(weights_NV.sum(1) > 0, categorical(weights_NV, uniform_N), otherwise_N)
+    return drawn_N.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -110,15 +118,13 @@ class Layers:
 
 @dataclass(frozen=True)
 class Chains:
-    """The drafted chains of a step, flat over requests and sorted by request."""
+    """The drafted chains of a step, flat over requests: the chains of a request lie side by side, in order."""
 
     tokens_CL: Tensor
     """Drafted tokens; 0 beyond a chain's length."""
     length_C: Tensor
     request_C: Tensor
     """Which sampling row (0, 1, ...) a chain belongs to."""
-    rank_C: Tensor
-    """Index of the chain within its request."""
     draft: LawTable
     """The laws the tokens were drawn from."""
     leads_CL: Tensor | None = None
@@ -144,7 +150,6 @@ class Chains:
             self.tokens_CL[index],
             self.length_C[index],
             self.request_C[index],
-            self.rank_C[index],
             self.draft.select(index),
             None if self.leads_CL is None else self.leads_CL[index],
             None if self.layers is None else self.layers.select(index),

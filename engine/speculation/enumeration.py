@@ -107,10 +107,10 @@ class EveryChain:
     def of(model: Model) -> EveryChain:
         """Every path, as the chain of a request of its own."""
         paths = model.paths(model.length)
-        return EveryChain.among(model, paths, torch.arange(len(paths)), torch.zeros(len(paths), dtype=torch.int64))
+        return EveryChain.among(model, paths, torch.arange(len(paths)))
 
     @staticmethod
-    def among(model: Model, paths: list[Path], request_C: Tensor, rank_C: Tensor) -> EveryChain:
+    def among(model: Model, paths: list[Path], request_C: Tensor) -> EveryChain:
         """These paths, as the chains of these requests."""
         prefixes = [prefix for length in range(model.length + 1) for prefix in model.paths(length)]
         number = {prefix: i for i, prefix in enumerate(prefixes)}
@@ -121,7 +121,6 @@ class EveryChain:
             torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
             torch.full((len(paths),), model.length),
             request_C,
-            rank_C,
             LawTable(model.rows(model.draft, inner), node_CX[:, : model.length]),
             layers=_layers(model, len(paths)),
         )
@@ -348,8 +347,7 @@ def traversal_outcomes(model: Model, branching: Sequence[int], method: str) -> l
     trees = drafted_trees(model, branching, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
     request_C = torch.tensor([number for number, (_, tree) in enumerate(trees) for _ in tree])
-    rank_C = torch.tensor([rank for _, tree in trees for rank in range(len(tree))])
-    every = EveryChain.among(model, leaves, request_C, rank_C)
+    every = EveryChain.among(model, leaves, request_C)
     left = np.array([probability for probability, _ in trees])
     outcomes: list[Outcome] = []
 

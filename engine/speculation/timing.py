@@ -44,7 +44,6 @@ def made_up_chains(
         torch.stack(tokens, 1),
         torch.full((total,), length),
         request_C,
-        torch.arange(num_chains).repeat(num_requests),
         LawTable(draft_NV, row_CX[:, :length]),
     )
     noise = ChainNoise(

@@ -174,7 +174,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         # The last step of an answer emits no more than was asked for.
         return [one.num_accepted == one.draft_length for one in drafting if one.finish_reason is None]
 
-    right, wrong = run(draft_from), run(lambda sequence, _: sequence.num_target_computed)
+    right, wrong = run(draft_from), run(lambda sequence: sequence.num_target_computed)
     assert len(right) > 20
     assert all(right)
     assert not all(wrong)

@@ -127,8 +127,7 @@ def chains_of(chance: np.random.Generator, num_requests: int, num_chains: int, l
     uniform = torch.from_numpy(chance.random(count * length)).to(DEVICE)
     tokens_CL = categorical(draft.law_NV, uniform).view(count, length)
     request_C = torch.arange(num_requests, device=DEVICE).repeat_interleave(num_chains)
-    rank_C = torch.arange(num_chains, device=DEVICE).repeat(num_requests)
-    return Chains(tokens_CL, length_C, request_C, rank_C, draft), target
+    return Chains(tokens_CL, length_C, request_C, draft), target
 
 
 @pytest.mark.parametrize(("verify", "num_chains"), [(verify_token, 1), (verify_block, 1), (verify_bv_race, 3)])

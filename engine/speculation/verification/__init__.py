@@ -42,9 +42,9 @@ _ALL = (
     Rule("weighted_race", TopDown(weighted_race), trees=True),
     Rule("ot_lp", TopDown(ot_lp), trees=True, max_vocabulary=MAX_VOCABULARY),
     Rule("block", verify_block, max_drafts=1),
-    Rule("greedy_block", verify_greedy_block, max_drafts=1, copies=False),
+    Rule("greedy_block", verify_greedy_block, max_drafts=1, changes_targets=True),
     Rule("bv_race", verify_bv_race),
-    Rule("spectr_gbv", verify_spectr_gbv, copies=False),
+    Rule("spectr_gbv", verify_spectr_gbv, changes_targets=True),
     Rule("traversal", verify_traversal, draft_methods=("without_replacement", "iid"), trees=True),
 )
 

@@ -26,7 +26,7 @@ class NodeRule(Protocol):
     def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
         """[N, V] law of the emitted token, float64.
 
-        drafted_NK: drafted tokens in the order they were drawn, duplicates included.
+        drafted_NK: drafted tokens in the order they were drawn, duplicates included; those that exist come first.
         present_NK: which of them exist; a node without drafts emits from the target law.
         """
 
@@ -54,6 +54,15 @@ def point_mass(token_N: Tensor, weight_N: Tensor, vocab_size: int) -> Tensor:
     return rows_NV.scatter_(1, token_N.unsqueeze(1), weight_N.unsqueeze(1))
 
 
+def packed(drafted_NK: Tensor, present_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, with the drafts that are present moved to the front, in their order.
+
+    In a tree a node's children are led by chains that do not lie side by side.
+    """
+    order_NK = present_NK.int().argsort(dim=1, descending=True, stable=True)
+    return drafted_NK.gather(1, order_NK), present_NK.gather(1, order_NK)
+
+
 class TopDown:
     """A chain rule made of a node rule."""
 
@@ -79,7 +88,7 @@ class TopDown:
                 drafted_BK = chains.tokens_CL[chain_BK, depth]
                 present_BK = alive_BK & (depth < chains.length_C[chain_BK])
                 leads_BK = True if chains.leads_CL is None else chains.leads_CL[chain_BK, depth]
-                law_BV = self.node_rule(target_BV, draft_BV, drafted_BK, present_BK & leads_BK)
+                law_BV = self.node_rule(target_BV, draft_BV, *packed(drafted_BK, present_BK & leads_BK))
             else:
                 drafted_BK, present_BK = torch.zeros_like(chain_BK), torch.zeros_like(alive_BK)
                 law_BV = target_BV

@@ -47,24 +47,29 @@ class Rule:
     """Draft methods for which the rule is exact; the first is its own."""
     trees: bool = False
     """Whether nodes below the root may have several children; else chains must be independent."""
-    copies: bool = True
-    """Whether copied chains may come before its own: not where it changes the targets of later positions."""
+    changes_targets: bool = False
+    """Whether a step leaves changes of the targets of later positions behind (`layers.py`): then the draft law below a
+    text must stay what it was, and no copied chains may come before the rule's own."""
     max_vocabulary: int | None = None
     """Largest vocabulary the rule can be computed for; None is no limit."""
 
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
-    """([B, K] the chains of each request in order of rank, [B, K] whether there is one)."""
-    request_C, rank_C = chains.request_C, chains.rank_C
-    if chains.shape is not None:
-        dense_C, shape = request_C, chains.shape
-    else:
-        dense_C = torch.unique_consecutive(request_C, return_inverse=True)[1]
-        shape = (int(dense_C[-1]) + 1, int(rank_C.max()) + 1)
+    """([B, K] the chains of each request in order, [B, K] whether there is one).
+
+    Every request has a chain in column 0, whichever of its drafted chains are left; where there is none, chain 0 fills.
+    """
+    request_C = chains.request_C
+    chain_C = torch.arange(chains.num_chains, device=request_C.device)
+    begins_C = torch.ones_like(request_C, dtype=torch.bool)
+    begins_C[1:] = request_C[1:] != request_C[:-1]
+    number_C = begins_C.cumsum(0) - 1
+    place_C = chain_C - torch.where(begins_C, chain_C, 0).cummax(0).values
+    shape = chains.shape if chains.shape is not None else (int(number_C[-1]) + 1, int(place_C.max()) + 1)
     chain_BK = torch.zeros(shape, dtype=torch.int64, device=request_C.device)
     exists_BK = torch.zeros(shape, dtype=torch.bool, device=request_C.device)
-    chain_BK[dense_C, rank_C] = torch.arange(chains.num_chains, device=request_C.device)
-    exists_BK[dense_C, rank_C] = True
+    chain_BK[number_C, place_C] = chain_C
+    exists_BK[number_C, place_C] = True
     return chain_BK, exists_BK
 
 
