@@ -22,6 +22,7 @@ from engine.config import (
     Dtype,
     EngineConfig,
     EngineFacts,
+    GrammarConfig,
     ModelConfig,
     Prepack,
     RuleFacts,
@@ -31,7 +32,7 @@ from engine.config import (
 from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
 from engine.files import model_file
 from engine.metrics import PHASES, StepStats
-from engine.request import Limits, Request, Sampling, Speculation, TokenLogprob
+from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.sampling.noise import choice_seed
 from engine.scheduling.outcome import Outcome
 
@@ -68,8 +69,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     facts: EngineFacts
 
 
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the grammar of a request can be followed; sent for requests that have one."""
+
+    request_id: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a request it cannot serve; the request's last message."""
+    """From the engine: a request it cannot serve (any further); the request's last message."""
 
     request_id: str
     message: str
@@ -92,7 +99,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Abort | Stop
-FromEngine = Loading | Ready | Refused | Step | Failed
+FromEngine = Loading | Ready | Accepted | Refused | Step | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -139,11 +146,13 @@ def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.P
 
 
 __all__ = [
+    "GRAMMAR",
     "MODEL",
     "PHASES",
     "PREDICTION",
     "PROMPT_LOOKUP",
     "Abort",
+    "Accepted",
     "CacheConfig",
     "ConfigError",
     "Device",
@@ -154,6 +163,7 @@ __all__ = [
     "EngineStopped",
     "Failed",
     "FromEngine",
+    "GrammarConfig",
     "Limits",
     "LoadError",
     "Loading",

@@ -94,7 +94,7 @@ def assemble(
     drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
     tokenizer = config.model.tokenizer or target.name
     revision = config.model.revision if tokenizer == config.model.target else None
-    grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision)
+    grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
 
 

@@ -98,10 +98,22 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Highest draft_length a request may ask for."""
 
 
+class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that follows a request's grammar may use; a grammar that needs more ends its request."""
+
+    start_timeout_s: float = 5.0
+    """CPU time to read the grammar and compute its first mask."""
+    mask_timeout_s: float = 0.05
+    """CPU time to compute the masks of a step. Other requests wait for it."""
+    memory_bytes: int = 1 << 30
+    """Memory beside the vocabulary, which all share."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the engine process is told."""
 
     model: ModelConfig
+    grammars: GrammarConfig = GrammarConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculation: SpeculationConfig = SpeculationConfig()

@@ -17,17 +17,24 @@ from engine.cache.tensors import Moves, slots_of
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
+from engine.errors import RequestError
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
 from engine.metrics import Overhead, StepStats, Stopwatch
 from engine.pace import Pace, Step
 from engine.plan import Plan, Verdict
 from engine.request import Request
-from engine.sampling.grammar import Grammars
+from engine.sampling.following import FollowedGrammar, Following, GrammarSource
 from engine.scheduling.controller import added
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.verifying import Winner, observe_gap, split_prompts, verify_chains
+
+Failures = Sequence[tuple[str, RequestError]]
+"""Requests (by id) that have ended with an error."""
+
+# Grammars are followed for the requests that run, and for as many that are next.
+_GRAMMARS_PER_SEAT = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class StepResult:
 
     outcomes: list[Outcome]
     stats: StepStats
+    failed: Failures = ()
+    """Requests that could not go on."""
 
 
 class Engine:
@@ -48,14 +57,14 @@ class Engine:
         scheduler: Scheduler,
         facts: EngineFacts,
         limits: SpeculationConfig,
-        grammars: Grammars,
+        grammars: GrammarSource,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.scheduler = scheduler
         self.facts = facts
         self.limits = limits
-        self.grammars = grammars
+        self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
         self.pace: Pace | None = None
         """Of plain decoding; None where it was not measured."""
         self.num_steps = 0
@@ -72,14 +81,26 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises RequestError where it cannot be served as asked."""
         check_request(request, self.facts, self.limits)
-        grammar = self.grammars.start(request.sampling.grammar) if request.sampling.grammar else None
+        if request.sampling.grammar:
+            self.following.add(request)
+        else:
+            self._queue(request, None)
+
+    def queue_followed(self) -> tuple[list[str], Failures]:
+        """Queue the requests whose grammars have become ready; (their ids, those whose grammars cannot be followed)."""
+        ready, failed = self.following.ready()
+        for request, grammar in ready:
+            self._queue(request, grammar)
+        return [request.request_id for request, _ in ready], failed
+
+    def _queue(self, request: Request, grammar: FollowedGrammar | None) -> None:
         speculation = request.speculation
         drafts = bool(speculation.num_drafts)
         self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it has already ended."""
-        is_known = self.scheduler.abort(request_id)
+        is_known = self.following.end(request_id) or self.scheduler.abort(request_id)
         if not self.scheduler.has_work:
             self._overhead.pause()  # the next step is not the next of these
         return is_known
@@ -88,13 +109,26 @@ class Engine:
         """One step with its measurements."""
         self.stopwatch.start()
         outcomes = self.step()
+        failed = self._end_followed(outcomes)
         wall_s, phases_s = self.stopwatch.stop()
         self.num_steps += 1
         # What lies around the parts of a step, planning and messages, a plain step has too; but it has no controller.
         around_s = self._overhead.add(self.stopwatch, self.scheduler.has_work, self._controlling_s())
         self._note_time(wall_s)
         plain_s, prompt_s = self._beside_plain(around_s.usual, self.stopwatch.parts_s - phases_s["draft"])
-        return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, prompt_s, phases_s))
+        gone = {request_id for request_id, _ in failed}
+        outcomes = [outcome for outcome in outcomes if outcome.request_id not in gone]
+        return StepResult(outcomes, self.stats(wall_s + around_s.before, plain_s, prompt_s, phases_s), failed)
+
+    def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
+        """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""
+        failed = self.following.failed()
+        for request_id, _ in failed:
+            self.scheduler.abort(request_id)
+        for outcome in outcomes:
+            if outcome.finish_reason is not None:
+                self.following.end(outcome.request_id)
+        return failed
 
     def _controlling_s(self) -> float:
         """What the controller has taken since the last call."""
@@ -121,7 +155,7 @@ class Engine:
             prompt_s=prompt_s,
             phases_s=phases_s or {},
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self.following.num_waiting,
             num_blocks_used=scheduler.blocks.num_used,
             num_preemptions=scheduler.num_preemptions,
             num_cache_queries=scheduler.num_cache_queries,

@@ -10,7 +10,7 @@ A *slot* is the place of one token in the K/V pool, an *index* its place in the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -44,8 +44,11 @@ class TargetLayer:
 class Grammar(Protocol):
     """What an answer must follow."""
 
-    def allowed(self, answer: Sequence[int], path: Sequence[int]) -> npt.NDArray[np.bool_] | None:
-        """[V] which tokens may follow an answer and a path below it; None where it has no law."""
+    def masks(
+        self, answer: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Callable[[], list[npt.NDArray[np.bool_] | None]]:
+        """Ask which tokens may follow an answer and each path below it ([V]; None where it has no law); the result
+        waits for the masks."""
 
 
 @dataclass(frozen=True, slots=True)

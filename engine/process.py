@@ -14,6 +14,7 @@ import zmq
 
 from engine.api import (
     Abort,
+    Accepted,
     Failed,
     FromEngine,
     Loading,
@@ -28,11 +29,12 @@ from engine.api import (
     encode,
 )
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.engine import Engine, Failures
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.pace import Pace
 
 _IDLE_POLL_MS = 500
+_GRAMMAR_POLL_MS = 2
 
 
 class Mailbox:
@@ -51,10 +53,10 @@ class Mailbox:
         """Deliver a message to the server."""
         self._outbox.send(encode(message))
 
-    def receive(self, wait: bool) -> list[bytes]:
-        """All waiting messages; with `wait`, after at least one has come or a moment has passed."""
-        if wait:
-            self._inbox.poll(_IDLE_POLL_MS)
+    def receive(self, wait_ms: int) -> list[bytes]:
+        """All waiting messages, after at least one has come or so much time has passed."""
+        if wait_ms:
+            self._inbox.poll(wait_ms)
         messages = []
         while True:
             try:
@@ -77,7 +79,7 @@ class Mailbox:
 def serve(engine: Engine, mailbox: Mailbox) -> None:
     """Step while there is work, until told to stop."""
     while not mailbox.is_orphaned:
-        for data in mailbox.receive(wait=not engine.scheduler.has_work):
+        for data in mailbox.receive(_wait_ms(engine)):
             message = decode_to_engine(data)
             if isinstance(message, Stop):
                 return
@@ -87,9 +89,14 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
                     mailbox.send(Step([], engine.stats()))
             else:
                 _submit(engine, message, mailbox)
+        accepted, refused = engine.queue_followed()
+        for request_id in accepted:
+            mailbox.send(Accepted(request_id))
+        _refuse(refused, mailbox)
         if engine.scheduler.has_work:
             result = engine.run_step()
             mailbox.send(Step(result.outcomes, result.stats))
+            _refuse(result.failed, mailbox)
             if not engine.scheduler.has_work:
                 engine.scheduler.check_invariants()
 
@@ -98,7 +105,19 @@ def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:
     try:
         engine.submit(message.request)
     except RequestError as error:
-        mailbox.send(Refused(message.request.request_id, str(error), error.param, error.code))
+        _refuse([(message.request.request_id, error)], mailbox)
+
+
+def _refuse(failures: Failures, mailbox: Mailbox) -> None:
+    for request_id, error in failures:
+        mailbox.send(Refused(request_id, str(error), error.param, error.code))
+
+
+def _wait_ms(engine: Engine) -> int:
+    """How long to wait for a message: not while there is work, and shortly while a grammar is being read."""
+    if engine.scheduler.has_work:
+        return 0
+    return _GRAMMAR_POLL_MS if engine.following.num_waiting else _IDLE_POLL_MS
 
 
 def start(config: EngineConfig, mailbox: Mailbox) -> Engine:

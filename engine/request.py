@@ -9,6 +9,8 @@ import msgspec
 from engine.config import MODEL
 
 _MIN_TEMPERATURE = 1e-5
+GRAMMAR = "grammar"
+"""Field that errors of grammars name; who made the grammar knows which of its own fields that was."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

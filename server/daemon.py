@@ -86,7 +86,9 @@ def run(settings: Serve) -> int:
         way_out = "--uds" if settings.uds else "--port"
         print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
-    client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
+    client = EngineClient(
+        settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs, settings.stall_timeout
+    )
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
     server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format)

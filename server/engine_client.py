@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import zmq.asyncio
 
 from engine.api import (
     Abort,
+    Accepted,
     EngineBusy,
     EngineConfig,
     EngineFacts,
@@ -52,6 +54,29 @@ class Ticket:
         self.index_of = {request.request_id: index for index, request in enumerate(requests)}
         self.open_ids = set(self.index_of)
         self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
+        self._undecided = {request.request_id for request in requests if request.sampling.grammar}
+        self._is_decided = asyncio.Event()
+        self._error: Exception | None = None
+        if not self._undecided:
+            self._is_decided.set()
+
+    async def admitted(self) -> None:
+        """Wait until the grammars of all its requests can be followed; raises what is wrong with one."""
+        await self._is_decided.wait()
+        if self._error is not None:
+            raise self._error
+
+    def accept(self, request_id: str) -> None:
+        """A request's grammar can be followed."""
+        self._undecided.discard(request_id)
+        if not self._undecided:
+            self._is_decided.set()
+
+    def fail(self, error: Exception) -> None:
+        """One of its requests cannot go on."""
+        self._error = error
+        self._is_decided.set()
+        self.arrivals.put_nowait(error)
 
     async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
         """(index of the request, its outcome, the step's stats) until all have ended."""
@@ -66,7 +91,8 @@ class Ticket:
 class EngineClient:
     """Starts and talks to the engine process."""
 
-    def __init__(self, config: EngineConfig, max_open_requests: int) -> None:
+    def __init__(self, config: EngineConfig, max_open_requests: int, stall_timeout_s: float = 0.0) -> None:
+        """stall_timeout_s: with requests open, how long the engine may say nothing; 0 is for ever."""
         self.config = config
         self.max_open_requests = max_open_requests
         self.facts: EngineFacts | None = None
@@ -78,11 +104,20 @@ class EngineClient:
         self.ended = asyncio.Event()
         self.is_draining = False
         self._tickets: dict[str, Ticket] = {}
+        self._stall_timeout_s = stall_timeout_s
+        self._progress_s = time.monotonic()
+        self._is_stalled = False
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine process runs (loading counts)."""
         return not self.ended.is_set()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests are open and no step has ended for too long."""
+        quiet_s = time.monotonic() - self._progress_s
+        return self.facts is not None and 0 < self._stall_timeout_s < quiet_s and self.num_open > 0
 
     @property
     def is_ready(self) -> bool:
@@ -145,6 +180,8 @@ class EngineClient:
             )
         if self.num_open + len(requests) > self.max_open_requests:
             raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
+        if not self.num_open:
+            self._progress_s = time.monotonic()
         ticket = Ticket(requests)
         for request in requests:
             self._tickets[request.request_id] = ticket
@@ -165,7 +202,7 @@ class EngineClient:
     def end_all(self, message: str) -> None:
         """End every open request with an `EngineStopped`."""
         for ticket in set(self._tickets.values()):
-            ticket.arrivals.put_nowait(EngineStopped(message))
+            ticket.fail(EngineStopped(message))
         self._tickets.clear()
 
     def _send(self, message: ToEngine) -> None:
@@ -180,6 +217,7 @@ class EngineClient:
                     self._receive(await self._from_engine.recv())
                 elif self.process.poll() is not None:
                     break
+                self._note_stall()
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -187,7 +225,16 @@ class EngineClient:
         finally:
             self._end()
 
+    def _note_stall(self) -> None:
+        """Say once that no step ends any more, or that steps end again."""
+        if self.is_stalled and not self._is_stalled:
+            log.error("no step has ended for %.0f s with %d requests open", self._stall_timeout_s, self.num_open)
+        elif self._is_stalled and not self.is_stalled:
+            log.warning("steps end again")
+        self._is_stalled = self.is_stalled
+
     def _receive(self, data: bytes) -> None:
+        self._progress_s = time.monotonic()
         message = decode_from_engine(data)
         if isinstance(message, Step):
             self._deliver(message)
@@ -197,6 +244,9 @@ class EngineClient:
         elif isinstance(message, Ready):
             self.on_ready(message.facts)
             self.facts = message.facts
+        elif isinstance(message, Accepted):
+            if (ticket := self._tickets.get(message.request_id)) is not None:
+                ticket.accept(message.request_id)
         elif isinstance(message, Refused):
             self._refuse(message)
         else:
@@ -218,7 +268,7 @@ class EngineClient:
         ticket = self._tickets.pop(message.request_id, None)
         if ticket is not None:
             ticket.open_ids = ticket.open_ids - {message.request_id}
-            ticket.arrivals.put_nowait(RequestError(message.message, message.param, message.code))
+            ticket.fail(RequestError(message.message, message.param, message.code))
 
     def _end(self) -> None:
         self.ended.set()

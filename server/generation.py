@@ -7,13 +7,13 @@ speculation counts all agree about where the answer ends. Not for: HTTP shapes.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
 
-from engine.api import Outcome, Request, StepStats, TokenLogprob
+from engine.api import GRAMMAR, Outcome, Request, RequestError, StepStats, TokenLogprob
 from server.answers import PromptLogprobs
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
@@ -177,15 +177,23 @@ class Generation:
     """All choices of one HTTP call, `num_choices` of them for each prompt."""
 
     def __init__(
-        self, requests: Sequence[Request], tokenizer: Tokenizer, options: TextOptions, num_choices: int
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        num_choices: int,
+        grammar_param: str | None = None,
     ) -> None:
+        """grammar_param: the field of the call that its grammar comes from."""
+        self._grammar_param = grammar_param
         self.choices = [Choice(request, tokenizer, options) for request in requests]
         self.num_choices = num_choices
         self.clock = Clock()
 
     async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
-        async with client.submit([choice.request for choice in self.choices]) as ticket:
+        async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
+            await ticket.admitted()
             metrics.start(self.num_prompt_tokens)
             try:
                 # Admission succeeded: a stream may send its headers now.
@@ -203,6 +211,16 @@ class Generation:
                         yield Delta(index, released, choice.finish_reason, new)
             finally:
                 metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
+
+    @asynccontextmanager
+    async def _naming_its_field(self) -> AsyncIterator[None]:
+        """Errors of the grammar name the field that it comes from."""
+        try:
+            yield
+        except RequestError as error:
+            if error.param != GRAMMAR or self._grammar_param is None:
+                raise
+            raise RequestError(f"{self._grammar_param}: {error}", self._grammar_param, error.code) from error
 
     def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> list[str | CallPiece]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens

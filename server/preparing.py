@@ -27,7 +27,7 @@ from server.sampling_fields import (
     without_equal_chains,
 )
 from server.state import Server
-from server.structured import grammar_of
+from server.structured import Structure, structure_of
 from server.tools import ToolUse, plain_text, template_message, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -109,21 +109,21 @@ async def prepare(
     bad_words: tuple[tuple[int, ...], ...] = ()
     if body.bad_words:
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
-    grammar = await server.tokenizer.run(grammar_of, body)
+    structure: Structure = await server.tokenizer.run(structure_of, body)
     if tools is not None:
-        if grammar:
+        if structure.grammar:
             raise RequestError("structured output and tools: ask for one, or for tool_choice none", "tools")
-        grammar = await server.tokenizer.run(tools.grammar)
+        structure = await server.tokenizer.run(tools.structure)
     prediction: tuple[int, ...] = ()
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
         prediction = tuple(await server.tokenizer.run(server.tokenizer.encode, text, False))
-    requests = engine_requests(server, body, prompts, max_tokens, bad_words, grammar, prediction)
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
     # Calls may be marked by special tokens.
     skips = body.skip_special_tokens and (tools is None or "skip_special_tokens" in body.model_fields_set)
     options = TextOptions(stop_strings(body), body.include_stop_str_in_output, skips, echo, tools, body.prompt_logprobs)
-    return Generation(requests, server.tokenizer, options, body.n)
+    return Generation(requests, server.tokenizer, options, body.n, structure.param)
 
 
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:

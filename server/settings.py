@@ -26,6 +26,7 @@ from engine.api import (
     Device,
     Dtype,
     EngineConfig,
+    GrammarConfig,
     ModelConfig,
     Prepack,
     SchedulerConfig,
@@ -43,6 +44,7 @@ def _words(value: Any) -> Any:
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
 Positive = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
 
@@ -140,6 +142,16 @@ class Serve(BaseSettings):
     generation_config: Literal["auto", "neutral"] = Field(
         "auto", description="sampling defaults: the model's generation_config.json, or neutral ones"
     )
+    grammar_start_timeout: PositiveSeconds = Field(
+        5.0, description="seconds of CPU time to read a request's grammar; one that needs more gets 400"
+    )
+    grammar_mask_timeout: PositiveSeconds = Field(
+        0.05, description="seconds of CPU time for a grammar's masks in a step; a request that needs more ends"
+    )
+    grammar_memory_bytes: Positive = Field(1 << 30, description="memory that a request's grammar may take")
+    stall_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0, description="seconds without the end of a step after which /health is 503; 0: never"
+    )
     max_request_bytes: Positive = Field(4 << 20, description="largest request body; more gets 413")
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
@@ -225,6 +237,11 @@ class Serve(BaseSettings):
                 num_threads=self.num_threads,
                 prepack=self.prepack,
                 tensor_parallel_size=self.tensor_parallel_size,
+            ),
+            grammars=GrammarConfig(
+                start_timeout_s=self.grammar_start_timeout,
+                mask_timeout_s=self.grammar_mask_timeout,
+                memory_bytes=self.grammar_memory_bytes,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

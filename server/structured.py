@@ -1,5 +1,6 @@
 """From `response_format` and `structured_outputs` to a grammar that the engine follows.
 
+Text only: whether a grammar can be followed is found out where it cannot harm other requests, in a process of its own.
 Not for: masks (`engine.sampling.grammar`).
 """
 
@@ -7,24 +8,41 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from llguidance import LLMatcher
 
 from engine.api import RequestError
 from server.protocol import GenerationFields
 
 # vLLM's older names of the kinds of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# An escaped character stays as it is; a slash or the end of a line would end the literal.
+_IN_LITERAL = re.compile(r"\\.|/|[\n\r]")
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+# What vLLM says of the white space in JSON.
+_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 LONGEST_GRAMMAR = 1 << 16
 """Characters."""
 
 
-def grammar_of(body: GenerationFields) -> str:
-    """The grammar a body asks for, "" where it asks for none; raises RequestError for one that is not valid.
+# White space in JSON is free by the grammar, and a model at temperature 1 fills its answer with it.
+_COMPACT = {"whitespace_flexible": False}
+_FLEXIBLE = {"whitespace_flexible": True}
 
-    May take a while for a large schema: not for the event loop.
-    """
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer must follow."""
+
+    grammar: str = ""
+    """As the engine reads it; "" for none."""
+    param: str | None = None
+    """The field that asked for it."""
+
+
+def structure_of(body: GenerationFields) -> Structure:
+    """The structure a body asks for; raises RequestError for one that cannot be read."""
     wanted: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
         wanted += _of_response_format(body.response_format)
@@ -34,7 +52,7 @@ def grammar_of(body: GenerationFields) -> str:
         if getattr(body, name) is not None:
             wanted.append((name, kind, getattr(body, name)))
     if not wanted:
-        return ""
+        return Structure()
     if len(wanted) > 1:
         raise RequestError(f"{wanted[0][0]} and {wanted[1][0]}: ask for one structure only", wanted[1][0])
     param, kind, value = wanted[0]
@@ -45,9 +63,7 @@ def grammar_of(body: GenerationFields) -> str:
         raise RequestError(f"{param}: half characters or too much nesting ({type(error).__name__})", param) from error
     if len(grammar) > LONGEST_GRAMMAR:
         raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {LONGEST_GRAMMAR}", param)
-    if fault := LLMatcher.validate_grammar(grammar, None):
-        raise RequestError(f"{param}: {' '.join(fault.split())[:400]}", param)
-    return grammar
+    return Structure(grammar, param)
 
 
 def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
@@ -68,28 +84,59 @@ def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
 def _of_kinds(value: Any, param: str) -> list[tuple[str, str, Any]]:
     if not isinstance(value, dict):
         raise RequestError(f"{param} must be an object with json, regex, choice or grammar", param)
-    kinds = [(param, kind, value[kind]) for kind in value if value[kind] is not None]
+    options = {name: value.get(name) for name in _OPTIONS}
+    kinds = [(param, kind, value[kind]) for kind in value if kind not in _OPTIONS and value[kind] is not None]
     for _, kind, _ in kinds:
         if kind not in _OLD_NAMES.values():
             raise RequestError(f"{param}.{kind} is not supported; use json, regex, choice or grammar", param)
-    return kinds
+    return [(param, kind, _with_whitespace(of_kind, kind, options, param)) for param, kind, of_kind in kinds]
+
+
+def _with_whitespace(value: Any, kind: str, options: Mapping[str, Any], param: str) -> Any:
+    """A schema with vLLM's options of white space in it."""
+    compact, pattern = (options[name] for name in _OPTIONS)
+    if compact is None and pattern is None:
+        return value
+    if kind != "json":
+        raise RequestError(f"{param}: {' and '.join(_OPTIONS)} go with json only", param)
+    if not isinstance(compact, bool | None) or not isinstance(pattern, str | None):
+        raise RequestError(f"{param}: {_OPTIONS[0]} must be true or false, {_OPTIONS[1]} a regular expression", param)
+    schema = _schema_of(value, param)
+    space = _COMPACT if compact else {"whitespace_pattern": pattern} if pattern is not None else _FLEXIBLE
+    return {"x-guidance": space, **schema} if isinstance(schema, dict) else schema
 
 
 def _compile(param: str, kind: str, value: Any) -> str:
     """The grammar of one kind, as llguidance reads it."""
     if kind == "json":
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise RequestError(f"{param}: the schema is not valid JSON ({error})", param) from error
-        if not isinstance(value, dict | bool):
-            raise RequestError(f"{param}: a schema must be an object", param)
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(value)))
+        return json.dumps({"grammars": [{"json_schema": compact(_schema_of(value, param))}]})
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise RequestError(f"{param}: choice must be a list of strings that are not empty", param)
-        return str(LLMatcher.grammar_from_regex("|".join(f"({re.escape(one)})" for one in value)))
+        return _lark_of_regex("|".join(f"({re.escape(one)})" for one in value))
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
-    return str(LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value))
+    return _lark_of_regex(value) if kind == "regex" else value
+
+
+def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """A schema whose JSON has no white space between its parts, unless it says otherwise."""
+    return {"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema
+
+
+def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
+    """A schema, which may come as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"{param}: the schema is not valid JSON ({error})", param) from error
+    if not isinstance(value, dict | bool):
+        raise RequestError(f"{param}: a schema must be an object", param)
+    return value
+
+
+def _lark_of_regex(regex: str) -> str:
+    """The grammar of a regular expression; what would end its Lark literal is escaped."""
+    literal = _IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)
+    return f"start: /{literal}/"

@@ -13,11 +13,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher
-
 from engine.api import RequestError
 from server.protocol import ChatRequest, Message, NamedChoice, TextPart, Tool
-from server.structured import LONGEST_GRAMMAR
+from server.structured import LONGEST_GRAMMAR, Structure, compact
 
 HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
 
@@ -59,10 +57,10 @@ class ToolUse:
         """The tools as chat templates want them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
-    def grammar(self) -> str:
-        """What the answer must follow; "" where the model is free. Not for the event loop."""
+    def structure(self) -> Structure:
+        """What the answer must follow; nothing where the model is free."""
         if not self.forced and not any(tool.function.strict for tool in self.tools):
-            return ""
+            return Structure()
         if self.format not in _GRAMMARS:
             raise RequestError(
                 f"calls in the format of this model ({self.format}) can be neither forced nor strict; use tool_choice "
@@ -72,13 +70,11 @@ class ToolUse:
         known = _GRAMMARS[self.format]
         more = f" ({known['between']} call)*" if self.parallel else ""
         head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
-        lark = f"{head}\nbody: %json {json.dumps({'anyOf': [self._schema(tool) for tool in self.tools]})}"
+        body = compact({"anyOf": [self._schema(tool) for tool in self.tools]})
+        lark = f"{head}\nbody: %json {json.dumps(body)}"
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
-        grammar = str(LLMatcher.grammar_from_lark(lark))
-        if fault := LLMatcher.validate_grammar(grammar, None):
-            raise RequestError(f"tools: a schema cannot be followed: {' '.join(fault.split())[:400]}", "tools")
-        return grammar
+        return Structure(lark, "tools")
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """The schema of a call."""

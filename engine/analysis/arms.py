@@ -195,7 +195,7 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
-        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.grammars)
+        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
         own.pace = pace
         speculation = speculation_of(name)
         if speculation.adaptive:

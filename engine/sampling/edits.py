@@ -76,6 +76,7 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
     biases, penalties = _Entries(), _Entries()
     masked: list[int] = []
     masks: list[Bools] = []
+    following = _followed(places)
     for row, place in enumerate(places):
         if place is None:
             continue
@@ -86,7 +87,7 @@ def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
             tokens_T, counts_T = _counts(place)
             strength = np.tile(_strength(place.sampling), (len(tokens_T), 1))
             penalties.add(row, tokens_T, np.column_stack([strength, counts_T]))
-        allowed = _allowed(place, vocab_size)
+        allowed = _allowed(place, vocab_size, following.get(row))
         if allowed is not None:
             masked.append(row)
             masks.append(allowed)
@@ -124,11 +125,29 @@ def _counts(place: Place) -> tuple[Ints, Numbers]:
     return tokens_T, counts_T
 
 
-def _allowed(place: Place, vocab_size: int) -> Bools | None:
-    """[V] tokens that may come next, None for all; where grammar and other masks leave nothing, the grammar counts."""
+def _followed(places: Sequence[Place | None]) -> dict[int, Bools | None]:
+    """What the grammars allow, by row: each is asked once for all its places, and all before any answer is awaited."""
+    rows: dict[int, list[int]] = {}
+    for row, place in enumerate(places):
+        if place is not None and place.text.grammar is not None:
+            rows.setdefault(id(place.text.grammar), []).append(row)
+    asked = []
+    for of_one in rows.values():
+        own = [place for row in of_one if (place := places[row]) is not None]
+        text, grammar = own[0].text, own[0].text.grammar
+        assert grammar is not None
+        asked.append((of_one, grammar.masks(text.tokens[text.num_prompt :], [place.path for place in own])))
+    return {row: mask for of_one, wait in asked for row, mask in zip(of_one, wait(), strict=True)}
+
+
+def _allowed(place: Place, vocab_size: int, following: Bools | None) -> Bools | None:
+    """[V] tokens that may come next, None for all; where grammar and other masks leave nothing, the grammar counts.
+
+    following: what its grammar allows.
+    """
     sampling, text = place.sampling, place.text
     holds_back = place.num_emitted < text.min_tokens
-    if not (sampling.allowed_token_ids or sampling.bad_words or holds_back or text.grammar is not None):
+    if not (sampling.allowed_token_ids or sampling.bad_words or holds_back or following is not None):
         return None
     allowed = np.ones(vocab_size, dtype=bool)
     if sampling.allowed_token_ids:
@@ -141,9 +160,7 @@ def _allowed(place: Place, vocab_size: int) -> Bools | None:
         allowed[last] = False
     if holds_back:
         allowed[[token for token in text.ends if 0 <= token < vocab_size]] = False
-    if text.grammar is not None:
-        following = text.grammar.allowed(text.tokens[text.num_prompt :], place.path)
-        if following is not None:
-            both = allowed & following
-            allowed = both if both.any() else following
+    if following is not None:
+        both = allowed & following
+        allowed = both if both.any() else following
     return allowed

@@ -1,94 +1,219 @@
-"""Grammars: which tokens may follow an answer and a path of drafted tokens below it. Built on llguidance.
+"""Grammars: which tokens may follow an answer and a path of drafted tokens below it.
 
-A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). One matcher per request
-follows the answer, and a copy of it (1 us) goes down every drafted path, so each node of each branch has its own mask.
-Copies, because llguidance 1.9 does not always come back to where it was: after some rollbacks the next mask is another.
+A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). Each is followed in a
+process of its own (`grammar_process.py`), with limits of time and memory: where one needs more, or crashes, its request
+alone ends with an error. All grammars of a step compute at the same time.
 Not for: making grammars of what a client asked (`server/structured.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
 
+from engine.config import GrammarConfig
 from engine.errors import RequestError
-from engine.files import model_file
+from engine.request import GRAMMAR
+from engine.sampling.grammar_process import (
+    KILL,
+    START,
+    Ask,
+    Begun,
+    FromChild,
+    GaveUp,
+    Masks,
+    Ready,
+    Start,
+    Vocabulary,
+    encode,
+    from_child,
+)
 
 Bools = npt.NDArray[np.bool_]
+
+_LONGEST_MESSAGE = 1 << 20
+# A process that does not run is not at fault; but nobody waits for ever.
+_PATIENCE_S = 10.0
+
+
+class GrammarFailed(RequestError):
+    """A grammar that cannot be followed, or not any further."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR)
 
 
 class GrammarState:
     """Where a request's answer is in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        connection: Connection,
+        grammar: str,
+        vocab_size: int,
+        limits: GrammarConfig,
+        kill: Callable[[int], None],
+    ) -> None:
+        """connection: to the process that follows it; kill: ends that process, by its number."""
+        self.failure: RequestError | None = None
+        """Why the answer cannot go on."""
+        self._connection = connection
         self._vocab_size = vocab_size
-        self._ends = ends
-        self._num_consumed = 0
+        self._limits = limits
+        self._kill = kill
+        self._process_id = 0
+        self._num_told = 0
+        self._is_ready = False
+        self._begin_clock()
+        self._send(Start(grammar))
 
-    def allowed(self, answer: Sequence[int], path: Sequence[int]) -> Bools | None:
-        """[V] which tokens may follow; None below a path that the grammar has no law for (it has ended before).
+    def is_ready(self) -> bool:
+        """Whether masks can be asked for; does not wait. Raises GrammarFailed."""
+        while not self._is_ready and self.failure is None and self._connection.poll():
+            self._receive()
+        if not self._is_ready and self.failure is None:
+            self._check_time(self._limits.start_timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        return self._is_ready
 
-        answer: the request's tokens so far; it only grows from call to call.
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
+        """Ask which tokens may follow each path below an answer: [V], None where a path has ended before.
+
+        answer: the request's tokens so far; it only grows from step to step. The result waits for the masks: ask all
+        grammars first. Where the grammar fails, anything may follow, and `failure` says so.
         """
-        if self._num_consumed < len(answer):
-            self._matcher.consume_tokens(list(answer[self._num_consumed :]))
-            self._num_consumed = len(answer)
-        if not self._ends.isdisjoint(path):
-            return None
-        matcher = self._matcher.deep_copy() if path else self._matcher
-        if (path and not matcher.consume_tokens(list(path))) or matcher.is_error():
-            # A limit of llguidance, or a path off the grammar: nothing may follow but the end.
-            ended = np.zeros(self._vocab_size, dtype=bool)
-            ended[[token for token in self._ends if token < self._vocab_size]] = True
-            return ended
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        more = list(answer[self._num_told :])
+        if more or not answer:
+            self._begin_clock()  # a step asks several times about one answer
+        self._num_told = len(answer)
+        if self.failure is None:
+            self._send(Ask(more, [list(path) for path in paths]))
+        return lambda: self._take(len(paths))
+
+    def _take(self, count: int) -> list[Bools | None]:
+        limit_s = self._limits.mask_timeout_s
+        while self.failure is None:
+            if not self._connection.poll(limit_s):
+                self._check_time(limit_s)
+                continue
+            message = self._receive()
+            if isinstance(message, Masks):
+                return [None if mask is None else self._unpacked(mask) for mask in message.masks]
+        return [None] * count
+
+    def _unpacked(self, mask: bytes) -> Bools:
+        bits = np.frombuffer(mask, dtype=np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+
+    def _send(self, message: Start | Ask) -> None:
+        try:
+            self._connection.send_bytes(encode(message))
+        except OSError:
+            self._fail("its process has ended")
+
+    def _receive(self) -> FromChild | None:
+        try:
+            message = from_child.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._fail("its process has ended: it took more memory than allowed, or the grammar library crashed")
+            return None
+        if isinstance(message, Begun):
+            self._process_id = message.process_id
+        elif isinstance(message, Ready):
+            self._is_ready = True
+        elif isinstance(message, GaveUp):
+            self._fail(message.reason)
+        return message
+
+    def _begin_clock(self) -> None:
+        self._asked_s, self._asked_cpu_s = time.monotonic(), self._cpu_s()
+
+    def _check_time(self, limit_s: float) -> None:
+        """Fail if the process has computed for longer than this since it was asked."""
+        computed_s, waited_s = self._cpu_s() - self._asked_cpu_s, time.monotonic() - self._asked_s
+        if computed_s >= limit_s or waited_s >= limit_s + _PATIENCE_S:
+            self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
+
+    def _cpu_s(self) -> float:
+        """CPU time of the process, as clock_getcpuclockid(3) finds it; 0 while its number is not known."""
+        if not self._process_id:
+            return 0.0
+        try:
+            return time.clock_gettime((~self._process_id << 3) | 2)
+        except OSError:
+            return 0.0  # it has ended, which its connection tells
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or GrammarFailed(reason)
+
+    def end(self) -> None:
+        """Nothing is asked any more: end the process, whatever it does."""
+        if self._process_id:
+            self._kill(self._process_id)
+        self._connection.close()
 
 
 class Grammars:
     """Starts grammars over one model's vocabulary."""
 
     def __init__(
-        self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], revision: str | None = None
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        revision: str | None = None,
+        limits: GrammarConfig | None = None,
     ) -> None:
         """tokenizer: a folder with tokenizer.json, or a hub name; read when the first grammar is started.
 
         revision: of the hub's repository.
         """
-        self._name, self._revision = tokenizer, revision
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._tokenizer: LLTokenizer | None = None
+        self._limits = limits or GrammarConfig()
+        self._vocabulary = Vocabulary(tokenizer, revision, vocab_size, list(eos_token_ids), self._limits.memory_bytes)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarState:
-        """A state at the beginning of an answer; raises RequestError for a grammar that cannot be followed."""
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise RequestError(f"the grammar cannot be used: {_first_line(matcher.get_error())}", "response_format")
-        return GrammarState(matcher, self._vocab_size, frozenset(self._vocabulary().eos_tokens))
+        """A state at the beginning of an answer; `is_ready` tells when it can be asked, or what is wrong with it."""
+        control = self._running()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [START], [theirs.fileno()])
+        # The child reads the grammar once it is forked; the engine does not wait for that.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
+        size = self._vocabulary.vocab_size
+        return GrammarState(Connection(ours.detach()), grammar, size, self._limits, self._kill)
 
-    def _vocabulary(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            try:
-                file = model_file(self._name, "tokenizer.json", self._revision)
-                if file is None:
-                    raise FileNotFoundError("there is none")
-                source = str(file)
-                size = max(self._vocab_size, LLTokenizer(source).vocab_size)
-                self._tokenizer = LLTokenizer(source, n_vocab=size, eos_token=self._eos_token_ids or None)
-            except Exception as error:  # llguidance raises many kinds
-                raise RequestError(
-                    f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}",
-                    "response_format",
-                ) from error
-        return self._tokenizer
+    def _kill(self, process_id: int) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(KILL + process_id.to_bytes(8, "little"))
 
+    def close(self) -> None:
+        """End all processes."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
+        self._control = self._process = None
 
-def _first_line(text: str) -> str:
-    return (text.strip() or "unknown error").splitlines()[0]
+    def _running(self) -> socket.socket:
+        """The socket of the process that starts the others; it is started where there is none."""
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "engine.sampling.grammar_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        ours.send(encode(self._vocabulary))
+        self._control = ours
+        return ours

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import pkgutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -133,14 +134,25 @@ def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[st
 class NoTokenTwice:
     """A grammar that can be followed by hand."""
 
+    failure = None
+
     def start(self, grammar: str) -> NoTokenTwice:
         assert grammar == SAMPLINGS["grammar"]["grammar"]
-        return self
+        return NoTokenTwice()
 
-    def allowed(self, answer: tuple[int, ...], path: tuple[int, ...]) -> np.ndarray:
-        allowed = np.ones(VOCABULARY, dtype=bool)
-        allowed[list((*answer, *path)[-1:])] = False
-        return allowed
+    def is_ready(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        pass
+
+    def masks(self, answer: tuple[int, ...], paths: list[tuple[int, ...]]) -> Callable[[], list[np.ndarray]]:
+        masks = []
+        for path in paths:
+            allowed = np.ones(VOCABULARY, dtype=bool)
+            allowed[list((*answer, *path)[-1:])] = False
+            masks.append(allowed)
+        return lambda: masks
 
 
 def sample(
@@ -152,7 +164,7 @@ def sample(
 ) -> Counter[tuple[int, ...]]:
     """First three tokens of longer answers; `more` are fields of the requests."""
     engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8)
-    engine.grammars = NoTokenTwice()  # type: ignore[assignment]
+    engine.following.source = NoTokenTwice()  # type: ignore[assignment]
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)

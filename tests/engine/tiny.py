@@ -144,6 +144,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> Run:
         engine.submit(one)
         result.tokens[one.request_id] = []
         result.outcomes[one.request_id] = []
+    engine.queue_followed()
     while engine.scheduler.has_work:
         for outcome in engine.run_step().outcomes:
             result.tokens[outcome.request_id] += outcome.token_ids

@@ -1,0 +1,222 @@
+"""The process that follows grammars, one child for each: `python -m engine.sampling.grammar_process FD`.
+
+Grammars come from strangers, and the native library that follows them (llguidance) may take for ever, take all memory
+or crash. So this process reads the model's vocabulary once and forks a child for every grammar, which is cheap because
+memory is shared until it is written. The child has a limit of memory, follows one answer, and can be killed at any
+time.
+No torch here, and one thread: a fork copies only the thread that asks for it.
+
+The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a pair of sockets. It
+ends a child through this process, its parent, so that a process number is never one that was given away again. The
+socket keeps messages apart (SOCK_SEQPACKET).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.files import model_file
+
+START, KILL = b"s", b"k"
+_LONGEST_MESSAGE = 1 << 16
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """To the process: what its children know, and may use."""
+
+    tokenizer: str
+    """Folder with tokenizer.json, or a hub name."""
+    revision: str | None
+    """Of the hub's repository."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    memory_bytes: int
+    """What a child may take beside what it shares."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To a child: the grammar it follows."""
+
+    grammar: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """To a child: which tokens may follow the answer, and each path below it?"""
+
+    answer: list[int]
+    """Tokens of the answer since the last question."""
+    paths: list[list[int]]
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """From a child, when it begins: its number."""
+
+    process_id: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From a child: the grammar can be followed."""
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """From a child: a bit for each token, for each path; None below a path that has ended before."""
+
+    masks: list[bytes | None]
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag=True):
+    """From a child: the grammar cannot be followed (any further), and why."""
+
+    reason: str
+
+
+FromChild = Begun | Ready | Masks | GaveUp
+to_child: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask)
+from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Follower:
+    """Where an answer is in its grammar.
+
+    A copy of the matcher (1 us) goes down every drafted path. Copies, because llguidance 1.9 does not always come back
+    to where it was: after some rollbacks the next mask is another.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._ends = frozenset(tokenizer.eos_tokens)
+        only_ends = bytearray(-(-tokenizer.vocab_size // 8))
+        for token in self._ends:
+            only_ends[token // 8] |= 1 << token % 8
+        self._only_ends = bytes(only_ends)
+        if not self._matcher.is_error():
+            self._matcher.compute_bitmask()
+
+    @property
+    def fault(self) -> str:
+        """Why the grammar cannot be followed; "" while it can."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """What may follow the answer, which has these more tokens, and each path below it."""
+        self._matcher.consume_tokens(list(answer))
+        return [self._mask(path) for path in paths]
+
+    def _mask(self, path: Sequence[int]) -> bytes | None:
+        if not self._ends.isdisjoint(path):
+            return None
+        matcher = self._matcher.deep_copy() if path else self._matcher
+        if path and not matcher.consume_tokens(list(path)):
+            return self._only_ends  # the path is not one of the grammar's, so no answer goes there
+        return bytes(matcher.compute_bitmask())
+
+
+def _first_line(text: str) -> str:
+    return (text.strip() or "unknown error").splitlines()[0][:400]
+
+
+def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
+    """The tokens that masks speak of; raises whatever llguidance raises."""
+    file = model_file(vocabulary.tokenizer, "tokenizer.json", vocabulary.revision)
+    if file is None:
+        raise FileNotFoundError("there is none")
+    size = max(vocabulary.vocab_size, LLTokenizer(str(file)).vocab_size)
+    return LLTokenizer(str(file), n_vocab=size, eos_token=vocabulary.eos_token_ids or None)
+
+
+def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
+    """Follow one grammar until nobody asks any more."""
+    follower: Follower | None = None
+    while True:
+        try:
+            message = to_child.decode(connection.recv_bytes())
+        except EOFError:
+            return
+        masks: list[bytes | None] = []
+        if isinstance(message, Start):
+            follower = Follower(tokenizer, message.grammar)
+        else:
+            assert follower is not None, "a question before the grammar"
+            masks = follower.masks(message.answer, message.paths)
+        if follower.fault:
+            connection.send_bytes(encode(GaveUp(follower.fault)))
+        else:
+            connection.send_bytes(encode(Ready() if isinstance(message, Start) else Masks(masks)))
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let this process take so much more than it has."""
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, taken + more_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, memory_bytes: int) -> None:
+    """All of a child's life; never returns."""
+    status = 1
+    try:
+        control.close()
+        connection = Connection(number)
+        connection.send_bytes(encode(Begun(os.getpid())))
+        if isinstance(tokenizer, str):
+            connection.send_bytes(encode(GaveUp(tokenizer)))
+        else:
+            _limit_memory(memory_bytes)
+            # What the library prints when it panics may quote the client's grammar.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            follow(connection, tokenizer)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork a child for every grammar until the engine is gone; then end those that are left."""
+    vocabulary = msgspec.msgpack.decode(control.recv(_LONGEST_MESSAGE), type=Vocabulary)
+    tokenizer: LLTokenizer | str
+    try:
+        tokenizer = read_vocabulary(vocabulary)
+    except BaseException as error:  # llguidance raises many kinds, panics among them
+        tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
+    children: set[int] = set()
+    while True:
+        data, received, _, _ = socket.recv_fds(control, 9, 1)
+        while children and (ended := os.waitpid(-1, os.WNOHANG)[0]):
+            children.discard(ended)
+        if not data:
+            break
+        if data[:1] == KILL:
+            process_id = int.from_bytes(data[1:], "little")
+            if process_id in children:
+                os.kill(process_id, signal.SIGKILL)
+            continue
+        with contextlib.suppress(OSError):  # no room for one more: the engine finds its socket closed
+            if not (process_id := os.fork()):
+                _run_child(received[0], control, tokenizer, vocabulary.memory_bytes)
+            children.add(process_id)
+        os.close(received[0])
+    for process_id in children:
+        os.kill(process_id, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve the engine at the other end of the given socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        serve(control)
+
+
+if __name__ == "__main__":
+    main()
