@@ -29,6 +29,7 @@ from engine.files import model_file
 
 START, KILL = b"s", b"k"
 _LONGEST_MESSAGE = 1 << 16
+_NICENESS = 5
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -173,6 +174,8 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         if isinstance(tokenizer, str):
             connection.send_bytes(encode(GaveUp(tokenizer)))
         else:
+            # Steps go before grammars that are being read; while a step waits for masks its core is free.
+            os.nice(_NICENESS)
             _limit_memory(memory_bytes)
             # What the library prints when it panics may quote the client's grammar.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -144,8 +144,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> Run:
         engine.submit(one)
         result.tokens[one.request_id] = []
         result.outcomes[one.request_id] = []
-    engine.queue_followed()
-    while engine.scheduler.has_work:
+    while engine.scheduler.has_work or engine.following.num_waiting:
+        engine.queue_followed()
         for outcome in engine.run_step().outcomes:
             result.tokens[outcome.request_id] += outcome.token_ids
             result.outcomes[outcome.request_id].append(outcome)

@@ -1,0 +1,213 @@
+"""Grammars in processes of their own: the masks of the library, limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from engine.config import GrammarConfig
+from engine.errors import RequestError
+from engine.plan import Text
+from engine.request import Request, Sampling
+from engine.sampling.edits import Place, edit
+from engine.sampling.following import Following
+from engine.sampling.grammar import Grammars, GrammarState
+from engine.sampling.grammar_process import Vocabulary, read_vocabulary
+from tests.server.tiny_models import write_pair
+
+OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}]})
+CRASH = json.dumps({"grammars": [{"json_schema": {"type": "integer", "minimum": -1e19, "maximum": -1e19}}]})
+ENDLESS = "start: /x+/ /x+/"
+LIMITS = GrammarConfig(start_timeout_s=0.5, mask_timeout_s=0.2, memory_bytes=1 << 29)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    folder = write_pair(tmp_path_factory.mktemp("models")).target
+    size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    return Vocabulary(str(folder), None, size, [2], LIMITS.memory_bytes)
+
+
+@pytest.fixture
+def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
+    pool = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=LIMITS)
+    yield pool
+    pool.close()
+
+
+def started(grammars: Grammars, grammar: str) -> GrammarState:
+    """A state that is ready; raises what is wrong with the grammar."""
+    state = grammars.start(grammar)
+    while not state.is_ready():
+        time.sleep(0.002)
+    return state
+
+
+def wait_for_end(process_id: int) -> None:
+    """Fails where a process still runs after a generous while."""
+    for _ in range(3000):
+        try:
+            stat = Path(f"/proc/{process_id}/stat").read_text()
+        except FileNotFoundError:
+            return
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {process_id} still runs")
+
+
+def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    """Along an answer, and below several drafted paths, some of which end or leave the grammar."""
+    tokenizer = read_vocabulary(vocabulary)
+    state, matcher = started(grammars, OBJECT), LLMatcher(tokenizer, OBJECT)
+    answer: list[int] = []
+    for token in tokenizer.tokenize_str('{"n":12'):
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ends = vocabulary.eos_token_ids
+        wrong = int(np.flatnonzero(allowed[: vocabulary.vocab_size] == 0)[0])
+        masks = state.masks(answer, [(), (token,), tuple(ends), (wrong,)])()
+        assert masks[0] is not None
+        assert np.array_equal(masks[0], allowed[: vocabulary.vocab_size].astype(bool))
+        below = matcher.deep_copy()
+        assert below.consume_tokens([token])
+        expected = np.unpackbits(np.frombuffer(below.compute_bitmask(), np.uint8), bitorder="little")
+        assert masks[1] is not None
+        assert np.array_equal(masks[1], expected[: vocabulary.vocab_size].astype(bool))
+        assert masks[2] is None
+        assert masks[3] is not None
+        assert np.flatnonzero(masks[3]).tolist() == ends
+        matcher.consume_tokens([token])
+        answer.append(token)
+    assert state.failure is None
+    state.end()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, grammar: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        started(grammars, grammar)
+    started(grammars, OBJECT).end()
+
+
+def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    hasty = msgspec.structs.replace(LIMITS, mask_timeout_s=0.001)
+    other = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    try:
+        slow, quick = started(other, OBJECT), started(grammars, OBJECT)
+        of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
+        assert of_slow() == [None] * 5000
+        assert "more than 1 ms" in str(slow.failure)
+        assert of_quick()[0] is not None
+        assert slow.masks((), [()])() == [None]
+    finally:
+        other.close()
+
+
+def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    """Its own places are free from then on (its request ends), a neighbour's mask holds."""
+    bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
+
+    def masked() -> list[bool]:
+        places = [Place(Sampling(grammar="any"), Text((1,), 1, grammar=state)) for state in (bad, good)]
+        masked_N: list[bool] = torch.isinf(edit(torch.zeros(2, vocabulary.vocab_size), places)).any(1).tolist()
+        return masked_N
+
+    assert masked() == [True, True]
+    os.kill(bad._process_id, signal.SIGKILL)
+    wait_for_end(bad._process_id)
+    assert masked() == [False, True]
+    assert "process has ended" in str(bad.failure)
+    assert good.failure is None
+
+
+def test_memory_is_limited(vocabulary: Vocabulary) -> None:
+    """A grammar that needs more than it may have is refused, and nobody else's memory is taken."""
+    limits = GrammarConfig(start_timeout_s=20.0, memory_bytes=1 << 20)
+    grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
+    large = "start: " + " | ".join(f"/{'ab'[i % 2]}[a-z]{{1,200}}{i}/" for i in range(900))
+    try:
+        with pytest.raises(RequestError):
+            started(grammars, large)
+    finally:
+        grammars.close()
+
+
+def test_nothing_is_left_behind(grammars: Grammars) -> None:
+    """Ended states end their processes, those that still compute too; and all end with the pool."""
+    ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
+    numbers = [state._process_id for state in (ended, busy, left)]
+    ended.end()
+    busy.masks((), [()] * 100_000)
+    busy.end()
+    for number in numbers[:2]:
+        wait_for_end(number)
+    grammars.close()
+    wait_for_end(numbers[2])
+    left.end()
+
+
+def test_a_pool_whose_process_has_died_starts_another(grammars: Grammars) -> None:
+    state = started(grammars, OBJECT)
+    assert grammars._process is not None
+    os.kill(grammars._process.pid, signal.SIGKILL)
+    grammars._process.wait()
+    started(grammars, OBJECT).end()
+    state.end()
+
+
+class Slow:
+    """A source whose grammars are ready when told."""
+
+    def __init__(self) -> None:
+        self.open: list[Slow] = []
+        self.failure: RequestError | None = None
+        self.is_read = False
+
+    def start(self, grammar: str) -> Slow:
+        self.open.append(Slow())
+        return self.open[-1]
+
+    def is_ready(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return self.is_read
+
+    def end(self) -> None:
+        self.is_read = False
+
+    def masks(self, answer: object, paths: object) -> object:
+        raise AssertionError("not asked here")
+
+
+def test_requests_wait_for_their_grammars_in_turn() -> None:
+    """Two at most are followed; who is refused or leaves makes room."""
+    source = Slow()
+    following = Following(source, 2)  # type: ignore[arg-type]
+    for name in "abcd":
+        following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
+    assert following.ready() == ([], [])
+    assert (len(source.open), following.num_waiting) == (2, 4)
+    source.open[0].is_read = True
+    assert [one.request_id for one, _ in following.ready()[0]] == ["a"]
+    assert (len(source.open), following.num_waiting) == (2, 3)
+    source.open[1].failure = RequestError("no")
+    assert [name for name, _ in following.ready()[1]] == ["b"]
+    following.ready()
+    assert len(source.open) == 3
+    assert following.end("d")
+    assert not following.end("a")
+    following.ready()
+    assert (len(source.open), following.num_waiting) == (3, 1)
