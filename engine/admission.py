@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from math import prod
 
+import msgspec
+
 from engine.config import MODEL, PREDICTION, PROMPT_LOOKUP, EngineFacts, RuleFacts, SpeculationConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import Request, Speculation
@@ -14,6 +16,7 @@ from engine.request import Request, Speculation
 MAX_LOGPROBS = 20
 """Most alternatives reported beside a token."""
 
+_SEED_SHAPE_ON_CPU = (1, 3)
 # Draft methods that are made for so many children of a node only.
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
@@ -129,6 +132,21 @@ def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Specul
         tree=limits.tree,
         drafters=drafters,
         adaptive=may_adapt(limits.rule, limits.tree, limits, facts),
+    )
+
+
+def with_kept_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
+    """What a request with a seed drafts instead of shapes that change: a seed means the same answer under any load.
+
+    On a CPU one short chain, which pays at any load; elsewhere the most that would be drafted.
+    """
+    by_device = _SEED_SHAPE_ON_CPU if device.startswith("cpu") else (speculation.num_drafts, speculation.draft_length)
+    num_drafts, draft_length = limits.seed_shape or by_device
+    return msgspec.structs.replace(
+        speculation,
+        num_drafts=min(num_drafts, speculation.num_drafts),
+        draft_length=min(draft_length, speculation.draft_length),
+        adaptive=False,
     )
 
 

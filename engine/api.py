@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from engine.admission import check_request, default_speculation, unknown_rule
+from engine.admission import check_request, default_speculation, unknown_rule, with_kept_shape
 from engine.config import (
     MODEL,
     PREDICTION,
@@ -196,4 +196,5 @@ __all__ = [
     "model_file",
     "start_process",
     "unknown_rule",
+    "with_kept_shape",
 ]

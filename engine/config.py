@@ -84,6 +84,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Children of every node by depth, instead of `num_drafts` and `draft_length`; empty is chains."""
     adaptive: bool = False
     """Choose the shape by load and acceptance, up to `num_drafts` and `draft_length`, for requests that name none."""
+    seed_shape: tuple[int, int] | None = None
+    """Chains and their length for requests with a seed, whose shape must not depend on the load; None is by device."""
     draft_window: int = 0
     """Tokens the draft model sees, and computes of a long prompt; 0 is all."""
     drafters: tuple[str, ...] = (MODEL,)

@@ -36,9 +36,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     async def health() -> Response:
         """200 while the process and its engine live (also while loading) and its steps end, else 503."""
         if client.is_stalled:
-            return error_response(
-                EngineStopped("no step of the engine ends any more; restart the daemon")
-            )
+            return error_response(EngineStopped("no step of the engine ends any more; restart the daemon"))
         if client.is_alive:
             return JSONResponse({"status": "ok"})
         return error_response(EngineStopped("the engine has stopped"))

@@ -23,7 +23,7 @@ from server.sampling_fields import (
     sampling_of,
     speculation_of,
     stop_strings,
-    with_kept_shape,
+    with_seed,
     without_equal_chains,
 )
 from server.state import Server
@@ -67,8 +67,10 @@ def engine_requests(
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
     sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable)
-    wish = speculation_of(body, server.client.config.speculation, facts)
-    speculation = with_kept_shape(wish, sampling, body.seed is not None)
+    limits_of_speculation = server.client.config.speculation
+    speculation = speculation_of(body, limits_of_speculation, facts)
+    if body.seed is not None:
+        speculation = with_seed(speculation, sampling, limits_of_speculation, facts)
     num_logprobs = num_logprobs_of(body)
     requests: list[EngineRequest] = []
     for prompt in prompts:

@@ -23,6 +23,7 @@ from engine.api import (
     SpeculationConfig,
     default_speculation,
     unknown_rule,
+    with_kept_shape,
 )
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.tokenizer import GenerationDefaults
@@ -196,11 +197,13 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
     return (*usual, PREDICTION) if body.prediction is not None else usual
 
 
-def with_kept_shape(speculation: Speculation, sampling: Sampling, has_seed: bool) -> Speculation:
-    """A seed means the same answer under any load: shapes stay, unless they cannot change the answer."""
-    if not speculation.adaptive or not has_seed or sampling.is_certain:
+def with_seed(
+    speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
+) -> Speculation:
+    """Speculation of a request with a seed: its shape stays, unless no shape can change the answer."""
+    if not speculation.adaptive or sampling.is_certain:
         return speculation
-    return msgspec.structs.replace(speculation, adaptive=False)
+    return with_kept_shape(speculation, limits, facts.device)
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:

@@ -109,6 +109,9 @@ class Serve(BaseSettings):
     )
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
+    seed_shape: str | None = Field(
+        None, description="K,L for requests with a seed, whose shape never changes; default: 1,3 on a CPU, else K,L"
+    )
     draft_method: str | None = Field(None, description="how children of a node are drawn; default: the rule's own")
     draft_tree: str | None = Field(
         None, description="children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length"
@@ -187,6 +190,13 @@ class Serve(BaseSettings):
             raise ValueError("must be adaptive, fixed, or fixed:K,L such as fixed:4,5")
         return shape
 
+    @field_validator("seed_shape")
+    @classmethod
+    def _pair(cls, shape: str | None) -> str | None:
+        if shape is not None and not re.fullmatch("[1-9][0-9]*,[1-9][0-9]*", shape):
+            raise ValueError("must be K,L such as 1,3")
+        return shape
+
     @field_validator("draft_tree")
     @classmethod
     def _whole_numbers(cls, tree: str | None) -> str | None:
@@ -225,7 +235,7 @@ class Serve(BaseSettings):
         """What the engine process is told."""
         draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
         _, _, fixed = self.spec_shape.partition(":")
-        num_drafts, draft_length = map(int, fixed.split(",")) if fixed else (self.num_drafts, self.draft_length)
+        num_drafts, draft_length = pair_of(fixed) if fixed else (self.num_drafts, self.draft_length)
         return EngineConfig(
             model=ModelConfig(
                 target=self.target(),
@@ -269,11 +279,18 @@ class Serve(BaseSettings):
                 max_num_drafts=self.max_num_drafts,
                 max_draft_length=self.max_draft_length,
                 draft_window=self.draft_window,
+                seed_shape=pair_of(self.seed_shape) if self.seed_shape else None,
             ),
             calibrate=self.calibrate,
             profile_cache=self.profile_cache,
             self_check=self.selfcheck,
         )
+
+
+def pair_of(shape: str) -> tuple[int, int]:
+    """The numbers of `K,L`."""
+    num_drafts, draft_length = shape.split(",")
+    return int(num_drafts), int(draft_length)
 
 
 class _FileSource(PydanticBaseSettingsSource):

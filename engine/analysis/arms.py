@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -19,16 +18,29 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from engine.analysis.loading import environment, names_of, random_prompts, read_prompts
+from engine.admission import with_kept_shape
+from engine.analysis.loading import environment, names_of, prompts_of, write
 from engine.analysis.pair import Shape
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, Turn, beside_best, markdown, price, rate, ratio, works
+from engine.analysis.turns import (
+    ADAPTIVE,
+    AGAIN,
+    OFF,
+    SEED_STABLE,
+    SEEDED,
+    Turn,
+    beside_best,
+    markdown,
+    price,
+    rate,
+    ratio,
+    works,
+)
 from engine.building import build_engine
 from engine.cache.store import BlockStore
 from engine.calibration import measure_costs, measure_plain
@@ -75,7 +87,7 @@ class Load:
         """Tokens of the longest prompt and the longest answer."""
         return max(map(len, self.prompts)) + self.longest_answer
 
-    def requests(self, speculation: Speculation) -> Iterator[Request]:
+    def requests(self, speculation: Speculation, seed_stable: bool = False) -> Iterator[Request]:
         """One after the other, without end; the same for all arms but for the speculation."""
         number = 0
         while True:
@@ -83,7 +95,7 @@ class Load:
             yield Request(
                 request_id=str(number),
                 prompt_token_ids=self.prompts[number % len(self.prompts)],
-                sampling=Sampling(temperature=self.temperature, seed=number),
+                sampling=Sampling(temperature=self.temperature, seed=number, seed_stable=seed_stable),
                 limits=Limits(max_tokens=length, ignore_eos=True),
                 speculation=speculation,
             )
@@ -177,12 +189,14 @@ def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
 
 
 def speculation_of(name: str) -> Speculation:
-    """What an arm's requests say: `adaptive`, `off`, `again` (off once more, for the noise), or `rule:KxL`."""
+    """What an arm's requests say: `adaptive`, `seeded` and `seed_stable` (the same with a seed, kept in either way),
+    `off`, `again` (off once more, for the noise), or `rule:KxL`."""
     if name in (OFF, AGAIN):
         return Speculation()
-    if name == ADAPTIVE:
-        return Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
-    return Shape.parse(name).speculation
+    if name not in (ADAPTIVE, SEEDED, SEED_STABLE):
+        return Shape.parse(name).speculation
+    adaptive = Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
+    return with_kept_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
 
 
 def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
@@ -201,7 +215,7 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
         if speculation.adaptive:
             own.pace = Pace(costs.plain)
             scheduler.controller = Controller(costs, _LIMITS.max_draft_length)
-        arms[name] = Arm(own, load.requests(speculation))
+        arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
     return arms
 
 
@@ -307,7 +321,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
         help="what is compared with plain decoding: adaptive (the controller), again (plain once more: the noise), "
-        "rule:KxL or a tree as rule:2.2.1",
+        "rule:KxL or a tree as rule:2.2.1, seeded (what a request with a seed gets), seed_stable (shapes that change, "
+        "and sampling that no shape changes)",
     )
     parser.add_argument(
         "--seconds",
@@ -328,13 +343,6 @@ def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
-
-
-def write(result: dict[str, Any], output: Path | None) -> None:
-    """As JSON, where a file is named."""
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
@@ -384,14 +392,3 @@ def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
         speculation=_LIMITS,
     )
     return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
-
-
-def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
-    """Embedded ones by name, random ones as random:N, or those of a file."""
-    name, _, length = kind.partition(":")
-    if name == "random" and length.isdigit():
-        return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
-    embedded = Path(str(files("engine").joinpath("demo", f"heldout_{kind}.jsonl")))
-    return read_prompts(
-        embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
-    )

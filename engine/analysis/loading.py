@@ -9,6 +9,7 @@ import platform
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -116,3 +117,21 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:  # run from its folder
         return None
+
+
+def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+    """Embedded ones by name, random ones as random:N, or those of a file."""
+    name, _, length = kind.partition(":")
+    if name == "random" and length.isdigit():
+        return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
+    embedded = Path(str(files("engine").joinpath("demo", f"heldout_{kind}.jsonl")))
+    return read_prompts(
+        embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
+    )
+
+
+def write(result: dict[str, Any], output: Path | None) -> None:
+    """As JSON, where a file is named."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")

@@ -23,11 +23,9 @@ from engine.analysis.arms import (
     check_room,
     load_engine,
     make_arms,
-    prompts_of,
     speculation_of,
-    write,
 )
-from engine.analysis.loading import environment
+from engine.analysis.loading import environment, prompts_of, write
 from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
 from engine.calibration import measure_costs, measure_plain
 from engine.errors import ConfigError

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
+SEEDED, SEED_STABLE = "seeded", "seed_stable"
 _NUM_PARTS = 20
 """Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
 _RESAMPLES = 4000
@@ -59,7 +60,9 @@ def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
     Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it,
     but where several are close another than the best may be compared. `after_the_fact` is beside the luckiest.
     """
-    fixed = {name: np.array_split(turns, 2) for name, turns in arms.items() if name not in (ADAPTIVE, AGAIN)}
+    fixed = {
+        name: np.array_split(turns, 2) for name, turns in arms.items() if name not in (ADAPTIVE, AGAIN, SEED_STABLE)
+    }
     second, first = (max(fixed, key=lambda name: float(rate(fixed[name][half].sum(0)))) for half in (0, 1))
     best = np.concatenate([fixed[first][0], fixed[second][1]])
     luckiest = max(float(rate(arms[name].sum(0))) for name in fixed)

@@ -54,9 +54,10 @@ def test_a_whole_answer_counts_its_speculation(http: httpx.Client) -> None:
     metrics = answer_of(http)["metrics"]
     counted = metrics["speculative_decoding"]
     check_counts(counted, 40)
-    assert (counted["num_spec_tokens"], counted["rule"]) == (5, "bv_race")
+    # A seed keeps one short chain.
+    assert (counted["num_spec_tokens"], counted["rule"]) == (3, "bv_race")
     assert counted["num_accepted_draft_tokens"] > 0, "this pair of models never agrees; the test proves little"
-    assert counted["drafters"]["model"]["num_drafts"] == 4 * counted["num_spec_steps"]
+    assert counted["drafters"]["model"]["num_drafts"] == counted["num_spec_steps"]
     times = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
     assert all(metrics[name] >= 0 for name in times)
     assert metrics["time_to_first_token_ms"] <= metrics["generation_time_ms"]
