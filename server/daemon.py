@@ -23,6 +23,7 @@ import uvloop
 from engine.api import ConfigError, EngineFacts
 from server.app import build_app
 from server.engine_client import EngineClient
+from server.extras import UnknownFields
 from server.metrics import ServerMetrics
 from server.settings import Serve
 from server.state import Server
@@ -89,7 +90,8 @@ def run(settings: Serve) -> int:
     client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
-    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format)
+    unknown = UnknownFields(settings.allow_unknown_fields)
+    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format, unknown)
     try:
         with listener:
             return uvloop.run(_Daemon(server, listener).serve())

@@ -141,6 +141,9 @@ class Serve(BaseSettings):
         "auto", description="sampling defaults: the model's generation_config.json, or neutral ones"
     )
     max_request_bytes: Positive = Field(4 << 20, description="largest request body; more gets 413")
+    allow_unknown_fields: bool = Field(
+        False, description="ignore request fields that this server does not know, and log their names, instead of 400"
+    )
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
         15.0, description="seconds of silence after which a stream sends a comment; 0: never"
