@@ -20,7 +20,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from engine.api import ConfigError, EngineFacts
+from engine.api import ConfigError, EngineConfig, EngineFacts, check_source
 from server.app import build_app
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
@@ -33,6 +33,7 @@ from server.tools import format_of
 log = logging.getLogger("polydraft")
 
 _BACKLOG = 2048
+_HTTP_CLIENTS = ("httpx", "httpx2")
 EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
 
 
@@ -76,6 +77,8 @@ def _remove_stale(path: Path) -> None:
 
 def run(settings: Serve) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
+    config = settings.engine_config()
+    check_sources(config)
     template = Path(settings.chat_template).read_text() if settings.chat_template else None
     tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
     neutral = settings.generation_config == "neutral"
@@ -87,7 +90,7 @@ def run(settings: Serve) -> int:
         way_out = "--uds" if settings.uds else "--port"
         print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
-    client = EngineClient(settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs)
+    client = EngineClient(config, settings.max_num_seqs + settings.max_num_queued_reqs)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
     unknown = UnknownFields(settings.allow_unknown_fields)
@@ -97,6 +100,17 @@ def run(settings: Serve) -> int:
             return uvloop.run(_Daemon(server, listener).serve())
     finally:
         tokenizer.close()
+
+
+def check_sources(config: EngineConfig) -> None:
+    """Raise ConfigError for a model that is not there, before anything is loaded."""
+    if not log.isEnabledFor(logging.DEBUG):
+        for client in _HTTP_CLIENTS:
+            # A line for every question to the hub would hide the one about the answer.
+            logging.getLogger(client).setLevel(logging.WARNING)
+    check_source(config.model.target, config.model.revision)
+    if config.model.draft is not None:
+        check_source(config.model.draft)
 
 
 class _Daemon:

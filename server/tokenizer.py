@@ -9,13 +9,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from engine.api import ConfigError, RequestError, model_file
+from engine.api import ConfigError, RequestError, check_source, model_file
 
 Result = TypeVar("Result")
 
@@ -48,8 +47,7 @@ class Tokenizer:
         """Load from a folder, or of a hub name this revision; raises ConfigError when there is none."""
         from transformers import PreTrainedTokenizerFast
 
-        if not Path(name).is_dir() and name.startswith(("/", ".", "~")):
-            raise ConfigError(f"{name}: no such model folder")
+        check_source(name, revision, is_model=False)
         try:
             self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
         except Exception as error:  # the hub client and the parser raise many kinds

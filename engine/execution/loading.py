@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
-from engine.files import model_file
+from engine.files import check_source, model_file
 
 # Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
 # covers the first line; the others passed the same comparison with random weights).
@@ -148,8 +147,7 @@ def adopt(model: Any, name: str) -> LoadedModel:
 def _read_config(name: str, revision: str | None) -> Any:
     import transformers
 
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(name).exists()):
-        raise ConfigError(f"{name}: no such model folder; name a folder with config.json and safetensors")
+    check_source(name, revision)
     try:
         return transformers.AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
