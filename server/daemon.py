@@ -20,7 +20,15 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from engine.api import ConfigError, EngineConfig, EngineFacts, check_source
+from engine.api import (
+    PROMPT_LOOKUP,
+    ConfigError,
+    EngineConfig,
+    EngineFacts,
+    SpeculationConfig,
+    check_source,
+    default_speculation,
+)
 from server.app import build_app
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
@@ -214,16 +222,29 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
 def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:
     """What a person wants to know once the daemon serves."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
-    speculation = server.client.config.speculation
-    up_to = "up to " if speculation.adaptive else ""
-    drafting = (
-        f"{speculation.rule}, {up_to}{speculation.num_drafts} drafts of {speculation.draft_length} tokens"
-        if facts.has_draft and speculation.rule != "off"
-        else "off"
-    )
+    drafting = _drafting(facts, server.client.config.speculation)
     return [
         f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
         f"speculation: {drafting}; context {facts.max_model_len} tokens; {facts.num_blocks} blocks of "
         f"{facts.block_size} tokens",
         f"memory plan: {plan}",
     ]
+
+
+def _drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
+    """What drafts for a request that names nothing; where nothing does, what would."""
+    if limits.rule == "off":
+        return "off (--spec-rule off)"
+    usual = default_speculation(limits, facts)
+    parts = []
+    if usual.tree:
+        parts.append(f"a tree of {','.join(map(str, usual.tree))}")
+    elif usual.num_drafts:
+        up_to = "up to " if usual.adaptive else ""
+        drafts = "draft" if usual.num_drafts == 1 else "drafts"
+        parts.append(f"{up_to}{usual.num_drafts} {drafts} of {usual.draft_length} tokens")
+    if PROMPT_LOOKUP in usual.drafters:
+        parts.append("prompt lookup")
+    if not parts:
+        return "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
+    return f"{usual.rule}, {' and '.join(parts)}"
