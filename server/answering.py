@@ -174,6 +174,9 @@ async def _frames(
             return usage_of(generation)
         return None if options.include_usage else msgspec.UNSET
 
+    def last_metrics() -> Any:
+        return metrics_of(generation) if options.with_metrics else msgspec.UNSET
+
     try:
         for index in range(len(generation.choices)):
             for choice in shape.opening(index):
@@ -185,11 +188,12 @@ async def _frames(
                 if delta is None:
                     yield KEEP_ALIVE
                     continue
-                for choice in shape.chunk(delta):
-                    yield frame([choice], running_usage())
+                choices = shape.chunk(delta)
+                for number, choice in enumerate(choices, start=1):
+                    is_last = generation.has_ended and number == len(choices) and not options.include_usage
+                    yield frame([choice], running_usage(), last_metrics() if is_last else msgspec.UNSET)
         if options.include_usage:
-            metrics = metrics_of(generation) if options.with_metrics else msgspec.UNSET
-            yield frame([], usage_of(generation), metrics)
+            yield frame([], usage_of(generation), last_metrics())
     except PolydraftError as error:
         yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
     except Exception as error:

@@ -227,6 +227,11 @@ class Generation:
         return parts
 
     @property
+    def has_ended(self) -> bool:
+        """Whether all choices are complete."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices])
