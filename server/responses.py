@@ -151,7 +151,7 @@ class Responder:
         self.output: list[dict[str, Any]] = []
         self._is_open = False
         sampling = generation.choices[0].request.sampling
-        self._echoed = {
+        self._echoed: dict[str, Any] = {
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -162,8 +162,10 @@ class Responder:
             "tools": body.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "user": body.user,
         }
+        # Texts that OpenAI's schema has no null for.
+        said = {name: getattr(body, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
+        self._echoed |= {name: text for name, text in said.items() if text is not None}
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response object as it is now."""
