@@ -30,7 +30,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
-from engine.files import model_file
+from engine.files import check_source, model_file
 from engine.metrics import PHASES, StepStats
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.sampling.noise import choice_seed
@@ -187,6 +187,7 @@ __all__ = [
     "ToEngine",
     "TokenLogprob",
     "check_request",
+    "check_source",
     "choice_seed",
     "decode_config",
     "decode_from_engine",

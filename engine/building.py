@@ -5,6 +5,8 @@ Not for: running it (`process.py`), or measuring it (`calibration.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
@@ -15,7 +17,7 @@ from engine.config import MODEL, PROMPT_LOOKUP, CacheConfig, EngineConfig, Engin
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.execution.loading import LoadedModel, Progress, load_pair
+from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
 from engine.execution.packing import pack, take_over
 from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
@@ -33,8 +35,12 @@ _LARGEST_DEFAULT_LENGTH = 32768
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
-    """Load what the configuration names; raises ConfigError or LoadError with one clear line."""
+    """Load what the configuration names; raises ConfigError or LoadError with one clear line.
+
+    What can be found wrong without the weights is found before they are read.
+    """
     check_speculation(config)
+    check_outlines(config, outline_pair(config.model))
     target, draft = load_pair(config.model, progress)
     return assemble(config, target, draft, progress)
 
@@ -149,14 +155,20 @@ def check_speculation(config: EngineConfig) -> None:
     if not wanted.drafters or not set(wanted.drafters) <= {MODEL, PROMPT_LOOKUP}:
         raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {MODEL}, {PROMPT_LOOKUP}")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
-        raise ConfigError(f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}")
+        raise ConfigError(
+            f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}, or raise "
+            "--max-num-drafts"
+        )
     if not 0 <= wanted.draft_window <= config.scheduler.max_num_batched_tokens // 2:
         raise ConfigError(
             f"--draft-window {wanted.draft_window}: must be 0 (all of the text), or at most half of "
             f"--max-num-batched-tokens ({config.scheduler.max_num_batched_tokens})"
         )
     if not 1 <= wanted.draft_length <= wanted.max_draft_length:
-        raise ConfigError(f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}")
+        raise ConfigError(
+            f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}, or raise "
+            "--max-draft-length"
+        )
     largest = 1 + _lookahead(config)
     if config.scheduler.max_num_batched_tokens < largest:
         raise ConfigError(
@@ -164,6 +176,25 @@ def check_speculation(config: EngineConfig) -> None:
             f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}, and --max-copied-tokens); "
             "raise it or lower the caps"
         )
+
+
+def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
+    """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
+    beforehand = EngineFacts(
+        vocab_size=outlines[0].vocab_size,
+        max_model_len=_max_model_len(config, outlines),
+        num_blocks=0,
+        block_size=config.cache.block_size,
+        eos_token_ids=[],
+        device="",
+        dtype="",
+        architecture=outlines[0].model_type,
+        has_draft=len(outlines) > 1,
+        max_copied_tokens=config.scheduler.max_copied_tokens,
+        rules=rule_facts(),
+        memory_plan={},
+    )
+    check_defaults(beforehand, config.speculation)
 
 
 def _lookahead(config: EngineConfig) -> int:
@@ -174,11 +205,14 @@ def _lookahead(config: EngineConfig) -> int:
     return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
 
 
-def _max_model_len(config: EngineConfig, models: list[LoadedModel]) -> int:
-    longest = min(model.max_positions for model in models)
+def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
+    shortest = min(models, key=lambda model: model.max_positions)
+    longest = shortest.max_positions
     wanted = config.scheduler.max_model_len
     if wanted > longest:
-        raise ConfigError(f"--max-model-len {wanted}: the models reach {longest} positions; lower it")
+        raise ConfigError(
+            f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions; lower it to {longest}"
+        )
     return wanted or min(longest, _LARGEST_DEFAULT_LENGTH)
 
 
@@ -192,7 +226,7 @@ def _num_blocks(config: EngineConfig, max_model_len: int, token_bytes: int, devi
     if wanted < smallest:
         raise ConfigError(
             f"the K/V cache has room for {wanted} blocks, but one request of {max_model_len} tokens needs {smallest}; "
-            "give it more memory (--kv-cache-memory) or lower --max-model-len"
+            "give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
         )
     return wanted
 

@@ -2,9 +2,105 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ConfigError
+
+log = logging.getLogger("polydraft")
+
+_PROBE_S, _PATIENCE_S = 5.0, 8.0
+"""How long the hub may take to answer; and all of it, looking up its address too, which has no limit of its own."""
+
+
+def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
+    """Raise ConfigError where `name` is no folder and not to be had from the hub: what was tried, and what to do.
+
+    Takes seconds where there is no network: the hub is asked once, for one file. One that does not answer is not asked
+    again by this process and its children where its cache has the model. is_model: else it is a tokenizer.
+    """
+    file = "config.json" if is_model else "tokenizer.json"
+    if Path(name).is_dir():
+        if is_model and not (Path(name) / file).is_file():
+            raise ConfigError(f"{name}: this folder has no {file}; name a folder with {file} and safetensors")
+        return
+    if _is_path(name):
+        raise ConfigError(f"{name}: no such model folder; name a folder with config.json and safetensors")
+    import huggingface_hub as hub
+
+    files = (file,) if is_model else (file, "config.json")
+    is_cached = any(isinstance(hub.try_to_load_from_cache(name, one, revision=revision), str) for one in files)
+    if hub.is_offline_mode():
+        if not is_cached:
+            raise ConfigError(
+                f"{name}: no such folder here, and the hub's cache ({hub.constants.HF_HUB_CACHE}) does not have it, "
+                "which alone is asked with HF_HUB_OFFLINE; name a folder, or unset HF_HUB_OFFLINE to ask the hub"
+            )
+        return
+    fault = _ask_hub(name, revision, file, is_model)
+    if fault is None:
+        return
+    # Whether it has defaults of its own must be known: without them it would be served with others.
+    if is_cached and hub.try_to_load_from_cache(name, "generation_config.json", revision=revision) is not None:
+        log.warning(
+            "the hub (%s) does not answer (%s); %s is taken from its cache", hub.constants.ENDPOINT, fault, name
+        )
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        hub.constants.HF_HUB_OFFLINE = True
+        return
+    raise ConfigError(
+        f"{name}: no such folder here, and the hub ({hub.constants.ENDPOINT}) does not answer ({fault}); check the "
+        "name and the network (HF_ENDPOINT, HTTPS_PROXY), or download the model elsewhere and name its folder"
+    )
+
+
+def _is_path(name: str) -> bool:
+    """Whether this can be no name on the hub, which is `model` or `owner/model`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return name.startswith((".", "~")) or Path(name).exists()
+
+
+def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
+    """Ask for a file; None where the hub has it, else why it did not answer. ConfigError for an answer that is no."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(hub.get_hf_file_metadata(hub.hf_hub_url(name, file, revision=revision), timeout=_PROBE_S))
+        except Exception as error:  # the hub client raises many kinds
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    answer = found[0] if found else TimeoutError(f"nothing in {_PATIENCE_S:.0f} s")
+    where = f"the hub ({hub.constants.ENDPOINT})"
+    if isinstance(answer, errors.GatedRepoError):
+        raise ConfigError(f"{name}: {where} gives it to those with access only; ask for it there, and set HF_TOKEN")
+    if isinstance(answer, errors.RepositoryNotFoundError):
+        raise ConfigError(
+            f"{name}: no such folder here, and {where} has no such model, or shows it to its owner only; check the "
+            "name, or set HF_TOKEN"
+        )
+    if isinstance(answer, errors.RevisionNotFoundError):
+        raise ConfigError(f"{name}: {where} has no revision {revision!r} of it; check --revision")
+    if isinstance(answer, errors.EntryNotFoundError):
+        if not is_model:
+            return None  # there are other formats
+        raise ConfigError(f"{name}: {where} has it without {file}; choose a model in transformers format")
+    return _reason(answer) if isinstance(answer, Exception) else None
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:
@@ -34,5 +130,8 @@ def model_file(name: str, file: str, revision: str | None = None) -> Path | None
 
 
 def _cannot_fetch(name: str, file: str, error: Exception) -> ConfigError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ConfigError(f"{name}: {file} cannot be fetched ({reason}); download the model and name its folder")
+    return ConfigError(f"{name}: {file} cannot be fetched ({_reason(error)}); download the model and name its folder")
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

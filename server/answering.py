@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +35,8 @@ _encoder = msgspec.json.Encoder()
 class Shape(Protocol):
     """How chat and completions differ in what they send."""
 
+    has_one_prompt: bool
+    """Whether the prompt's tokens are reported once for all choices."""
     object_whole: str
     object_chunk: str
 
@@ -80,6 +82,12 @@ def metrics_of(generation: Generation) -> Metrics:
     return msgspec.structs.replace(metrics, choices=[choice.speculation.report() for choice in generation.choices])
 
 
+def prompt_ids_of(generation: Generation, shape: Shape) -> Sequence[int] | msgspec.UnsetType:
+    """The tokens of the prompt that all choices have, where they were asked for."""
+    first = generation.choices[0]
+    return first.request.prompt_token_ids if shape.has_one_prompt and first.token_ids is not None else msgspec.UNSET
+
+
 async def answer_whole(
     http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
 ) -> Response:
@@ -95,6 +103,7 @@ async def answer_whole(
         [shape.whole(index, choice) for index, choice in enumerate(generation.choices)],
         usage_of(generation),
         metrics if options.with_metrics else msgspec.UNSET,
+        prompt_ids_of(generation, shape),
     )
     return Response(_encoder.encode(answer), media_type="application/json", headers=speculation_headers(metrics))
 
@@ -155,8 +164,9 @@ async def _frames(
     shape: Shape,
     options: AnswerOptions,
 ) -> AsyncIterator[bytes]:
-    def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET) -> bytes:
-        chunk = Answer(options.answer_id, shape.object_chunk, options.created, options.model, choices, usage, metrics)
+    def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET, prompt_ids: Any = msgspec.UNSET) -> bytes:
+        what = shape.object_chunk
+        chunk = Answer(options.answer_id, what, options.created, options.model, choices, usage, metrics, prompt_ids)
         return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
     def running_usage() -> Any:
@@ -164,21 +174,26 @@ async def _frames(
             return usage_of(generation)
         return None if options.include_usage else msgspec.UNSET
 
+    def last_metrics() -> Any:
+        return metrics_of(generation) if options.with_metrics else msgspec.UNSET
+
     try:
         for index in range(len(generation.choices)):
             for choice in shape.opening(index):
-                yield frame([choice], running_usage())
+                prompt_ids = msgspec.UNSET if index else prompt_ids_of(generation, shape)
+                yield frame([choice], running_usage(), prompt_ids=prompt_ids)
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
         async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
                     yield KEEP_ALIVE
                     continue
-                for choice in shape.chunk(delta):
-                    yield frame([choice], running_usage())
+                choices = shape.chunk(delta)
+                for number, choice in enumerate(choices, start=1):
+                    is_last = generation.has_ended and number == len(choices) and not options.include_usage
+                    yield frame([choice], running_usage(), last_metrics() if is_last else msgspec.UNSET)
         if options.include_usage:
-            metrics = metrics_of(generation) if options.with_metrics else msgspec.UNSET
-            yield frame([], usage_of(generation), metrics)
+            yield frame([], usage_of(generation), last_metrics())
     except PolydraftError as error:
         yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -152,6 +153,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -162,6 +164,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -171,6 +175,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: dict[str, Any]
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]
@@ -187,3 +192,5 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: Any = msgspec.UNSET
     """Usage, null or left out."""
     metrics: Metrics | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    """Of a chat, where they were asked for: in the first chunk of a stream."""

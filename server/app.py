@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server import errors, generate_routes, operation_routes, responses_route
 from server.middleware import RequestEnvelope
+from server.openapi import Application
 from server.state import Server
 from server.version import VERSION
 
@@ -31,7 +32,8 @@ def build_app(server: Server) -> FastAPI:
                 CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
             ),
         )
-    app = FastAPI(title="Polydraft", version=VERSION, root_path=settings.root_path, middleware=middleware)
+    app = Application(title="Polydraft", version=VERSION, root_path=settings.root_path, middleware=middleware)
+    app.allows_unknown_fields = settings.allow_unknown_fields
     errors.install(app)
     app.include_router(generate_routes.build_router(server))
     app.include_router(responses_route.build_router(server))

@@ -20,9 +20,18 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from engine.api import ConfigError, EngineFacts
+from engine.api import (
+    PROMPT_LOOKUP,
+    ConfigError,
+    EngineConfig,
+    EngineFacts,
+    SpeculationConfig,
+    check_source,
+    default_speculation,
+)
 from server.app import build_app
 from server.engine_client import EngineClient
+from server.extras import UnknownFields
 from server.metrics import ServerMetrics
 from server.settings import Serve
 from server.state import Server
@@ -32,6 +41,7 @@ from server.tools import format_of
 log = logging.getLogger("polydraft")
 
 _BACKLOG = 2048
+_HTTP_CLIENTS = ("httpx", "httpx2")
 EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
 
 
@@ -75,6 +85,8 @@ def _remove_stale(path: Path) -> None:
 
 def run(settings: Serve) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
+    config = settings.engine_config()
+    check_sources(config)
     template = Path(settings.chat_template).read_text() if settings.chat_template else None
     tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
     neutral = settings.generation_config == "neutral"
@@ -86,17 +98,27 @@ def run(settings: Serve) -> int:
         way_out = "--uds" if settings.uds else "--port"
         print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
-    client = EngineClient(
-        settings.engine_config(), settings.max_num_seqs + settings.max_num_queued_reqs, settings.stall_timeout
-    )
+    client = EngineClient(config, settings.max_num_seqs + settings.max_num_queued_reqs, settings.stall_timeout)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
-    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format)
+    unknown = UnknownFields(settings.allow_unknown_fields)
+    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format, unknown)
     try:
         with listener:
             return uvloop.run(_Daemon(server, listener).serve())
     finally:
         tokenizer.close()
+
+
+def check_sources(config: EngineConfig) -> None:
+    """Raise ConfigError for a model that is not there, before anything is loaded."""
+    if not log.isEnabledFor(logging.DEBUG):
+        for client in _HTTP_CLIENTS:
+            # A line for every question to the hub would hide the one about the answer.
+            logging.getLogger(client).setLevel(logging.WARNING)
+    check_source(config.model.target, config.model.revision)
+    if config.model.draft is not None:
+        check_source(config.model.draft)
 
 
 class _Daemon:
@@ -200,16 +222,29 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
 def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:
     """What a person wants to know once the daemon serves."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
-    speculation = server.client.config.speculation
-    up_to = "up to " if speculation.adaptive else ""
-    drafting = (
-        f"{speculation.rule}, {up_to}{speculation.num_drafts} drafts of {speculation.draft_length} tokens"
-        if facts.has_draft and speculation.rule != "off"
-        else "off"
-    )
+    drafting = _drafting(facts, server.client.config.speculation)
     return [
         f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
         f"speculation: {drafting}; context {facts.max_model_len} tokens; {facts.num_blocks} blocks of "
         f"{facts.block_size} tokens",
         f"memory plan: {plan}",
     ]
+
+
+def _drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
+    """What drafts for a request that names nothing; where nothing does, what would."""
+    if limits.rule == "off":
+        return "off (--spec-rule off)"
+    usual = default_speculation(limits, facts)
+    parts = []
+    if usual.tree:
+        parts.append(f"a tree of {','.join(map(str, usual.tree))}")
+    elif usual.num_drafts:
+        up_to = "up to " if usual.adaptive else ""
+        drafts = "draft" if usual.num_drafts == 1 else "drafts"
+        parts.append(f"{up_to}{usual.num_drafts} {drafts} of {usual.draft_length} tokens")
+    if PROMPT_LOOKUP in usual.drafters:
+        parts.append("prompt lookup")
+    if not parts:
+        return "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
+    return f"{usual.rule}, {' and '.join(parts)}"

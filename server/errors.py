@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine.api import EngineBusy, EngineStopped, RequestError
+from server.extras import UNKNOWN
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -111,6 +112,8 @@ def _validation_message(error: RequestValidationError) -> ErrorBody:
     if isinstance(error.body, bytes):
         return ErrorBody("the body is not JSON; send it with Content-Type: application/json", "invalid_request_error")
     param = _param(first, error.body)
+    if first["type"] == "extra_forbidden" and param:
+        return ErrorBody(f"Unrecognized request argument supplied: {param}", "invalid_request_error", param, UNKNOWN)
     where = f"{param}: " if param else "the body: "
     return ErrorBody(where + str(first["msg"]), "invalid_request_error", param)
 

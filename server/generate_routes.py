@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,9 +21,15 @@ from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.state import Server
 
 
+def known(ids: Sequence[int] | None) -> Sequence[int] | msgspec.UnsetType:
+    """Token ids, left out where there are none to report."""
+    return msgspec.UNSET if ids is None else ids
+
+
 class ChatShape:
     """Messages and deltas."""
 
+    has_one_prompt = True
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
 
@@ -36,7 +43,8 @@ class ChatShape:
         ] or msgspec.UNSET
         content = None if calls and not choice.text else choice.text
         message = ChatMessage(content, tool_calls=calls)
-        return ChatChoice(index, message, choice.finish_reason, logprobs, choice.prompt_logprobs or msgspec.UNSET)
+        of_prompt = choice.prompt_logprobs or msgspec.UNSET
+        return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, known(choice.token_ids))
 
     def opening(self, index: int) -> list[ChunkChoice]:
         """The role comes first."""
@@ -49,9 +57,9 @@ class ChatShape:
         for part in delta.parts:
             said = {"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]}
             chunks.append(ChunkChoice(delta.index, said, None))
-        if logprobs is not None:
+        if logprobs is not None or delta.token_ids:
             first = chunks[0].delta if chunks else {"content": ""}
-            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs)]
+            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, known(delta.token_ids))]
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks
@@ -68,13 +76,16 @@ def call_delta(piece: CallPiece) -> dict[str, Any]:
 class CompletionShape:
     """Plain text."""
 
+    has_one_prompt = False
     object_whole = object_chunk = "text_completion"
 
     def whole(self, index: int, choice: Choice) -> CompletionChoice:
         """A whole text."""
         logprobs = None if choice.logprobs is None else completion_logprobs(choice.logprobs)
         of_prompt = choice.prompt_logprobs or msgspec.UNSET
-        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs, of_prompt)
+        ids = choice.token_ids
+        prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
+        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs, of_prompt, known(ids), prompt_ids)
 
     def opening(self, _: int) -> list[CompletionChoice]:
         """Nothing opens a completion."""
@@ -83,9 +94,19 @@ class CompletionShape:
     def chunk(self, delta: Delta) -> list[CompletionChoice]:
         """Text and finish reason together."""
         logprobs = completion_logprobs(delta.logprobs) if delta.logprobs else None
-        if not delta.text and delta.finish_reason is None and logprobs is None:
+        if not (delta.text or delta.token_ids) and delta.finish_reason is None and logprobs is None:
             return []
-        return [CompletionChoice(delta.index, delta.text, delta.finish_reason, logprobs)]
+        ids, prompt_ids = known(delta.token_ids), known(delta.prompt_token_ids)
+        return [
+            CompletionChoice(
+                delta.index,
+                delta.text,
+                delta.finish_reason,
+                logprobs,
+                token_ids=ids,
+                prompt_token_ids=prompt_ids,
+            )
+        ]
 
 
 async def respond(

@@ -38,6 +38,8 @@ class TextOptions:
     """Functions that the answer may call."""
     num_prompt_logprobs: int | None = None
     """Report the prompt's tokens with this many of the likeliest ones."""
+    reports_token_ids: bool = False
+    """Report the tokens of prompt and answer by id."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Delta:
     finish_reason: str | None
     logprobs: Sequence[SpelledToken] | None = None
     """Of the step's tokens, where they were asked for."""
+    token_ids: Sequence[int] | None = None
+    """The step's tokens, where they were asked for."""
+    prompt_token_ids: Sequence[int] | None = None
+    """The prompt's, with a choice's first ones."""
 
     @property
     def text(self) -> str:
@@ -81,6 +87,7 @@ class Choice:
         self.clock = Clock()
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.token_ids: list[int] | None = [] if options.reports_token_ids else None
         self._num_prompt_logprobs = options.num_prompt_logprobs
         self._tokenizer = tokenizer
         self._offset = 0
@@ -114,6 +121,8 @@ class Choice:
         self.num_predicted += min(outcome.num_predicted, num_kept)
         self.text += "".join(part for part in parts if isinstance(part, str))
         self._spell(outcome, num_kept)
+        if self.token_ids is not None:
+            self.token_ids += outcome.token_ids[:num_kept]
         self.speculation.add_step(outcome, stats, num_kept)
         return parts, self.clock.add(outcome, num_kept)
 
@@ -203,12 +212,14 @@ class Generation:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:
                             continue
-                        known = len(choice.logprobs or ())
+                        known, before = len(choice.logprobs or ()), choice.num_tokens
                         released = self._add(choice, outcome, stats, metrics)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
                         new = None if choice.logprobs is None else choice.logprobs[known:]
-                        yield Delta(index, released, choice.finish_reason, new)
+                        token_ids = None if choice.token_ids is None else choice.token_ids[before:]
+                        of_prompt = choice.request.prompt_token_ids if token_ids is not None and not before else None
+                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt)
             finally:
                 metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
 
@@ -232,6 +243,11 @@ class Generation:
             counted = choice.speculation
             metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
         return parts
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all choices are complete."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
 from server.errors import error_response
-from server.preparing import check_model
+from server.extras import refuse_unsupported
+from server.preparing import check_model, template_variables
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.state import Server
 from server.tools import template_message
@@ -101,6 +102,8 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
         check_model(server, body.model)
+        server.unknown_fields.check(body)
+        refuse_unsupported(body)
         tokenizer = server.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
@@ -110,7 +113,12 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
             messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
             tokens = await tokenizer.run(
-                tokenizer.encode_chat, messages, body.add_generation_prompt, False, None, tools
+                tokenizer.encode_chat,
+                messages,
+                body.add_generation_prompt,
+                body.continue_final_message,
+                template_variables(body.chat_template_kwargs),
+                tools,
             )
         length = client.facts.max_model_len if client.facts else None
         texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
@@ -125,6 +133,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids."""
         check_model(server, body.model)
+        server.unknown_fields.check(body)
         size = server.tokenizer.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}", "tokens")

@@ -14,15 +14,17 @@ import msgspec
 from engine.api import Limits, RequestError, check_request, choice_seed
 from engine.api import Request as EngineRequest
 from server.errors import model_not_found
+from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.sampling_fields import (
+    max_tokens_of,
     num_logprobs_of,
     num_prompt_logprobs_of,
-    refuse_unsupported,
     sampling_of,
     speculation_of,
     stop_strings,
+    truncated,
     with_seed,
     without_equal_chains,
 )
@@ -120,43 +122,60 @@ async def prepare(
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
         prediction = tuple(await server.tokenizer.run(server.tokenizer.encode, text, False))
+    prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
     # Calls may be marked by special tokens.
     skips = body.skip_special_tokens and (tools is None or "skip_special_tokens" in body.model_fields_set)
-    options = TextOptions(stop_strings(body), body.include_stop_str_in_output, skips, echo, tools, body.prompt_logprobs)
+    options = TextOptions(
+        stop_strings(body),
+        body.include_stop_str_in_output,
+        skips,
+        echo,
+        tools,
+        body.prompt_logprobs,
+        bool(body.return_token_ids),
+    )
     return Generation(requests, server.tokenizer, options, body.n, structure.param)
 
 
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     """The generation of a conversation's next message."""
     check_model(server, body.model)
+    server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
     messages = [template_message(one, number) for number, one in enumerate(body.messages)]
     tools = tool_use_of(body, server.call_format)
-    if body.continue_final_message and messages[-1]["role"] != "assistant":
-        raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
+    if body.continue_final_message:
+        if messages[-1]["role"] != "assistant":
+            raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
+        if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+            raise RequestError(
+                "add_generation_prompt opens a new message, continue_final_message goes on with the last one; "
+                "ask for one of them",
+                "add_generation_prompt",
+            )
     prompt = await server.tokenizer.run(
         server.tokenizer.encode_chat,
         messages,
-        True,
+        body.add_generation_prompt,
         body.continue_final_message,
         template_variables(body.chat_template_kwargs),
         [] if tools is None else tools.for_template(),
+        body.documents or [],
     )
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return await prepare(server, body, [prompt], max_tokens, tools)
+    return await prepare(server, body, [prompt], max_tokens_of(body), tools)
 
 
 async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
     """The generation of a text's continuation."""
     check_model(server, body.model)
+    server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
-    prompts = await completion_prompts(server, body.prompt)
-    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return await prepare(server, body, prompts, max_tokens)
+    prompts = await completion_prompts(server, body.prompt, body.add_special_tokens)
+    return await prepare(server, body, prompts, max_tokens_of(body) or _DEFAULT_COMPLETION_TOKENS)
 
 
 def wants_metrics(server: Server, body: GenerationFields) -> bool:
@@ -164,7 +183,7 @@ def wants_metrics(server: Server, body: GenerationFields) -> bool:
     return server.settings.per_request_spec_decode_metrics == "detailed" if body.metrics is None else body.metrics
 
 
-async def completion_prompts(server: Server, prompt: Any) -> list[list[int]]:
+async def completion_prompts(server: Server, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
     """The prompts of a completion as token ids."""
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -175,5 +194,5 @@ async def completion_prompts(server: Server, prompt: Any) -> list[list[int]]:
     if len(prompt) > _MAX_PROMPTS:
         raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
     if isinstance(prompt[0], str):
-        return [await server.tokenizer.run(server.tokenizer.encode, text) for text in prompt]
+        return [await server.tokenizer.run(server.tokenizer.encode, text, add_special_tokens) for text in prompt]
     return [list(tokens) for tokens in prompt]

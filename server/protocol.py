@@ -1,7 +1,8 @@
 """Wire models of what clients send (pydantic, strict). What they get: `answers.py`.
 
-Unknown keys are ignored, because clients add keys monthly. A known key whose value is not
-supported is refused by name (`server/sampling_fields.py`); nothing is silently dropped.
+A name that no field has is refused, as OpenAI does, unless the operator allows it; a known field whose value is not
+served is refused by name (`server/extras.py`). Nothing is silently dropped. Messages, their parts and tools are the
+exception: clients send back what they were given by other servers, with keys of theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from engine.api import RequestError
+from server.extras import Neutral
 
 
 def _encodable(text: str) -> str:
@@ -39,14 +41,21 @@ class Wire(BaseModel):
         return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
-class StreamOptions(Wire):
+class Closed(Wire):
+    """An object whose fields are all known: any other name in it is a mistake."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Closed):
     """What a stream carries beside text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
-class SpeculationFields(Wire):
+class SpeculationFields(Closed):
     """A request's own speculation; what is left out comes from the server's settings."""
 
     enabled: bool = True
@@ -67,7 +76,7 @@ class TextPart(Wire):
     text: Text | None = None
 
 
-class Prediction(Wire):
+class Prediction(Closed):
     """What the answer will probably be."""
 
     type: Literal["content"]
@@ -75,7 +84,12 @@ class Prediction(Wire):
 
 
 class Body(Wire):
-    """A whole body: every string of it is text, also where any object may stand."""
+    """A whole body: every string of it is text, also where any object may stand.
+
+    Names that no field has are kept apart, for `server/extras.py`.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -95,6 +109,12 @@ class GenerationFields(Body):
 
     model: str
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`; counts where both are there."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Keep so many tokens of the prompt; -1: as many as leave room for the answer (vLLM's field)."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt is cut; left when left out, so that its end stays."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -108,8 +128,6 @@ class GenerationFields(Body):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
     """Drafts of the answer (OpenAI's Predicted Outputs)."""
@@ -131,6 +149,8 @@ class GenerationFields(Body):
     """Whether the seed alone decides the answer, whatever is drafted; the server's setting when left out."""
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     """K/V is shared among requests of the same salt only."""
+    return_token_ids: bool = False
+    """Report the tokens of prompt and answer by id (vLLM's field)."""
 
     # Structured output (server/structured.py).
     response_format: Any = None
@@ -140,10 +160,35 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # Known, and refused unless neutral (server/sampling_fields.py).
-    best_of: int | None = None
-    reasoning_effort: Any = None
-    use_beam_search: Any = None
+    # What they say changes nothing in an answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    # Known, and not served.
+    best_of: Annotated[Any, Neutral(1)] = None
+    reasoning_effort: Annotated[Any, Neutral("none")] = None
+    use_beam_search: Annotated[Any, Neutral(False)] = None
+    length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
+    early_stopping: Annotated[Any, Neutral(False)] = None
+    typical_p: Annotated[Any, Neutral(1, 1.0)] = None
+    mirostat: Annotated[Any, Neutral(0)] = None
+    spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
+    moderation: Annotated[Any, Neutral()] = None
+    context_management: Annotated[Any, Neutral([])] = None
+    lora_path: Annotated[Any, Neutral(way_out="serve the merged model instead")] = None
+    regex: Annotated[Any, Neutral(way_out='send structured_outputs {"regex": ...}')] = None
+    json_schema: Annotated[Any, Neutral(way_out='send structured_outputs {"json": ...}')] = None
+    ebnf: Annotated[Any, Neutral(way_out='send structured_outputs {"grammar": ...}, in Lark')] = None
+    grammar: Annotated[Any, Neutral(way_out='send structured_outputs {"grammar": ...}, in Lark')] = None
+    chat_template: Annotated[Any, Neutral(way_out="the operator sets it (--chat-template)")] = None
+    verbosity: Annotated[Any, Neutral("medium")] = None
+    store: Annotated[Any, Neutral(False)] = None
 
 
 class Function(Wire):
@@ -200,6 +245,9 @@ class Message(Wire):
     name: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: Text | None = None
+    # Known, and not served.
+    function_call: None = None
+    audio: None = None
 
 
 class ChatRequest(GenerationFields):
@@ -210,7 +258,10 @@ class ChatRequest(GenerationFields):
     """More variables for the model's chat template."""
     continue_final_message: bool = False
     """Go on with the last message, which must be the assistant's, instead of answering it."""
-    max_completion_tokens: Count | None = None
+    add_generation_prompt: bool = True
+    """End the prompt with what opens the assistant's message."""
+    documents: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    """Texts to answer from, where the model's chat template has a place for them."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -218,12 +269,17 @@ class ChatRequest(GenerationFields):
     """What the model may call: with `none` it is not told of the tools."""
     parallel_tool_calls: bool | None = None
     """False: at most one call in an answer."""
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    store: bool | None = None
-    web_search_options: Any = None
+    # Known, and not served.
+    functions: Annotated[Any, Neutral([], way_out="send tools")] = None
+    function_call: Annotated[Any, Neutral("none", "auto", way_out="send tool_choice")] = None
+    audio: Annotated[Any, Neutral()] = None
+    modalities: Annotated[Any, Neutral(["text"])] = None
+    web_search_options: Annotated[Any, Neutral()] = None
+    echo: Annotated[Any, Neutral(False)] = None
+    add_special_tokens: Annotated[Any, Neutral(False)] = None
+    include_reasoning: Annotated[Any, Neutral(True)] = None
+    separate_reasoning: Annotated[Any, Neutral(True)] = None
+    stream_reasoning: Annotated[Any, Neutral(True)] = None
 
 
 class CompletionRequest(GenerationFields):
@@ -233,10 +289,14 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     """Begin the answer with the prompt, with its logprobs where logprobs are asked for."""
-    # Known, and refused unless neutral (server/sampling_fields.py).
-    chat_template_kwargs: Any = None
-    continue_final_message: Any = None
-    suffix: str | None = None
+    add_special_tokens: bool = True
+    """Begin a prompt that is text with the tokens that the tokenizer begins texts with."""
+
+    # Known, and not served; the first three are of conversations.
+    chat_template_kwargs: Annotated[Any, Neutral({})] = None
+    continue_final_message: Annotated[Any, Neutral(False)] = None
+    add_generation_prompt: Annotated[Any, Neutral(True)] = None
+    suffix: Annotated[Any, Neutral("")] = None
 
 
 class TokenizeRequest(Body):
@@ -248,10 +308,13 @@ class TokenizeRequest(Body):
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    chat_template: Annotated[Any, Neutral(way_out="the operator sets it (--chat-template)")] = None
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(Body):
     """Body of `POST /detokenize`."""
 
     model: str | None = None

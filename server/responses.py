@@ -16,32 +16,14 @@ from pydantic import Field
 from engine.api import PolydraftError, RequestError
 from server.answering import metrics_of, usage_of
 from server.errors import to_api_error
+from server.extras import Neutral, refuse_unsupported
 from server.generation import Delta, Generation
-from server.protocol import ChatRequest, Count, GenerationFields, Wire
-from server.sampling_fields import refuse_all_but
+from server.protocol import ChatRequest, Closed, Count, GenerationFields
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-# Known, and refused unless neutral.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (None, False),
-    "background": (None, False),
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "prompt": (None,),
-    "include": (None, []),
-    "reasoning": (None, {}),
-    "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
-    "top_logprobs": (None, 0),
-    "max_tokens": (None,),
-    "n": (1,),
-    "stream_options": (None,),
-    "response_format": (None,),
-    "prompt_logprobs": (None,),
-}
 
 
-class TextConfig(Wire):
+class TextConfig(Closed):
     """How the text is to be."""
 
     format: dict[str, Any] | None = None
@@ -60,26 +42,36 @@ class ResponsesRequest(GenerationFields):
     text: TextConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    store: Any = None
-    background: Any = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    include: Any = None
-    reasoning: Any = None
-    truncation: Any = None
-    max_tool_calls: Any = None
-    top_logprobs: Any = None
+    # Known, and not served; some of them are the other endpoints'.
+    background: Annotated[Any, Neutral(False)] = None
+    previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
+    conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
+    prompt: Annotated[Any, Neutral()] = None
+    include: Annotated[Any, Neutral([])] = None
+    reasoning: Annotated[Any, Neutral({})] = None
+    truncation: Annotated[Any, Neutral("disabled", way_out="send truncate_prompt_tokens")] = None
+    max_tool_calls: Annotated[Any, Neutral()] = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
+    max_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
+    max_completion_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
+    n: Annotated[Any, Neutral(1)] = 1
+    stream_options: Annotated[Any, Neutral({}, {"include_obfuscation": False})] = None
+    response_format: Annotated[Any, Neutral(way_out="send text.format")] = None
+    prompt_logprobs: Annotated[Any, Neutral()] = None
+    return_token_ids: Annotated[Any, Neutral(False)] = None
+
+
+_SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model_fields) - {"n", "stream_options"}
+"""Fields that a chat has too, and takes as they are."""
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same wish as a chat; raises RequestError for what is not served."""
-    refuse_all_but(body, _NEUTRAL)
+    refuse_unsupported(body)
     text = body.text or TextConfig()
     if text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")
-    own = {"input", "instructions", "max_output_tokens", "text", *_NEUTRAL} - {"n"}
-    fields = {name: value for name, value in body.model_dump(exclude_unset=True).items() if name not in own}
+    fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields["messages"] = messages + _messages(body.input)
     fields["stream"] = False
@@ -159,7 +151,7 @@ class Responder:
         self.output: list[dict[str, Any]] = []
         self._is_open = False
         sampling = generation.choices[0].request.sampling
-        self._echoed = {
+        self._echoed: dict[str, Any] = {
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -170,8 +162,10 @@ class Responder:
             "tools": body.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "user": body.user,
         }
+        # Texts that OpenAI's schema has no null for.
+        said = {name: getattr(body, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
+        self._echoed |= {name: text for name, text in said.items() if text is not None}
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """The response object as it is now."""

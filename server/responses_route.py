@@ -38,6 +38,7 @@ def build_router(server: Server) -> APIRouter:
     @router.post("/v1/responses")
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation, in the shape of OpenAI's Responses API; nothing is stored."""
+        server.unknown_fields.check(body)
         try:
             generation = await prepare_chat(server, checked_chat(body))
         except RequestError as error:

@@ -1,4 +1,4 @@
-"""From wire fields to the engine's words, and the refusal of what is not served.
+"""From wire fields to the engine's words. What is not served is refused in `extras.py`.
 
 Not for: prompts (`generate_routes.py`) or lengths that depend on the prompt (`admission`).
 """
@@ -6,9 +6,8 @@ Not for: prompts (`generate_routes.py`) or lengths that depend on the prompt (`a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import msgspec
 
@@ -28,41 +27,7 @@ from engine.api import (
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.tokenizer import GenerationDefaults
 
-# Fields that are known but not served, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "reasoning_effort": (None, "none"),
-    "use_beam_search": (None, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "store": (None, False),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-}
-
-# What only conversations have.
-_NEUTRAL_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-}
-
 MAX_STOPS = 16
-
-
-def refuse_unsupported(body: GenerationFields) -> None:
-    """Raise RequestError for a known field with a value that is not served."""
-    own = _NEUTRAL_IN_COMPLETIONS if isinstance(body, CompletionRequest) else {}
-    refuse_all_but(body, _NEUTRAL | own)
-
-
-def refuse_all_but(body: GenerationFields, neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise RequestError for a field whose value is none of those that ask for nothing."""
-    for name, neutral in neutral_values.items():
-        value = getattr(body, name, None)
-        if not any(value is one or (value == one and isinstance(value, type(one))) for one in neutral):
-            raise RequestError(f"{name} is not supported by this server; leave it out", name, "unsupported_value")
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
@@ -117,6 +82,30 @@ def sampling_of(
         seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )
+
+
+def max_tokens_of(body: GenerationFields) -> int | None:
+    """The longest answer asked for; None where none is named."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def truncated(
+    prompt: Sequence[int], body: GenerationFields, max_tokens: int | None, max_model_len: int
+) -> Sequence[int]:
+    """The part of a prompt that `truncate_prompt_tokens` keeps; raises RequestError for a length that cannot be."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        if body.truncation_side is not None:
+            raise RequestError("truncation_side goes with truncate_prompt_tokens", "truncation_side")
+        return prompt
+    if wanted == 0 or wanted > max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be from 1 to the model's context of {max_model_len} tokens, or -1, not "
+            f"{wanted}",
+            "truncate_prompt_tokens",
+        )
+    kept = wanted if wanted > 0 else max(1, max_model_len - (max_tokens or 1))
+    return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
 
 
 def num_logprobs_of(body: GenerationFields) -> int | None:

@@ -156,6 +156,9 @@ class Serve(BaseSettings):
         60.0, description="seconds without the end of a step after which /health is 503; 0: never"
     )
     max_request_bytes: Positive = Field(4 << 20, description="largest request body; more gets 413")
+    allow_unknown_fields: bool = Field(
+        False, description="ignore request fields that this server does not know, and log their names, instead of 400"
+    )
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
         15.0, description="seconds of silence after which a stream sends a comment; 0: never"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.engine_client import EngineClient
+from server.extras import UnknownFields
 from server.metrics import ServerMetrics
 from server.settings import Serve
 from server.tokenizer import GenerationDefaults, Tokenizer
@@ -22,3 +23,5 @@ class Server:
     model_name: str
     call_format: str | None
     """How the model writes calls of tools (`tools.py`); None where that is not known."""
+    unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
+    """What is done about names in a body that no field has."""

@@ -9,13 +9,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from engine.api import ConfigError, RequestError, model_file
+from engine.api import ConfigError, RequestError, check_source, model_file
 
 Result = TypeVar("Result")
 
@@ -48,8 +47,7 @@ class Tokenizer:
         """Load from a folder, or of a hub name this revision; raises ConfigError when there is none."""
         from transformers import PreTrainedTokenizerFast
 
-        if not Path(name).is_dir() and name.startswith(("/", ".", "~")):
-            raise ConfigError(f"{name}: no such model folder")
+        check_source(name, revision, is_model=False)
         try:
             self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
         except Exception as error:  # the hub client and the parser raise many kinds
@@ -81,20 +79,23 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        documents: Sequence[dict[str, Any]] = (),
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template.
 
         continue_final_message: leave the last message open. variables: more of them for the template.
-        tools: functions that the model may call; RequestError where the template does not show them.
+        tools: functions that the model may call. documents: texts to answer from. RequestError where the template
+        does not show them.
         """
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
 
-        def render(tools: Sequence[dict[str, Any]]) -> str:
+        def render(tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]) -> str:
             return str(
                 self._fast.apply_chat_template(
                     list(messages),
                     tools=list(tools) or None,
+                    documents=list(documents) or None,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
@@ -103,13 +104,18 @@ class Tokenizer:
             )
 
         try:
-            text = render(tools)
+            text = render(tools, documents)
             text.encode()
-            shows_tools = not tools or render(()) != text
+            shows_tools = not tools or render((), documents) != text
+            shows_documents = not documents or render(tools, ()) != text
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         if not shows_tools:
             raise RequestError("the chat template of this model has no place for tools; see --chat-template", "tools")
+        if not shows_documents:
+            raise RequestError(
+                "the chat template of this model has no place for documents; put them into a message", "documents"
+            )
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:

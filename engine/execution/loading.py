@@ -20,7 +20,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
-from engine.files import model_file
+from engine.files import check_source, model_file
 
 # Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
 # covers the first line; the others passed the same comparison with random weights).
@@ -37,18 +37,26 @@ FITTING_MODEL_TYPES = frozenset(
 # These choose their frequencies from the longest position of the whole batch.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model behind the hook, and what its checkpoint says about it."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What the configuration of a checkpoint says, known before its weights are read."""
 
-    model: Any
     name: str
     model_type: str
     vocab_size: int
     max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(Outline):
+    """A model behind the hook, and what its checkpoint says about it."""
+
+    model: Any
     eos_token_ids: frozenset[int]
     ranks: Ranks | None = None
     """The processes that hold the other shares of a split model."""
@@ -135,21 +143,44 @@ def adopt(model: Any, name: str) -> LoadedModel:
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos = config.eos_token_id if eos is None else eos
     eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
-    return LoadedModel(
-        model=model,
+    return LoadedModel(model=model, eos_token_ids=eos_ids, **vars(_outline(name, config)))
+
+
+def _outline(name: str, config: Any) -> Outline:
+    return Outline(
         name=name,
         model_type=config.model_type,
         vocab_size=int(config.vocab_size),
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
-        eos_token_ids=eos_ids,
     )
+
+
+def outline_pair(config: ModelConfig) -> list[Outline]:
+    """Target and draft by their configurations alone: all that can be found wrong with them before weights are read.
+
+    Raises ConfigError or LoadError.
+    """
+    choose_device(config.device)
+    outlines = [_outlined(config.target, config.revision)]
+    if config.draft is not None:
+        outlines.append(_outlined(config.draft, None))
+        check_pair(outlines[0], outlines[1], config.revision)
+    return outlines
+
+
+def _outlined(name: str, revision: str | None) -> Outline:
+    config = _read_config(name, revision)
+    check_config(name, config)
+    folder = Path(name)
+    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in _WEIGHT_FILES):
+        raise LoadError(f"{name}: this folder has no weights ({', '.join(_WEIGHT_FILES)}); download the model again")
+    return _outline(name, config)
 
 
 def _read_config(name: str, revision: str | None) -> Any:
     import transformers
 
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(name).exists()):
-        raise ConfigError(f"{name}: no such model folder; name a folder with config.json and safetensors")
+    check_source(name, revision)
     try:
         return transformers.AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
@@ -176,7 +207,7 @@ def check_config(name: str, config: Any) -> None:
         )
 
 
-def check_pair(target: LoadedModel, draft: LoadedModel, revision: str | None = None) -> None:
+def check_pair(target: Outline, draft: Outline, revision: str | None = None) -> None:
     """Raise ConfigError when the two models do not speak of the same tokens; revision: the target's."""
     target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, None)
     if target_tokens is not None and draft_tokens is not None:
@@ -202,7 +233,7 @@ def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
 
 
 def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
-    """Load target and draft, checked against each other."""
+    """Load target and draft, which `outline_pair` has checked."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     progress(f"loading target {config.target}")
@@ -214,7 +245,6 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load(config.draft, None, dtype, device)
-        check_pair(target, draft, config.revision)
     if target.ranks is not None:
         target.ranks.tell("probe")  # what could be refused has not been
     return target, draft

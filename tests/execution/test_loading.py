@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -76,6 +77,50 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "missing")):
         with pytest.raises(ConfigError):
             build_engine(engine_config(name))
+
+
+@pytest.mark.parametrize(
+    ("draft", "parts", "reason"),
+    [
+        ("missing", {}, "missing: no such model folder"),
+        ("mamba", {}, "architecture 'mamba'"),
+        ("swapped", {}, "different vocabularies"),
+        ("bare", {}, "this folder has no weights"),
+        ("draft", {"speculation": SpeculationConfig(rule="nonsense")}, "--spec-rule nonsense: unknown; choose"),
+        ("draft", {"speculation": SpeculationConfig(num_drafts=17)}, "--num-drafts 17: .* or raise --max-num-drafts"),
+        ("draft", {"speculation": SpeculationConfig(draft_length=17)}, "or raise --max-draft-length"),
+        ("draft", {"speculation": SpeculationConfig(draft_method="nonsense")}, "--draft-method nonsense: unknown"),
+        ("draft", {"speculation": SpeculationConfig(tree=(2, 2))}, "--draft-tree 2,2: rule 'bv_race' would be biased"),
+        ("draft", {"speculation": SpeculationConfig(rule="rrs", num_drafts=4, draft_method="x")}, "--draft-method x"),
+        ("draft", {"scheduler": SchedulerConfig(max_model_len=40)}, "draft reaches 32 positions; lower it to 32"),
+        (None, {"scheduler": SchedulerConfig(max_model_len=300)}, "target reaches 64 positions; lower it to 64"),
+    ],
+)
+def test_what_is_wrong_is_found_before_weights_are_read(
+    tmp_path: Path, draft: str | None, parts: dict[str, object], reason: str
+) -> None:
+    """Both models, lengths, rules and caps: loading a large target first would take minutes to say it."""
+    words = {"a": 0, "b": 1, "c": 2}
+    target = saved(tmp_path / "target", words=words)
+    saved(tmp_path / "draft", words=words)
+    shorten(tmp_path / "draft" / "config.json")
+    saved(tmp_path / "swapped", words={"a": 0, "c": 1, "b": 2})
+    transformers.MambaConfig().save_pretrained(tmp_path / "mamba")
+    shutil.copytree(tmp_path / "draft", tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    config = engine_config(target, str(tmp_path / draft) if draft else None, **parts)
+    fault = "weights are read"
+    with patch("engine.building.load_pair", side_effect=AssertionError(fault)):
+        with pytest.raises((ConfigError, LoadError), match=reason) as refusal:
+            build_engine(config)
+        assert "\n" not in str(refusal.value)
+        with pytest.raises(AssertionError, match=fault):
+            build_engine(engine_config(target, str(tmp_path / "draft")))
+
+
+def shorten(config: Path) -> None:
+    """Make a model reach 32 positions."""
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 32}))
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ NEARLY_RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "prompt": TEXT | st.lists(TEXT, max_size=3) | st.lists(st.integers(-1, 5000), max_size=5),
     "max_tokens": st.integers(0, 4),
     "speculation": st.dictionaries(
-        st.sampled_from(["enabled", "num_drafts", "draft_length", "rule", "drafters", "draft_method"]),
+        st.sampled_from(["enabled", "num_drafts", "draft_length", "rule", "drafters", "draft_method", "nonsense"]),
         st.booleans() | st.integers(-1, 20) | st.sampled_from(["off", "block", "rrs", "bv_race", "iid", "x", None]),
     ),
     "stream": st.booleans(),
@@ -45,6 +45,10 @@ NEARLY_RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(0, 3),
     "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": TEXT}),
     "cache_salt": TEXT,
+    "truncate_prompt_tokens": st.integers(-1, 9),
+    "truncation_side": st.sampled_from(["left", "right"]),
+    "return_token_ids": st.booleans(),
+    "documents": st.lists(st.dictionaries(TEXT, TEXT, max_size=2), max_size=2),
 }
 ENDPOINTS: dict[str, tuple[type[GenerationFields], str]] = {
     "/v1/chat/completions": (ChatRequest, "messages"),

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -11,9 +17,10 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from engine.errors import ConfigError
-from engine.files import model_file
+from engine.files import check_source, model_file
 from loadtest.daemon import running_daemon
 from server.settings import Serve
+from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import TOKENIZER_FILES, TinyModels, write_pair
 
 NAME = "polydraft/tiny"
@@ -102,3 +109,139 @@ def test_a_hub_that_does_not_answer(models: TinyModels, monkeypatch: pytest.Monk
         return
     with pytest.raises(ConfigError, match="the network is unavailable"):
         model_file(NAME, "generation_config.json")
+
+
+NO_HUB = "http://127.0.0.1:1"
+"""Nothing listens there, so that a connection is refused at once."""
+
+
+class HubAnswers(BaseHTTPRequestHandler):
+    """A hub: `X-Error-Code` by the owner's name, as the real one has it; the owner `silent` gets no answer."""
+
+    def do_HEAD(self) -> None:
+        owner = self.path.split("/")[1]
+        if owner == "silent":
+            self.server.is_over.wait()  # type: ignore[attr-defined]
+            return
+        codes = {
+            "nobody": "RepoNotFound",
+            "gated": "GatedRepo",
+            "somebody": "RevisionNotFound",
+            "bare": "EntryNotFound",
+        }
+        self.send_response(404 if owner in codes else 500)
+        self.send_header("X-Error-Code", codes.get(owner, ""))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def hub_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HubAnswers) as server:
+        server.is_over = threading.Event()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.is_over.set()  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def run_python(code: str, cache: Path, endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own that may ask this hub: its client reads the environment once."""
+    own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "POLYDRAFT_PROFILE_CACHE": "off"}
+    command = [sys.executable, "-c", code, *words]
+    environment = {**os.environ, **own}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+SERVE = "import sys; from server.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+
+
+def refusal(cache: Path, endpoint: str, *words: str) -> str:
+    """The one line that `polydraft serve` prints before it exits 2."""
+    done = run_python(SERVE, cache, endpoint, *words)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("polydraft serve: ")
+    return lines[0]
+
+
+def test_a_name_without_a_network_is_explained_at_once(tmp_path: Path, models: TinyModels) -> None:
+    """In one line, with what was tried; also for the draft model, before the target is loaded."""
+    for words in (["somebody/model"], [str(models.target), "--draft-model", "somebody/model"]):
+        line = refusal(tmp_path / "empty", NO_HUB, *words)
+        assert f"somebody/model: no such folder here, and the hub ({NO_HUB}) does not answer (" in line
+        assert "Connection refused" in line
+        assert "check the name and the network" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("nobody/model", "has no such model, or shows it to its owner only; check the name, or set HF_TOKEN"),
+        ("gated/model", "ask for it there, and set HF_TOKEN"),
+        ("somebody/model", "has no revision 'v9' of it; check --revision"),
+        ("bare/model", "has it without config.json"),
+        ("broken/model", "does not answer (Server error '500 Internal Server Error'"),
+    ],
+)
+def test_what_the_hub_answers_is_explained(tmp_path: Path, hub_url: str, name: str, fault: str) -> None:
+    line = refusal(tmp_path / "empty", hub_url, name, "--revision", "v9")
+    assert name in line
+    assert fault in line
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) -> None:
+    """However long its address takes, or its answer."""
+    code = (
+        "import engine.files as files; files._PROBE_S, files._PATIENCE_S = 60, 0.2\n"
+        "try: files.check_source('silent/model')\n"
+        "except files.ConfigError as error: print(error)"
+    )
+    done = run_python(code, tmp_path / "empty", hub_url)
+    assert "silent/model: no such folder here, and the hub" in done.stdout, done.stderr
+    assert "does not answer (nothing in 0 s)" in done.stdout
+
+
+@pytest.mark.parametrize("knows_defaults", [True, False])
+def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
+    models: TinyModels, tmp_path: Path, knows_defaults: bool
+) -> None:
+    """Then it is asked once, and never again; but a cache that may lack the model's defaults is no whole model."""
+    code = (
+        "import os; from engine.files import check_source, model_file\n"
+        "import logging; logging.basicConfig()\n"
+        f"check_source('{NAME}', '{'v2' if knows_defaults else 'main'}')\n"
+        f"print(os.environ['HF_HUB_OFFLINE'], model_file('{NAME}', 'tokenizer.json', 'v2'))"
+    )
+    done = run_python(code, tmp_path / "hub", NO_HUB)
+    if knows_defaults:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("1 ")
+        assert COMMITS["v2"] in done.stdout
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"does not answer ([Errno 111] Connection refused); {NAME} is taken from its cache" in done.stderr
+    else:
+        assert "check the name and the network" in done.stderr
+
+
+def test_offline_names_that_are_not_cached_are_explained(models: TinyModels) -> None:
+    with pytest.raises(ConfigError, match=r"nobody/model: .*which alone is asked with HF_HUB_OFFLINE; name a folder"):
+        check_source("nobody/model")
+    check_source(NAME, "v2")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "models/", "README.md", "a b"])
+def test_a_path_that_does_not_exist_is_named_as_such(name: str) -> None:
+    """Without asking the hub: no model there is called like this."""
+    with pytest.raises(ConfigError, match="no such model folder; name a folder with"):
+        check_source(name)
+
+
+def test_a_folder_without_a_model_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"this folder has no config\.json"):
+        check_source(str(tmp_path))
+    check_source(str(tmp_path), is_model=False)

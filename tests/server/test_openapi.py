@@ -35,3 +35,20 @@ def test_no_generated_call_is_a_server_error(daemon: Daemon, tmp_path: Path) -> 
     assert "passed" in done.stdout
     with daemon.client() as client:
         assert client.get("/ready").status_code == 200
+
+
+def test_the_description_has_the_errors_that_are_sent(daemon: Daemon) -> None:
+    """400 in OpenAI's shape where FastAPI by itself would say 422."""
+    with daemon.client() as client:
+        described = client.get("/openapi.json").json()
+        refused = client.post("/v1/responses", json={"model": 5})
+        missing = client.get("/v1/models/nowhere")
+    assert (refused.status_code, missing.status_code) == (400, 404)
+    schemas, paths = described["components"]["schemas"], described["paths"]
+    assert set(refused.json()["error"]) == set(schemas["Error"]["properties"]["error"]["required"])
+    statuses = {path: set(found["responses"]) for path, methods in paths.items() for found in methods.values()}
+    assert not any("422" in found for found in statuses.values())
+    posts = [path for path, methods in paths.items() if "post" in methods]
+    assert [statuses[path] for path in posts] == [{"200", "400"}] * 5
+    assert statuses["/v1/models/{name}"] == {"200", "404"}
+    assert not {"HTTPValidationError", "ValidationError"} & set(schemas)

@@ -61,6 +61,14 @@ def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> 
     assert (counted is None) == (shape == "off")
 
 
+def test_a_user_is_there_if_the_request_names_one(openai_client: openai.OpenAI) -> None:
+    """OpenAI's schema has a text there, and no null."""
+    said = {"user": "someone", "safety_identifier": "x", "prompt_cache_key": "y"}
+    assert not set(said) & openai_client.responses.create(**CALL).model_fields_set
+    named = openai_client.responses.create(**CALL, **said)
+    assert {name: getattr(named, name) for name in said} == said
+
+
 def test_a_stream_tells_of_every_step(openai_client: openai.OpenAI) -> None:
     """Numbered events that open and close the same item, and end with the whole response."""
     wish = {**CALL, "temperature": 0}

@@ -119,6 +119,25 @@ def test_a_stream_reports_on_its_usage_chunk_only(http: httpx.Client) -> None:
     assert counted["acceptance_histogram"] == whole["acceptance_histogram"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_without_usage_reports_on_its_last_chunk(http: httpx.Client, path: str, n: int) -> None:
+    """With the finish reason of the choice that ends last; what `metrics: false` leaves out."""
+    call = {**CALL, "n": n}
+    if path == CHAT:
+        call["messages"] = [{"role": "user", "content": call.pop("prompt")}]
+    with open_stream(http, path, **call) as stream:
+        *before, last = stream.read()
+    assert not any("metrics" in chunk for chunk in before)
+    assert last["choices"][0]["finish_reason"] == "length"
+    counted = last["metrics"]["speculative_decoding"]
+    whole = http.post(path, json=call).json()["metrics"]["speculative_decoding"]
+    assert counted["acceptance_histogram"] == whole["acceptance_histogram"]
+    assert len(last["metrics"].get("choices", [1])) == n
+    with open_stream(http, path, **call, metrics=False) as stream:
+        assert not any("metrics" in chunk for chunk in stream.read())
+
+
 def test_a_request_can_decline_metrics(http: httpx.Client) -> None:
     """With `metrics: false` neither a whole answer nor a stream carries them."""
     assert "metrics" not in answer_of(http, metrics=False)

@@ -57,6 +57,8 @@ def error_line(daemon: Daemon) -> str:
         (["--config", "no/such/file.toml"], "no/such/file.toml: cannot be read"),
         (["./no/such/model"], "./no/such/model: no such model folder"),
         (["/no/such/model"], "/no/such/model: no such model folder"),
+        (["--draft-model", "/no/such/draft"], "/no/such/draft: no such model folder"),
+        (["--tokenizer", "/no/such/words"], "/no/such/words: no such model folder"),
     ],
 )
 def test_a_bad_command_line_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -151,6 +153,9 @@ def failing(daemons: Daemons, models: TinyModels, tmp_path_factory: pytest.TempP
     write_folder(folder / "incomplete", llama_config(2), llama_weights(1))
     target = str(models.target)
     return {
+        "rule": daemons.start(target, "--draft-model", str(models.draft), "--spec-rule", "nonsense"),
+        "drafts": daemons.start(target, "--draft-model", str(models.draft), "--num-drafts", "17"),
+        "max-model-len": daemons.start(target, "--max-model-len", "9999"),
         "mamba": daemons.start(str(folder / "mamba")),
         "other-words": daemons.start(target, "--draft-model", str(folder / "other-words")),
         "incomplete": daemons.start(str(folder / "incomplete")),
@@ -170,6 +175,9 @@ def swap_two_tokens(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
+        ("rule", 2, "--spec-rule nonsense: unknown; choose off or one of"),
+        ("drafts", 2, "--num-drafts 17: must be between 1 and 16, or raise --max-num-drafts"),
+        ("max-model-len", 2, "reaches 2048 positions; lower it to 2048"),
         ("mamba", 2, "architecture 'mamba'"),
         ("other-words", 2, "different vocabularies"),
         ("incomplete", 1, "the checkpoint lacks"),
@@ -184,3 +192,5 @@ def test_a_model_that_cannot_be_served_is_explained(
     line = error_line(daemon)
     assert words in line
     assert name in line
+    # All but what only the weights tell is found before they are read.
+    assert ("loading target" in daemon.log) == (name == "incomplete")

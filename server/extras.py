@@ -1,0 +1,85 @@
+"""Fields that are not served: known ones are accepted with the values that ask for nothing, unknown ones are refused.
+
+Not for: what a served field means (`sampling_fields.py`), or the fields themselves (`protocol.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine.api import RequestError
+
+log = logging.getLogger("polydraft")
+
+UNKNOWN = "unknown_parameter"
+"""OpenAI's code for a name that no field has."""
+_LEAVE_OUT = "leave it out"
+_MOST_SHOWN, _LONGEST_SHOWN = 8, 64
+_MOST_REMEMBERED = 256
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Neutral:
+    """Marks a field that is known and not served: its values that ask for nothing, beside null."""
+
+    values: tuple[Any, ...]
+    way_out: str
+
+    def __init__(self, *values: Any, way_out: str = _LEAVE_OUT) -> None:
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "way_out", way_out)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError for a value that asks for something."""
+        if value is None or any(type(value) is type(one) and value == one for one in self.values):
+            return
+        served = " or ".join(dict.fromkeys(repr(one) for one in self.values))
+        but = f" but with the value {served}" if self.values else ""
+        raise RequestError(f"{name} is not supported by this server{but}; {self.way_out}", name, "unsupported_value")
+
+
+def refuse_unsupported(body: BaseModel) -> None:
+    """Raise RequestError for a known field that asks for what is not served."""
+    for name, field in type(body).model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Neutral):
+                mark.check(name, getattr(body, name))
+
+
+def unknown_field(names: list[str], known: list[str]) -> RequestError:
+    """The refusal of names that no field has, in OpenAI's words; the message says what may have been meant."""
+    shown = ", ".join(_shown(name) for name in names[:_MOST_SHOWN])
+    close = difflib.get_close_matches(names[0][:_LONGEST_SHOWN], known, n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    plural = "s" if len(names) > 1 else ""
+    return RequestError(f"Unrecognized request argument{plural} supplied: {shown}{meant}", _shown(names[0]), UNKNOWN)
+
+
+def _shown(name: str) -> str:
+    """A name that a client has sent, fit for a log line and an answer."""
+    return ascii(name[:_LONGEST_SHOWN])[1:-1]
+
+
+class UnknownFields:
+    """What is done about names that no field has: refused, or, where the operator allows them, logged."""
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self._logged: set[tuple[str, ...]] = set()
+
+    def check(self, body: BaseModel) -> None:
+        """Raise RequestError for unknown names; where they are allowed, log each set of them once."""
+        if not body.model_extra:
+            return
+        names = sorted(body.model_extra)
+        if not self._allowed:
+            raise unknown_field(names, sorted(type(body).model_fields))
+        shown = tuple(_shown(name) for name in names[:_MOST_SHOWN])
+        if shown not in self._logged and len(self._logged) < _MOST_REMEMBERED:
+            self._logged.add(shown)
+            log.warning("request fields that this server does not know were ignored: %s", ", ".join(shown))

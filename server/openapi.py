@@ -1,0 +1,62 @@
+"""The application, and the truth about it in /openapi.json: its errors, and names that no field has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+_NAME = "Error"
+_TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "title": _NAME,
+    "description": "What every error answer holds, in OpenAI's shape.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _TEXT_OR_NULL,
+                "code": _TEXT_OR_NULL,
+            },
+        }
+    },
+}
+_ERROR_ANSWER = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{_NAME}"}}}}
+_FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
+"""Bodies that FastAPI would answer a wrong request with; `errors.py` answers in OpenAI's shape instead."""
+
+
+class Application(FastAPI):
+    """A FastAPI application that describes the errors it sends, and bodies as open as they are."""
+
+    allows_unknown_fields = False
+
+    def openapi(self) -> dict[str, Any]:
+        """The description, made once."""
+        if self.openapi_schema is None:
+            described = super().openapi()
+            schemas = described.setdefault("components", {}).setdefault("schemas", {})
+            for name in _FRAMEWORKS_OWN:
+                schemas.pop(name, None)
+            for schema in schemas.values():
+                # Bodies keep unknown names, so that they can be refused by name.
+                if schema.get("additionalProperties") is True and not self.allows_unknown_fields:
+                    schema["additionalProperties"] = False
+            schemas[_NAME] = _ERROR_SCHEMA
+            for path in described["paths"].values():
+                for method, operation in path.items():
+                    _describe_errors(operation["responses"], method)
+        assert self.openapi_schema is not None
+        return self.openapi_schema
+
+
+def _describe_errors(responses: dict[str, Any], method: str) -> None:
+    """What is sent where FastAPI has a 422: 400 for a wrong body, 404 for a name in a path."""
+    if responses.pop("422", None) is not None:
+        status, why = ("400", "The request is wrong.") if method == "post" else ("404", "There is none of this name.")
+        responses[status] = {"description": why, **_ERROR_ANSWER}

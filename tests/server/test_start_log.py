@@ -1,0 +1,57 @@
+"""What the log says of speculation once a daemon serves: the truth, and what would help where there is none."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.api import EngineFacts
+from engine.building import rule_facts
+from server.daemon import _drafting
+from server.settings import Serve
+from tests.server.daemon_process import Daemon
+
+FACTS = EngineFacts(
+    vocab_size=100,
+    max_model_len=64,
+    num_blocks=9,
+    block_size=16,
+    eos_token_ids=[],
+    device="cpu",
+    dtype="float32",
+    architecture="llama",
+    has_draft=False,
+    max_copied_tokens=32,
+    rules=rule_facts(),
+    memory_plan={},
+)
+HELP = "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"model": "t"}, HELP),
+        ({"model": "t", "spec_drafters": "prompt_lookup"}, "bv_race, prompt lookup"),
+        ({"model": "t", "spec_drafters": "model,prompt_lookup"}, "bv_race, prompt lookup"),
+        ({"model": "t", "spec_rule": "off"}, "off (--spec-rule off)"),
+        ({"model": "t", "draft_model": "d"}, "bv_race, up to 4 drafts of 5 tokens"),
+        ({"model": "t", "draft_model": "d", "spec_rule": "off"}, "off (--spec-rule off)"),
+        ({"model": "t", "draft_model": "d", "spec_shape": "fixed:2,3"}, "bv_race, 2 drafts of 3 tokens"),
+        # It checks one chain, whatever --num-drafts is.
+        ({"model": "t", "draft_model": "d", "spec_rule": "block"}, "block, up to 1 draft of 5 tokens"),
+        ({"model": "t", "draft_model": "d", "draft_tree": "3,1,1"}, "bv_race, a tree of 3,1,1"),
+        (
+            {"model": "t", "draft_model": "d", "spec_drafters": "model,prompt_lookup"},
+            "bv_race, up to 4 drafts of 5 tokens and prompt lookup",
+        ),
+    ],
+)
+def test_the_log_says_what_drafts(settings: dict[str, str], text: str) -> None:
+    wanted = Serve(**settings)  # type: ignore[arg-type]
+    facts = msgspec.structs.replace(FACTS, has_draft="draft_model" in settings)
+    assert _drafting(facts, wanted.engine_config().speculation) == text
+
+
+def test_a_daemon_says_so(daemon: Daemon) -> None:
+    assert "speculation: bv_race, up to 4 drafts of 5 tokens; context 2048 tokens" in daemon.log
