@@ -128,7 +128,6 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     from engine.calibration import measure
     from engine.execution.host import cpu_threads, keep_freed_memory
     from engine.scheduling.controller import Controller
-    from engine.selfcheck import short_check
 
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config.model))
@@ -144,6 +143,8 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         if costs is not None:
             engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
+        from engine.selfcheck import short_check  # scipy.stats takes a while to import
+
         short_check(engine, speculation, progress)
     mailbox.send(Ready(engine.facts))
     return engine

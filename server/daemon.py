@@ -87,10 +87,6 @@ def run(settings: Serve) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
     config = settings.engine_config()
     check_sources(config)
-    template = Path(settings.chat_template).read_text() if settings.chat_template else None
-    tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
-    neutral = settings.generation_config == "neutral"
-    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     try:
         listener = bind(settings)
     except OSError as error:
@@ -99,15 +95,31 @@ def run(settings: Serve) -> int:
         print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
     client = EngineClient(config, settings.max_num_seqs + settings.max_num_queued_reqs, settings.stall_timeout)
+    with listener:
+        # The engine takes longest to load: it begins before the tokenizer is read.
+        client.launch()
+        try:
+            server = build_server(settings, client)
+            daemon = _Daemon(server, listener)
+        except BaseException:
+            client.kill()
+            raise
+        try:
+            return uvloop.run(daemon.serve())
+        finally:
+            server.tokenizer.close()
+
+
+def build_server(settings: Serve, client: EngineClient) -> Server:
+    """What the routes share; raises ConfigError for a tokenizer or a template that cannot be read."""
+    template = Path(settings.chat_template).read_text() if settings.chat_template else None
+    tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
+    neutral = settings.generation_config == "neutral"
+    defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
     unknown = UnknownFields(settings.allow_unknown_fields)
-    server = Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format, unknown)
-    try:
-        with listener:
-            return uvloop.run(_Daemon(server, listener).serve())
-    finally:
-        tokenizer.close()
+    return Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format, unknown)
 
 
 def check_sources(config: EngineConfig) -> None:

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -139,17 +138,28 @@ class EngineClient:
             raise EngineStopped(f"the model is still loading ({self.loading}); try again soon")
         return self.facts
 
-    async def start(self) -> None:
-        """Start the process and the task that reads from it."""
+    def launch(self) -> None:
+        """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
         self._folder = tempfile.TemporaryDirectory(prefix="polydraft-")
-        inbox, outbox = (f"ipc://{Path(self._folder.name)}/{name}" for name in ("inbox", "outbox"))
-        self._context = zmq.asyncio.Context()
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._from_engine = self._context.socket(zmq.PULL)
-        for socket, address in ((self._to_engine, inbox), (self._from_engine, outbox)):
+        inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in ("inbox", "outbox"))
+        self._context = zmq.Context()
+        self._bound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket, address in zip(self._bound, (inbox, outbox), strict=True):
             socket.set_hwm(0)
             socket.bind(address)
         self.process = start_process(self.config, inbox, outbox)
+
+    def kill(self) -> None:
+        """End the process before anything is read from it."""
+        self.process.kill()
+        self.process.wait()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    async def start(self) -> None:
+        """Start the task that reads from the process."""
+        # The event loop's own view of the sockets that were bound before there was one.
+        self._to_engine, self._from_engine = (zmq.asyncio.Socket.from_socket(socket) for socket in self._bound)
         self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:

@@ -14,8 +14,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
 from torch import Tensor
 
 MAX_VOCABULARY = 12
@@ -46,6 +44,10 @@ def transport_plan(
     target: tuple[float, ...], draft: tuple[float, ...], count: int
 ) -> tuple[dict[DraftSet, float], dict[tuple[DraftSet, int], float]]:
     """(P(D), S[D, x]); the solver's tolerance is taken out of S, so that the plan is exactly feasible."""
+    # They take a third of a second to import, which a server that never asks for this rule need not wait for.
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix
+
     p, q = np.array(target), np.array(draft)
     sets = set_probabilities(q, count)
     pairs = [(drafts, x) for drafts in sets for x in drafts]
