@@ -2,7 +2,7 @@
 
 Runs the engine's own step parts on made-up plans (one known token per row, any context); the K/V
 pool holds nothing yet, so what is read and overwritten does not matter. What was measured is kept in a file for the
-next start of the same engine on the same machine, which uses it when two points of it still hold.
+next start of the same engine on the same machine, which uses it when two points of it have changed by the same factor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ add.
 _FORMAT = 10
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
-"""How far a point may be from what is kept, as a share."""
+"""By how much two points' factors, what they take now over what is kept, may differ, as a share: a common one says that
+the machine is faster or slower now, which a factor corrects."""
+_MOST_CHANGED = 3.0
+"""By how much both may have changed: further away other parts of a step would have changed otherwise."""
 
 
 def measure(
@@ -56,24 +59,47 @@ def measure(
 ) -> tuple[PlainTimes, StepCosts | None]:
     """Plain decoding, and the parts of speculative steps where the shape adapts: as kept, or measured now."""
     adapts = speculation.adaptive and bool(speculation.num_drafts)
-    file = None if config.profile_cache == "off" else _file(engine, config, speculation)
-    kept = _kept(_read(file), adapts)
-    if kept is not None and (factor := _factor_now(engine, kept[0])) is not None:
-        progress("using the measurements of an earlier start")
-        kept[0].factor = factor
-        return kept
-    progress("measuring plain decoding")
+    file, why = None, "nothing is kept, as --profile-cache says"
+    if config.profile_cache != "off":
+        file = _file(engine, config, speculation, progress)
+        found = _usable(engine, file, adapts)
+        if not isinstance(found, str):
+            progress("using the measurements of an earlier start")
+            return found
+        why = found
+    progress(f"measuring plain decoding ({why})")
     plain = measure_plain(engine)
     costs = None
     if adapts:
         progress("measuring speculative steps")
         costs = measure_costs(engine, speculation, plain)
-    _write(file, {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points})
+    if file is not None:
+        measured = {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points}
+        _write(file, measured, progress)
     return plain, costs
 
 
-def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Path | None:
-    """Where measurements of such an engine on such a machine are kept."""
+def _usable(engine: Engine, file: Path | None, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | str:
+    """What an earlier start has measured, with today's factor; or why it cannot be used."""
+    if file is None or not file.exists():
+        return "there are no measurements of this pair, these settings and this machine yet"
+    kept = _kept(_read(file), adapts)
+    if kept is None:
+        return f"{file} cannot be read"
+    plain = kept[0]
+    factors = _factors_now(engine, plain)
+    said = ", ".join(f"{factor:.2f} times as long for {num_rows} at once" for num_rows, factor in factors.items())
+    fewest, most = min(factors.values()), max(factors.values())
+    if most > (1 + _SAME) * fewest:
+        return f"by number of requests plain steps have changed differently: {said}"
+    if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
+        return f"plain steps have changed too much: {said}"
+    plain.factor = sum(factors.values()) / len(factors)
+    return kept
+
+
+def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> Path | None:
+    """Where measurements of such an engine on such a machine are kept; None where there is no such place."""
     model = engine.target.model
     runner = engine.drafter.runner
     described = {
@@ -89,15 +115,16 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation) -> Pat
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     try:
         folder = Path(config.profile_cache).expanduser()
-    except RuntimeError:  # a user without a home
+    except RuntimeError as error:  # a user without a home
+        progress(f"measurements cannot be kept ({error}); name a folder with --profile-cache")
         return None
     return folder / f"{digest[:24]}.json"
 
 
-def _read(file: Path | None) -> Any:
-    """What is kept there, whatever it is; None where there is nothing."""
+def _read(file: Path) -> Any:
+    """What is kept there, whatever it is; None where it cannot be read."""
     try:
-        return json.loads(file.read_text()) if file is not None else None
+        return json.loads(file.read_text())
     except (OSError, ValueError):
         return None
 
@@ -114,27 +141,27 @@ def _kept(read: Any, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | None
         return None
 
 
-def _write(file: Path | None, measured: dict[str, Any]) -> None:
-    """Keep measurements; a folder that cannot be written means measuring again next time."""
-    if file is None:
-        return
+def _write(file: Path, measured: dict[str, Any], progress: Progress) -> None:
+    """Keep measurements; a folder that cannot be written means measuring again next time, and a line that says so."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(measured))
         partial.replace(file)
-    except OSError:
-        return
+    except OSError as error:
+        progress(
+            f"measurements cannot be kept in {file.parent} ({error.strerror}), so that the next start measures again; "
+            "name another folder with --profile-cache, or off"
+        )
 
 
 @torch.inference_mode()
-def _factor_now(engine: Engine, plain: PlainTimes) -> float | None:
-    """How long plain steps of one row, and of a middle number of rows, take now over then; None for too far apart."""
+def _factors_now(engine: Engine, plain: PlainTimes) -> dict[int, float]:
+    """What plain steps of one row, and of a middle number of rows, take now over what they took, by number of rows."""
     numbers = 0, len(plain.num_rows) // 2
     plans = [made_up_plan(engine, plain.num_rows[number], plain.contexts[0] - 1) for number in numbers]
     steps = zip(numbers, middle_steps(engine, plans), strict=True)
-    factors = [now_s / plain.seconds[number][0] for number, (now_s, _) in steps]
-    return sum(factors) / 2 if max(abs(factor - 1) for factor in factors) <= _SAME else None
+    return {plain.num_rows[number]: now_s / plain.seconds[number][0] for number, (now_s, _) in steps}
 
 
 @torch.inference_mode()

@@ -176,12 +176,64 @@ def engine() -> Engine:
     return tiny.build(target, tiny.perturbed(target, 2, 0.02), max_num_seqs=4)
 
 
+def take(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
+    """Plain steps take so many times what is kept: of one row, and of a middle number of rows."""
+
+    def steps(engine: Engine, plain: PlainTimes) -> dict[int, float]:
+        return dict(zip((plain.num_rows[0], plain.num_rows[len(plain.num_rows) // 2]), factors * 2, strict=False))
+
+    monkeypatch.setattr(calibration, "_factors_now", steps)
+
+
+@pytest.mark.parametrize(
+    ("factors", "why"),
+    [
+        ((1.3, 1.4), None),
+        ((0.6, 0.65), None),
+        (
+            (0.9, 1.1),
+            "by number of requests plain steps have changed differently: 0.90 times as long for 1 at once, 1.10",
+        ),
+        ((1.4, 1.0), "changed differently: 1.40 times as long for 1 at once, 1.00 times as long for 2 at once"),
+        ((3.1, 3.1), "plain steps have changed too much: 3.10 times as long for 1"),
+        ((0.3, 0.3), "plain steps have changed too much"),
+    ],
+)
+def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float], why: str | None
+) -> None:
+    """One factor corrects that; points that have changed differently are measured again, and the log says why."""
+    measured(engine, tmp_path)
+    take(monkeypatch, *factors)
+    config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(tmp_path))
+    speculation = Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True)
+    said: list[str] = []
+    plain, _ = measure(engine, config, speculation, said.append)
+    if why is None:
+        assert said == ["using the measurements of an earlier start"]
+        assert plain.factor == pytest.approx(sum(factors) / 2)
+    else:
+        assert said[0].startswith("measuring plain decoding (")
+        assert why in said[0]
+        assert plain.factor == 1
+
+
+def test_the_points_are_those_that_were_measured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
+        assert [(len(plan.rows), plan.rows[0].end) for plan in plans] == [(1, 33), (2, 33)]
+        return [(0.2, {}), (0.9, {})]
+
+    monkeypatch.setattr(calibration, "middle_steps", steps)
+    plain = PlainTimes((1, 2, 4), (33, 99), ((0.1, 0.2), (0.3, 0.4), (0.5, 0.6)))
+    assert calibration._factors_now(engine, plain) == pytest.approx({1: 2.0, 2: 3.0})
+
+
 def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "not" / "there"
     _, *first = measured(engine, folder)
-    monkeypatch.setattr(calibration, "_SAME", 1e9)
+    take(monkeypatch, 1.0)
     said, *second = measured(engine, folder)
-    assert "earlier" in said[0]
+    assert said == ["using the measurements of an earlier start"]
     assert second == first
     # Another shape is another measurement, and another window.
     assert "measuring" in measured(engine, folder, num_drafts=2)[0][0]
@@ -199,10 +251,27 @@ def test_measurements_that_do_not_hold_any_more_are_made_again(engine: Engine, t
         assert max(max(row) for row in calibration._read(file)["plain"][2]) < 60
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a line in the log."""
     (tmp_path / "file").write_text("")
-    assert "measuring" in measured(engine, tmp_path / "file")[0][0]
-    assert "measuring" in measured(engine, "off")[0][0]
+    said, *_ = measured(engine, tmp_path / "file")
+    assert "measuring plain decoding (there are no measurements of this pair" in said[0]
+    assert f"measurements cannot be kept in {tmp_path / 'file'} (File exists)" in said[-1]
+    assert "--profile-cache" in said[-1]
+    assert measured(engine, "off")[0] == [
+        "measuring plain decoding (nothing is kept, as --profile-cache says)",
+        "measuring speculative steps",
+    ]
+
+    def nobody(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    said, *_ = measured(engine, "~/somewhere")
+    assert said[0].startswith("measurements cannot be kept (Could not determine home directory.)")
+    assert "measuring" in said[1]
 
 
 class FakeSteps:
