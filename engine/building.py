@@ -18,7 +18,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
-from engine.execution.packing import pack, take_over
+from engine.execution.packing import Choices, pack, take_over
 from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
@@ -54,7 +54,7 @@ def assemble(
     shapes = [find_kv_shape(model) for model in models]
     ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
-        way, memory = _prepare(model, shape, config.model.prepack, progress)
+        way, memory = _prepare(model, shape, config, progress)
         ways.append(way)
         weight_bytes.append(memory)
     max_model_len = _max_model_len(config, models)
@@ -112,23 +112,24 @@ def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Sc
     return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
 
 
-def _prepare(loaded: LoadedModel, shape: KVShape, prepack: Prepack, progress: Progress) -> tuple[Way, int]:
+def _prepare(loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress) -> tuple[Way, int]:
     """(how a model is run, the memory its weights then take)."""
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape)
     progress(f"packing {loaded.name}")
-    packed_bytes = _pack(loaded, shape, way, prepack)
+    choices = Choices(config.profile_cache, progress)
+    packed_bytes = _pack(loaded, shape, way, config.model.prepack, choices)
     return way, packed_bytes + loaded.weight_bytes
 
 
-def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack) -> int:
+def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack, choices: Choices) -> int:
     """Pack the weights a model is run by; the memory that takes."""
     if loaded.ranks is not None:
         return 0  # what is not split of it would be packed, and tried, here alone
     if way.lean is not None:
-        return pack(way.lean.products, wanted)
+        return pack(way.lean.products, wanted, choices=choices)
     # Some model's code may look at weights that a packed layer has not.
-    return pack(take_over(loaded.model), wanted, lambda: runs(loaded, shape, way))
+    return pack(take_over(loaded.model), wanted, lambda: runs(loaded, shape, way), choices)
 
 
 def rule_facts() -> dict[str, RuleFacts]:

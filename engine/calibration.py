@@ -7,10 +7,6 @@ next start of the same engine on the same machine, which uses it when two points
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +19,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.loading import Progress
+from engine.kept import NOWHERE, keep, kept_file, read_kept
 from engine.metrics import PlainTimes
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
@@ -60,7 +57,7 @@ def measure(
     """Plain decoding, and the parts of speculative steps where the shape adapts: as kept, or measured now."""
     adapts = speculation.adaptive and bool(speculation.num_drafts)
     file, why = None, "nothing is kept, as --profile-cache says"
-    if config.profile_cache != "off":
+    if config.profile_cache != NOWHERE:
         file = _file(engine, config, speculation, progress)
         found = _usable(engine, file, adapts)
         if not isinstance(found, str):
@@ -73,9 +70,7 @@ def measure(
     if adapts:
         progress("measuring speculative steps")
         costs = measure_costs(engine, speculation, plain)
-    if file is not None:
-        measured = {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points}
-        _write(file, measured, progress)
+    keep(file, {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points}, progress)
     return plain, costs
 
 
@@ -83,7 +78,7 @@ def _usable(engine: Engine, file: Path | None, adapts: bool) -> tuple[PlainTimes
     """What an earlier start has measured, with today's factor; or why it cannot be used."""
     if file is None or not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
-    kept = _kept(_read(file), adapts)
+    kept = _kept(read_kept(file), adapts)
     if kept is None:
         return f"{file} cannot be read"
     plain = kept[0]
@@ -109,24 +104,10 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
         "model": msgspec.to_builtins(config.model),
         "scheduler": msgspec.to_builtins(config.scheduler),
         "speculation": [msgspec.to_builtins(speculation), config.speculation.draft_window],
-        "machine": [platform.node(), platform.processor(), torch.get_num_threads(), str(model.device)],
+        "runs on": [torch.get_num_threads(), str(model.device)],
         "versions": [_FORMAT, torch.__version__, version("transformers")],
     }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    try:
-        folder = Path(config.profile_cache).expanduser()
-    except RuntimeError as error:  # a user without a home
-        progress(f"measurements cannot be kept ({error}); name a folder with --profile-cache")
-        return None
-    return folder / f"{digest[:24]}.json"
-
-
-def _read(file: Path) -> Any:
-    """What is kept there, whatever it is; None where it cannot be read."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
+    return kept_file(config.profile_cache, described, progress)
 
 
 def _kept(read: Any, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | None:
@@ -139,20 +120,6 @@ def _kept(read: Any, adapts: bool) -> tuple[PlainTimes, StepCosts | None] | None
         return (plain, costs) if whole and min(min(row) for row in plain.seconds) > 0 else None
     except (TypeError, ValueError, KeyError, IndexError):
         return None
-
-
-def _write(file: Path, measured: dict[str, Any], progress: Progress) -> None:
-    """Keep measurements; a folder that cannot be written means measuring again next time, and a line that says so."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(measured))
-        partial.replace(file)
-    except OSError as error:
-        progress(
-            f"measurements cannot be kept in {file.parent} ({error.strerror}), so that the next start measures again; "
-            "name another folder with --profile-cache, or off"
-        )
 
 
 @torch.inference_mode()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from engine.config import Prepack
+from engine.kept import NOWHERE, keep, kept_file, read_kept
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _POINT_BUDGET_S = 0.03
@@ -44,13 +45,15 @@ _SIZES = (
 )
 _SIZE_OF = [next(size for size in (0, *_SIZES) if size >= num_rows) for num_rows in range(_SIZES[-1] + 1)]
 # The kernels of one shape are compiled at start for so long; those of more rows where they are met.
-_COMPILE_BUDGET_S = 0.2
+_COMPILE_BUDGET_S = 0.1
 # Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
 _MEASURED_BYTES = 128 << 20
 # A weight kept in one form only is worth so much of a product's time.
 _ONE_FORM = 1.05
 # And so much more filling few rows up further than to the next number.
 _FURTHER = 1.08
+_FORMAT = 1
+"""Of what is kept of a measurement."""
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
@@ -139,24 +142,63 @@ def take_over(model: Any) -> Iterator[Product]:
             yield product
 
 
-def pack(products: Iterable[Product], wanted: Prepack, works: Callable[[], bool] = lambda: True) -> int:
+class Choices:
+    """How weights of a shape are run fastest, as measured in this start or an earlier one."""
+
+    def __init__(self, folder: str, progress: Callable[[str], None]) -> None:
+        """folder: where measurements are kept (`engine.kept`)."""
+        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads()]
+        self._file = kept_file(folder, described, progress)
+        self._progress = progress
+        known = read_kept(self._file)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+        self._is_new = False
+
+    def of(self, alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+        """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
+        name = f"{alike[0].shape} {alike[0].weight.dtype} {len(alike)}"
+        try:
+            packed_from, few = self._known[name]
+            if packed_from not in (0, *_NUM_ROWS) or len(few) != _FEW[-1] + 1 or not set(few) <= {0, *_FEW}:
+                raise ValueError(name)
+        except (KeyError, TypeError, ValueError):
+            packed_from, size_of = _fastest(alike)
+            few = list(size_of[: _FEW[-1] + 1])
+            self._known[name] = packed_from, few
+            self._is_new = True
+        return packed_from, [*few, *_SIZE_OF[len(few) :]]
+
+    def keep(self) -> None:
+        """Write down what has been measured."""
+        if self._is_new:
+            keep(self._file, self._known, self._progress)
+
+
+def pack(
+    products: Iterable[Product],
+    wanted: Prepack,
+    works: Callable[[], bool] = lambda: True,
+    choices: Choices | None = None,
+) -> int:
     """Pack a model's products: `always` all of them, `auto` what is faster so; the memory that packed weights take.
 
     works: tells of the packed model whether it runs; if not, all weights become plain again.
     """
     products = list(products)
+    choices = choices or Choices(NOWHERE, lambda _: None)
     if wanted != "off" and products and _is_supported(products[0].weight):
-        _pack(products, wanted, works)
+        _pack(products, wanted, works, choices)
+        choices.keep()
     _compile(products)
     return sum(product.packed_bytes for product in products)
 
 
-def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool]) -> None:
+def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool], choices: Choices) -> None:
     by_shape: dict[tuple[int, ...], list[Product]] = {}
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
-        packed_from, size_of = (1, _SIZE_OF) if wanted == "always" else _fastest(alike)
+        packed_from, size_of = (1, _SIZE_OF) if wanted == "always" else choices.of(alike)
         if packed_from and _agrees(alike[0].weight):
             for product in alike:
                 product.pack(packed_from, size_of)

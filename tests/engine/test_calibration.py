@@ -15,6 +15,7 @@ import engine.calibration as calibration
 from engine.calibration import measure, measure_plain, middle_steps
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
+from engine.kept import read_kept
 from engine.metrics import Overhead, PlainTimes, Stopwatch
 from engine.pace import Beside, Pace, Step
 from engine.plan import Plan
@@ -248,7 +249,7 @@ def test_measurements_that_do_not_hold_any_more_are_made_again(engine: Engine, t
     for spoilt in (kept.replace("0.0", "77.0"), "{", "[]", "", empty, empty.replace("null", "[[], [], []]"), '"plain"'):
         file.write_text(spoilt)
         assert "measuring" in measured(engine, tmp_path)[0][0]
-        assert max(max(row) for row in calibration._read(file)["plain"][2]) < 60
+        assert max(max(row) for row in read_kept(file)["plain"][2]) < 60
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(

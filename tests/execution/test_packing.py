@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,31 @@ def test_memory_does_not_grow_with_the_numbers_of_rows_met() -> None:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_an_earlier_start_s_choices_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as they make sense; what is new is measured and kept beside them."""
+    measured: list[tuple[int, ...]] = []
+
+    def fastest(alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+        measured.append(alike[0].shape)
+        return 4, choose_sizes(dict.fromkeys((1, 2, 4, 5, 6, 8), 1.0), 0.0)
+
+    monkeypatch.setattr(packing, "_fastest", fastest)
+    small, large = [Product(torch.ones(3, 2))], [Product(torch.ones(4, 2))]
+
+    def choose(*all_alike: Sequence[Product]) -> list[tuple[int, Sequence[int]]]:
+        choices = packing.Choices(str(tmp_path), pytest.fail)
+        found = [choices.of(alike) for alike in all_alike]
+        choices.keep()
+        return found
+
+    first = choose(small)
+    assert choose(small, large) == first * 2
+    assert measured == [(3, 2), (4, 2)]
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text().replace("[4,", "[3,"))
+    assert choose(small) == first
+    assert measured[2:] == [(3, 2)]
+    file.write_text("not JSON")
+    assert choose(small) == first
