@@ -7,7 +7,8 @@ next start of the same engine on the same machine, which uses it when two points
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from engine.scheduling.costs import Curve, NodeCosts, StepCosts, TextCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
-_POINT_BUDGET_S = 0.5
+_POINT_BUDGET_S = 0.2
 """Of timed steps; before each lies one that is not."""
 _LEAST_REPEATS, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()
@@ -42,6 +43,8 @@ _TEXT, _LONG_TEXT = 256, 1024
 """Tokens of the texts behind which shapes are measured; and of those that show, with few requests, what longer texts
 add.
 """
+_SAY_S = 2.0
+"""Between lines of progress."""
 _FORMAT = 10
 """Of what is kept: higher where the engine's steps, or what is measured of them, have changed."""
 _SAME = 0.15
@@ -49,6 +52,27 @@ _SAME = 0.15
 the machine is faster or slower now, which a factor corrects."""
 _MOST_CHANGED = 3.0
 """By how much both may have changed: further away other parts of a step would have changed otherwise."""
+
+
+Tell = Callable[[float], None]
+"""Told what share of a measurement is done."""
+
+
+def _nobody(_: float) -> None:
+    """Of a measurement that nobody waits for."""
+
+
+def _said(progress: Progress, what: str) -> Tell:
+    """Says every two seconds how far a measurement is."""
+    said_s = time.monotonic()
+
+    def say(share: float) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s > _SAY_S:
+            said_s = time.monotonic()
+            progress(f"measuring {what}: {share:.0%}")
+
+    return say
 
 
 def measure(
@@ -65,11 +89,11 @@ def measure(
             return found
         why = found
     progress(f"measuring plain decoding ({why})")
-    plain = measure_plain(engine)
+    plain = measure_plain(engine, _said(progress, "plain decoding"))
     costs = None
     if adapts:
         progress("measuring speculative steps")
-        costs = measure_costs(engine, speculation, plain)
+        costs = measure_costs(engine, speculation, plain, _said(progress, "speculative steps"))
     keep(file, {"plain": [plain.num_rows, plain.contexts, plain.seconds], "costs": costs and costs.points}, progress)
     return plain, costs
 
@@ -132,14 +156,15 @@ def _factors_now(engine: Engine, plain: PlainTimes) -> dict[int, float]:
 
 
 @torch.inference_mode()
-def measure_plain(engine: Engine) -> PlainTimes:
+def measure_plain(engine: Engine, tell: Tell = _nobody) -> PlainTimes:
     """Usual duration of a plain step over a grid of batch sizes and contexts that fit the pool."""
     pool_tokens = engine.facts.num_blocks * engine.facts.block_size
     most_rows = engine.scheduler.config.max_num_seqs
     num_rows = [n for n in _NUM_ROWS if n < most_rows] + [most_rows]
     longest = min(engine.facts.max_model_len - 2, pool_tokens // 2)
     contexts = [c for c in _CONTEXTS if c < longest and 2 * c * num_rows[-1] <= pool_tokens] or [min(32, longest)]
-    steps = middle_steps(engine, [made_up_plan(engine, rows, context) for rows in num_rows for context in contexts])
+    plans = [made_up_plan(engine, rows, context) for rows in num_rows for context in contexts]
+    steps = middle_steps(engine, plans, tell)
     walls = [wall_s for wall_s, _ in steps]
     width = len(contexts)
     # Longer texts and more of them are never faster: only noise says so.
@@ -174,7 +199,7 @@ def made_up_plan(engine: Engine, num_rows: int, context: int, speculation: Specu
 
 
 @torch.inference_mode()
-def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -> StepCosts:
+def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes, tell: Tell = _nobody) -> StepCosts:
     """Parts of a step by size, from steps of a few shapes that the configured rule verifies.
 
     plain: what plain steps take (`measure_plain`).
@@ -187,7 +212,7 @@ def measure_costs(engine: Engine, speculation: Speculation, plain: PlainTimes) -
         plans.append(made_up_plan(engine, point.num_rows, point.context, shape if point.num_drafts else _PLAIN))
     num_read = min(_MOST_NODES, context)
     plans += [_reading_plan(engine, context, num_tokens) for num_tokens in (1, num_read)]
-    *steps, (_, reads_one), (_, reads_many) = middle_steps(engine, plans)
+    *steps, (_, reads_one), (_, reads_many) = middle_steps(engine, plans, tell)
     measured = {point: _Measured(*step) for point, step in zip(points, steps, strict=True)}
     nodes: dict[int, list[tuple[float, float]]] = {}
     draft_pass: list[tuple[float, float]] = []
@@ -297,7 +322,7 @@ def usual_s(engine: Engine, plan: Plan) -> float:
     return middle_steps(engine, [plan])[0][0]
 
 
-def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dict[str, float]]]:
+def middle_steps(engine: Engine, plans: Sequence[Plan], tell: Tell = _nobody) -> list[tuple[float, dict[str, float]]]:
     """(duration, durations by phase) of each plan's steps: of the middle half of them, in the mean.
 
     In turns, so that a machine that is busy for a while is so for all of them: what counts is how they compare. One
@@ -311,6 +336,8 @@ def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dic
                 engine.stopwatch.start()
                 engine.run_parts(plan)
                 of_plan.append(engine.stopwatch.stop())
+        spent_s = [_POINT_BUDGET_S if turn + 1 == _MAX_REPEATS else sum(wall_s for wall_s, _ in one) for one in runs]
+        tell(sum(min(1.0, one_s / _POINT_BUDGET_S) for one_s in spent_s) / len(plans))
     return [_middle(of_plan) for of_plan in runs]
 
 

@@ -140,6 +140,7 @@ class EngineClient:
 
     def launch(self) -> None:
         """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
+        log.info("starting the engine")
         self._folder = tempfile.TemporaryDirectory(prefix="polydraft-")
         inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in ("inbox", "outbox"))
         self._context = zmq.Context()

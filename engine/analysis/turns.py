@@ -101,7 +101,7 @@ def markdown(result: dict[str, Any]) -> str:
         arms, best = cell["arms"], cell.get("adaptive_to_best_fixed")
         row = [cell["prompts"], str(cell["concurrency"]), f"{arms[OFF]['tokens_per_second']:.0f}"]
         row += [_shown(arms[name]["ratio_to_off"]) for name in names]
-        row += [f"{_shown(best)} {best['arm']}", f"{arms[ADAPTIVE]['reported_speedup']:.2f}x"] if best else ["-", "-"]
+        row += [f"{_shown(best)} {best['arm']}", _reported(arms[ADAPTIVE])] if best else ["-", "-"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -113,9 +113,15 @@ def reported_markdown(result: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in result["cells"]:
         arms = [cell["arms"][name] for name in names]
-        shown = [f"{_shown(arm['ratio_to_off'])}, {arm['reported_speedup']:.2f}x" for arm in arms]
+        shown = [f"{_shown(arm['ratio_to_off'])}, {_reported(arm)}" for arm in arms]
         lines.append("| " + " | ".join([cell["prompts"], str(cell["concurrency"]), *shown]) + " |")
     return "\n".join(lines)
+
+
+def _reported(arm: dict[str, Any]) -> str:
+    """What its answers report; nothing where no step told how long a plain one would have taken."""
+    speedup = arm["reported_speedup"]
+    return "-" if speedup is None else f"{speedup:.2f}x"
 
 
 def _shown(found: dict[str, float]) -> str:

@@ -176,7 +176,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for cell in result["cells"]:
         assert list(cell["arms"]) == [OFF, ADAPTIVE, AGAIN, "block:1x2"]
         assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
-        assert all(arm["reported_speedup"] > 0 for arm in cell["arms"].values())
+        # On a busy machine an arm may get no more than steps with prompts, from which nothing is told.
+        assert all(arm["reported_speedup"] is None or arm["reported_speedup"] > 0 for arm in cell["arms"].values())
         assert set(cell["adaptive_to_best_fixed"]["arm"].split(" / ")) <= {OFF, "block:1x2"}
         assert set(cell["greedy_answers_equal_off"]) == {ADAPTIVE, AGAIN, "block:1x2"}
     assert markdown(result) in printed.err

@@ -87,7 +87,9 @@ def test_the_openai_client_reads_them(openai_client: openai.OpenAI) -> None:
         max_tokens=12,
         logprobs=True,
         top_logprobs=4,
-        extra_body={"ignore_eos": True},
+        seed=5,
+        # Special tokens have bytes too.
+        extra_body={"ignore_eos": True, "skip_special_tokens": False},
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
