@@ -154,7 +154,7 @@ def test_rows_that_do_not_speculate_draw_from_their_law(kernels: None) -> None:
     nothing = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
     number = torch.arange(2, device=DEVICE)
     draft = LawTable(laws[:0], nothing)
-    chains = Chains(nothing, torch.zeros_like(number), number, torch.zeros_like(number), draft)
+    chains = Chains(nothing, torch.zeros_like(number), number, draft)
     uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
     empty = nothing.double()
     noise = ChainNoise(empty, uniform, uniform, empty, uniform)

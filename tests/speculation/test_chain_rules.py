@@ -119,7 +119,6 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
             torch.tensor([[*path, *[0] * case["L"]][: case["L"]]]),
             torch.tensor([case["L"]]),
             torch.tensor([0]),
-            torch.tensor([0]),
             LawTable(
                 torch.tensor(np.array([draft[row] for row in rows]), dtype=dtype),
                 torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
@@ -301,7 +300,6 @@ def test_float32_edges(name: str, uniform: float) -> None:
         tokens_CL,
         torch.full((count,), length),
         torch.zeros(count, dtype=torch.int64),
-        torch.arange(count),
         LawTable(draft_NV, steps[:, :length]),
     )
     target = LawTable(target_NV, steps)
@@ -328,7 +326,6 @@ def test_ragged_chains_ignore_what_lies_beyond_their_end() -> None:
             torch.tensor([[1, beyond, beyond], [beyond, beyond, beyond]]),
             torch.tensor([1, 0]),
             torch.tensor([0, 1]),
-            torch.tensor([0, 0]),
             LawTable(draft_NV, torch.tensor([[0, beyond, beyond], [beyond] * 3])),
         )
         target = LawTable(target_NV, torch.tensor([[0, 1, beyond, beyond], [2, beyond, beyond, beyond]]))
@@ -363,7 +360,6 @@ def test_golden_monte_carlo() -> None:
         torch.stack(tokens, 1),
         torch.full((num_chains,), model.length),
         torch.arange(count).repeat_interleave(case["K"]),
-        torch.arange(case["K"]).repeat(count),
         LawTable(draft_NV, node_CX[:, : model.length]),
     )
     numbers = torch.from_numpy(rng.random((num_chains, 2 * model.length + 3)))
