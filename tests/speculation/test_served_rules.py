@@ -164,3 +164,23 @@ def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
     plain = emitted()
     monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
     assert emitted() == plain
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:
+    """Neither 0 nor the last number below 1 makes a token of the target out of one that has no mass there."""
+    method = RULES[rule].draft_methods[0]
+    kinds = [Kind(WORLDS[5][7], shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
+    kinds += [] if RULES[rule].max_drafts == 1 else [Kind(WORLDS[5][7], (2, 1), method)]
+    assert CORNERS[7] == "disjoint"
+
+    def noise(chains: Chains, _: int) -> ChainNoise:
+        each_C = torch.full_like(chains.length_C, number, dtype=torch.float64)
+        each_CL = each_C.unsqueeze(1).expand(-1, chains.max_length)
+        return ChainNoise(each_CL, each_C, each_C, each_CL, each_C)
+
+    for kind, emitted in zip(kinds, Batch(kinds, 20, 4, torch.float32).run(RULES[rule].verify, 1, noise), strict=True):
+        for accepted, token in emitted.first:
+            assert accepted == ()
+            assert kind.world.target[()][token] > 0
