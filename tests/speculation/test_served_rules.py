@@ -184,3 +184,10 @@ def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float)
         for accepted, token in emitted.first:
             assert accepted == ()
             assert kind.world.target[()][token] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_batch_in_which_nothing_is_drafted(rule: str) -> None:
+    """Then there are no depths at all."""
+    for found in fits(rule, [Kind(WORLDS[5][0], ()), Kind(WORLDS[5][1], ())], num_requests=4000, num_tokens=2):
+        assert found.p_value > ALPHA
