@@ -191,3 +191,16 @@ def test_a_batch_in_which_nothing_is_drafted(rule: str) -> None:
     """Then there are no depths at all."""
     for found in fits(rule, [Kind(WORLDS[5][0], ()), Kind(WORLDS[5][1], ())], num_requests=4000, num_tokens=2):
         assert found.p_value > ALPHA
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
+    """Any that are made on the default device are without content here, and do not mix with the others."""
+    for shapes in ("chains", "trees") if RULES[rule].trees else ("chains",):
+        batch = Batch(kinds_of(rule, RULES[rule].draft_methods[0], shapes, 0), 3, 1, torch.float32)
+        chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
+        noise = batch.noise(chains)
+        with torch.device("meta"):
+            verdict = RULES[rule].verify(chains, target, noise)
+        for part in (verdict.chain_B, verdict.accepted_B, verdict.next_token_B):
+            assert part.device == target.law_NV.device
