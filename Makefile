@@ -2,6 +2,7 @@
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make gpu-check  tests, exactness gate and bench on a CUDA device, by a Python that has one (GPU_PYTHON=python3)
+# make mutants  change the code one place at a time: which changes does no test notice? (hours; goes on where it stopped)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 
@@ -19,7 +20,7 @@ endif
 
 GPU_PYTHON ?= python3
 
-.PHONY: serve test bench gpu-check npm-check clean
+.PHONY: serve test bench gpu-check mutants npm-check clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -33,6 +34,10 @@ bench: $(VENV)/.dev
 
 gpu-check:
 	$(GPU_PYTHON) -m engine.analysis.gpu_check $(ARGS)
+
+mutants: $(VENV)/.mutants
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m mutmut run $(ARGS)
+	$(BIN)/python -m tests.mutants
 
 npm-check: $(VENV)/.dev
 	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund
@@ -52,6 +57,10 @@ $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.serve $@
 
+$(VENV)/.mutants: $(VENV)/.dev
+	$(INSTALL) -e '.[mutants]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) mutants build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,7 +84,9 @@ def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]
         rows = each_B[deletes_B]
         deleted_BKL[rows, rank_B[rows], parent_B[rows]] = True
         _delete(p_BXV, q_BXV, weight_BX, rows, parent_B[rows], token_B[rows])
-        above_B = torch.where(parent_B > 0, leader_BKL[each_B, rank_B, (parent_B - 1).clamp(min=0)], 0)
+        above_B = torch.zeros_like(rank_B)
+        if length:
+            above_B = torch.where(parent_B > 0, leader_BKL[each_B, rank_B, (parent_B - 1).clamp(min=0)], 0)
         # Down to the first child that is left.
         first_B = child_BK.int().argmax(1)
         rows = each_B[descends_B]

@@ -1,0 +1,238 @@
+"""Rules that are nearly right, patched into the code that serves: the check of `test_served_rules.py` rejects each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling.draw import categorical
+from engine.speculation import verification
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification import RULES, ChainVerdict
+from engine.speculation.verification.greedy import greedy, spechub
+from engine.speculation.verification.rrs import rrs
+from tests.speculation.served import Fit, Kind
+from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of
+
+Patch = AbstractContextManager[Any]
+
+# Modules by name: the package has rules of the same names.
+block, greedy_block, kseq, ot_lp, race, token, traversal, weighted_race = (
+    import_module(f"engine.speculation.verification.{name}")
+    for name in ("block", "greedy_block", "kseq", "ot_lp", "race", "token", "traversal", "weighted_race")
+)
+
+
+def verifying(rule: str, verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]) -> Patch:
+    """Another function in the rule's place."""
+    return patch.object(verification, "RULES", {**RULES, rule: replace(RULES[rule], verify=verify)})
+
+
+def at_nodes(rule: str, node_rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Patch:
+    """Another law of the emitted token."""
+    return patch.object(RULES[rule].verify, "node_rule", node_rule)
+
+
+def other_noise(rule: str, change: Callable[[ChainNoise], ChainNoise]) -> Patch:
+    """Numbers that decide about something else, too."""
+    verify = RULES[rule].verify
+    return verifying(rule, lambda chains, target, noise: verify(chains, target, change(noise)))
+
+
+def weights_of_one() -> Patch:
+    """`stop_chains` draws from (p - q)+ where (w p - q)+ is right."""
+    right = block.draw_residual
+    return patch.object(
+        block,
+        "draw_residual",
+        lambda chains, target, n, weight, u: right(chains, target, n, torch.ones_like(weight), u),
+    )
+
+
+def score_from_acceptance() -> Patch:
+    """The acceptance number of the first token is used as the race's score."""
+
+    def reused(noise: ChainNoise) -> ChainNoise:
+        return replace(noise, score_C=noise.accept_CL[:, 0] if noise.accept_CL.shape[1] else noise.score_C)
+
+    return other_noise("bv_race", reused)
+
+
+def no_lower_end() -> Patch:
+    """The race's score goes down to 0 wherever a chain stops."""
+    right = race.score_bounds
+
+    def bounds(*parts: Any) -> tuple[Tensor, Tensor]:
+        lower_C, upper_C = right(*parts)
+        return torch.zeros_like(lower_C), upper_C
+
+    return patch.object(race, "score_bounds", bounds)
+
+
+def residual_is_the_target() -> Patch:
+    """Token verification draws a refused token again from p."""
+
+    def drawn(chains: Chains, target: LawTable, accepted_C: Tensor, _: Tensor, uniform_C: Tensor) -> Tensor:
+        return categorical(target.rows(accepted_C), uniform_C)
+
+    return patch.object(token, "draw_residual", drawn)
+
+
+def skipped_duplicates() -> Patch:
+    """Recursive rejection that does not test a token again."""
+
+    def skipping(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
+        seen = [(drafted[:, :k] == drafted[:, k : k + 1]).any(1) for k in range(drafted.shape[1])]
+        return rrs(target, draft, drafted, present & ~torch.stack(seen, 1))
+
+    return at_nodes("rrs", skipping)
+
+
+def last_draft_only() -> Patch:
+    """Greedy drafts of which the drawn one is judged by q, as if it had been drawn alone."""
+
+    def alone(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
+        place = torch.arange(drafted.shape[1])
+        return greedy(target, draft, drafted, present & (place == (present.sum(1, keepdim=True) - 1)))
+
+    return at_nodes("greedy", alone)
+
+
+def pairs_the_wrong_way_round() -> Patch:
+    """SpecHub that takes (x, a) for (a, x): acceptance by the mass of the other pair."""
+
+    def flipped(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
+        both = present.all(1, keepdim=True)
+        return spechub(target, draft, torch.where(both, drafted.flip(1), drafted), present)
+
+    return at_nodes("spechub", flipped)
+
+
+def other_hub() -> Patch:
+    """SpecHub whose verification takes the last of equally likely tokens for the hub."""
+
+    def last(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
+        return spechub(target.flip(1), draft.flip(1), draft.shape[1] - 1 - drafted, present).flip(1)
+
+    return at_nodes("spechub", last)
+
+
+def no_threshold() -> Patch:
+    """The winner of the weighted race is accepted wherever its key lies."""
+    right = weighted_race._weights
+
+    def weights(*parts: Any) -> tuple[Tensor, Tensor]:
+        weight_NK, floor_N1 = right(*parts)
+        return weight_NK, torch.zeros_like(floor_N1)
+
+    return patch.object(weighted_race, "_weights", weights)
+
+
+def sets_as_if_ordered() -> Patch:
+    """The linear program's P(D) without the draws that repeat a token of D."""
+    right = ot_lp.transport_plan
+
+    def plan(target: tuple[float, ...], draft: tuple[float, ...], count: int) -> Any:
+        sets, mass = right(target, draft, count)
+        return {tokens: p if len(tokens) == count else 1.2 * p for tokens, p in sets.items()}, mass
+
+    return patch.object(ot_lp, "transport_plan", plan)
+
+
+def forgotten_layers(rule: str) -> Patch:
+    """The next step takes the target's law as it was before the block."""
+    verify = RULES[rule].verify
+    return verifying(rule, lambda *parts: replace(verify(*parts), layers=None))
+
+
+def published_acceptance() -> Patch:
+    """The race's winner is judged as a chain that was drawn alone, not as the one selected among several."""
+    right = greedy_block._verify_chosen
+    return patch.object(greedy_block, "_verify_chosen", lambda *parts: right(*parts[:-1], torch.ones_like(parts[-1])))
+
+
+def draft_mass_stays() -> Patch:
+    """Traversal that leaves a deleted child's mass in its parent's draft law."""
+    right = traversal._delete
+
+    def delete(p_BXV: Tensor, q_BXV: Tensor, *rest: Any) -> None:
+        before = q_BXV.clone()
+        right(p_BXV, q_BXV, *rest)
+        q_BXV.copy_(before)
+
+    return patch.object(traversal, "_delete", delete)
+
+
+MUTANTS: list[tuple[str, str, str, Callable[[], Patch]]] = [
+    ("block", "iid", "chains", weights_of_one),
+    ("bv_race", "iid", "chains", weights_of_one),
+    ("bv_race", "iid", "chains", score_from_acceptance),
+    ("bv_race", "iid", "chains", no_lower_end),
+    ("block", "iid", "chains", lambda: patch.object(block, "_accept", lambda *parts: parts[-1])),
+    ("token", "iid", "chains", residual_is_the_target),
+    ("nss", "iid", "chains", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
+    ("nss", "greedy", "trees", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
+    ("rrs", "iid", "generic", skipped_duplicates),
+    ("rrs_without_replacement", "without_replacement", "generic", lambda: at_nodes("rrs_without_replacement", rrs)),
+    ("kseq", "iid", "chains", lambda: patch.object(kseq, "solve_rho", lambda p, q, count: torch.ones_like(count))),
+    ("spechub", "spechub", "chains", pairs_the_wrong_way_round),
+    ("spechub", "spechub", "trees", other_hub),
+    ("spechub", "spechub", "trees", pairs_the_wrong_way_round),
+    ("greedy", "greedy", "chains", last_draft_only),
+    ("greedy", "greedy", "trees", last_draft_only),
+    ("weighted_race", "iid", "chains", no_threshold),
+    ("ot_lp", "iid", "chains", sets_as_if_ordered),
+    ("greedy_block", "iid", "chains", lambda: forgotten_layers("greedy_block")),
+    ("spectr_gbv", "iid", "chains", lambda: forgotten_layers("spectr_gbv")),
+    ("spectr_gbv", "iid", "chains", published_acceptance),
+    ("traversal", "without_replacement", "chains", draft_mass_stays),
+    ("traversal", "iid", "trees", draft_mass_stays),
+]
+
+
+GENERIC = ((0, (4,)), (3, (3, 1)), (6, (3,)), (0, (2, 2)))
+"""Worlds without corners, and the shapes that meet them: where duplicates and several refusals are common."""
+
+
+def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
+    """As the rules are checked, or with generic laws only."""
+    if shapes != "generic":
+        return fits_of(rule, method, shapes, 0)
+    return fits(rule, [Kind(WORLDS[4][world], branching, method) for world, branching in GENERIC], num_requests=60_000)
+
+
+@pytest.mark.parametrize(("rule", "method", "shapes", "wrong"), MUTANTS)
+def test_wrong_rules_are_rejected(rule: str, method: str, shapes: str, wrong: Callable[[], Patch]) -> None:
+    with wrong():
+        assert min(found.p_value for found in fits_under(rule, method, shapes)) < ALPHA
+
+
+@pytest.mark.parametrize(
+    ("rule", "method"), sorted({(rule, method) for rule, method, shapes, _ in MUTANTS if shapes == "generic"})
+)
+def test_the_right_rules_are_not(rule: str, method: str) -> None:
+    assert min(found.p_value for found in fits_under(rule, method, "generic")) > ALPHA
+
+
+def test_every_rule_has_a_wrong_variant() -> None:
+    assert {rule for rule, *_ in MUTANTS} == set(RULES)
+
+
+@pytest.mark.parametrize("number", ["accept_CL", "residual_C", "score_C"])
+def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> None:
+    def reused(noise: ChainNoise) -> ChainNoise:
+        if number == "accept_CL":
+            return replace(noise, chosen_accept_CL=noise.accept_CL)
+        return replace(noise, chosen_residual_C=getattr(noise, number))
+
+    kinds = [Kind(WORLDS[5][world], branching) for world, branching in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
+    with other_noise("spectr_gbv", reused):
+        assert min(found.p_value for found in fits("spectr_gbv", kinds)) < ALPHA

@@ -1,0 +1,206 @@
+"""The rules that serve, as they serve: `RULES[name].verify` itself, over drawn drafts and drawn noise.
+
+The enumeration of a rule is exact, but it is put together from the rule's parts; here the function that the engine
+calls decides about tens of thousands of requests, and what it gives is compared with the enumerated law and with the
+target's own (`served.py`). Seeds are fixed, so every test is deterministic; wrong rules that it must reject are in
+`test_served_mutants.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from engine import verifying
+from engine.drafters.draft import Layout
+from engine.sampling import fused
+from engine.speculation import verification
+from engine.speculation.drafting import ChainNoise, Chains
+from engine.speculation.enumeration import Outcome
+from engine.speculation.verification import RULES
+from tests.speculation.exact import from_prefix, outcomes_of
+from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
+
+ALPHA = 1e-6
+NUM_REQUESTS = 66_000
+"""Of every rule and draft method, in two batches or three; every request takes a step or more."""
+
+CORNERS = ("generic", "zeros", "near", "generic", "ties", "equal", "generic", "disjoint", "near")
+WORLDS = {
+    vocabulary: [small_world(corner, vocabulary, seed) for seed, corner in enumerate(CORNERS)]
+    for vocabulary in (3, 4, 5)
+}
+"""By the number of tokens. The more, the more ways to be wrong, and the more drafts and trees to enumerate."""
+CHAINS = ((2, 1), (1, 1, 1), (3, 1), (), (1, 1), (2, 1, 1), (2,), (1,), (4, 1), (2, 1, 1))
+"""Children by depth: one chain to four, of one token to three, and none at all."""
+TREES = ((2, 2), (1, 3), (), (3, 2), (2,), (2, 1, 2))
+FEW = ((2,), (3,), (1,))
+"""For the rule that solves a linear program for every law."""
+
+CASES = [
+    (rule, method, shapes, turn)
+    for rule in RULES
+    for method in RULES[rule].draft_methods
+    for shapes, turn in (("chains", 0), ("chains", 1), ("trees", 0))
+    if (RULES[rule].trees if shapes == "trees" else not turn or method == RULES[rule].draft_methods[0])
+]
+
+
+def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[Kind]:
+    """Requests that the rule takes; with every turn the shapes meet other worlds."""
+    known = RULES[rule]
+    # Three tokens are all that can be most likely; a node of more drafts is filled up only without replacement.
+    most = {"spechub": 2, "greedy": 3}.get(method, known.max_drafts or 4)
+    wanted = {"chains": CHAINS, "trees": TREES}[shapes]
+    if known.max_vocabulary is not None:
+        wanted = FEW if shapes == "chains" else ((2, 2),)
+    worlds = WORLDS[3 if shapes == "trees" or rule == "traversal" else 4 if known.trees else 5]
+    return [
+        Kind(worlds[(i + 4 * turn) % len(worlds)], tuple(min(n, most) for n in shape), method)
+        for i, shape in enumerate(wanted)
+    ]
+
+
+def fits(
+    rule: str,
+    kinds: Sequence[Kind],
+    dtype: torch.dtype = torch.float32,
+    num_requests: int = NUM_REQUESTS // 2,
+    num_tokens: int = 3,
+    noise: NoiseOf | None = None,
+) -> tuple[Fit, Fit]:
+    """How well a served rule's first steps fit the enumeration, and its texts the target's law, over all kinds."""
+    batch = Batch(kinds, num_requests // len(kinds), 1, dtype)
+    steps, texts = Fit(), Fit()
+    for kind, emitted in zip(kinds, batch.run(verification.RULES[rule].verify, num_tokens, noise), strict=True):
+        if kind.is_enumerable(rule):
+            steps += fit(emitted.first, first_law(kind.outcomes(rule, dtype)))
+        if not kind.layers:
+            texts += fit(emitted.text, text_law(kind, num_tokens))
+    return steps, texts
+
+
+def fits_of(rule: str, method: str, shapes: str, turn: int) -> tuple[Fit, Fit]:
+    """Those of one of CASES: laws as a serving engine has them, in float32, and as the enumeration has them."""
+    kinds, dtype = kinds_of(rule, method, shapes, turn), torch.float64 if turn else torch.float32
+    if RULES[rule].max_vocabulary is None:
+        return fits(rule, kinds, dtype, NUM_REQUESTS // sum(case[:2] == (rule, method) for case in CASES))
+    # One token: the laws of later positions would be too many programs.
+    return fits(rule, kinds, dtype, NUM_REQUESTS // 2 if shapes == "chains" else 2000, num_tokens=1)
+
+
+@pytest.mark.parametrize(("rule", "method", "shapes", "turn"), CASES)
+def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: str, shapes: str, turn: int) -> None:
+    for found in fits_of(rule, method, shapes, turn):
+        assert found.freedom > 0
+        assert found.p_value > ALPHA
+
+
+def with_layers(rule: str, branching: tuple[int, ...], world: int, num_blocks: int) -> Kind:
+    """Requests that are inside the windows of earlier blocks, each of which refused what it could."""
+    kind = Kind(WORLDS[3][world], branching)
+    for _ in range(num_blocks):
+
+        def left(outcome: Outcome) -> tuple[int, float]:
+            return len(outcome.layers), outcome.probability
+
+        # What a block of no accepted token leaves holds longest.
+        model = from_prefix(kind.world, kind.start, kind.length, kind.layers)
+        last = max((o for o in outcomes_of(rule, model, branching[0]) if not o.accepted), key=left)
+        kind = Kind(WORLDS[3][world], branching, start=(*kind.start, last.next_token), layers=last.layers)
+    assert len(kind.layers) == num_blocks
+    return kind
+
+
+@pytest.mark.parametrize(("rule", "most"), [("greedy_block", 1), ("spectr_gbv", 3)])
+def test_pending_layers_change_the_law_of_their_own_requests_only(rule: str, most: int) -> None:
+    """None, one and two layers side by side, of chains of two lengths."""
+    kinds = [
+        with_layers(rule, (most, 1, 1), 0, 1),
+        Kind(WORLDS[3][2], (min(most, 2), 1)),
+        with_layers(rule, (most, 1, 1), 3, 2),
+        with_layers(rule, (min(most, 2), 1), 6, 1),
+        Kind(WORLDS[3][1], ()),
+    ]
+    for found in fits(rule, kinds):
+        assert found.p_value > ALPHA
+
+
+def engine_noise(chains: Chains, step: int) -> ChainNoise:
+    """What the engine makes of seeds and positions; every request has a seed of its own."""
+    request_C = chains.request_C.numpy()
+    first = np.concatenate([[True], request_C[1:] != request_C[:-1]])
+    chain_C = np.arange(len(request_C))
+    rank_C = chain_C - np.maximum.accumulate(np.where(first, chain_C, 0))
+    position_C = np.full_like(request_C, 17 + step)
+    layout = Layout(request_C, rank_C, chains.length_C.numpy(), 1000 + request_C, position_C, levels=())
+    return verifying._noise(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["bv_race", "traversal", "rrs"])
+def test_seeds_give_the_same_law(rule: str) -> None:
+    """Numbers by name, as the engine makes them, in place of a generator's."""
+    for found in fits(rule, kinds_of(rule, "iid", "chains", 0), noise=engine_noise):
+        assert found.p_value > ALPHA
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "bv_race"])
+def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few requests, because Triton's interpreter is slow, but every draft and every decision is the same.
+
+    On a CUDA device all the other tests of this file go through the compiled kernels.
+    """
+    pytest.importorskip("engine.sampling.triton_rows")
+    kinds = kinds_of(rule, "iid", "chains", 0)
+
+    def emitted() -> list[tuple[list[object], list[object]]]:
+        batch = Batch(kinds, 6, seed=2, dtype=torch.float32)
+        return [(list(one.first), list(one.text)) for one in batch.run(RULES[rule].verify, 1)]
+
+    plain = emitted()
+    monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
+    assert emitted() == plain
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:
+    """Neither 0 nor the last number below 1 makes a token of the target out of one that has no mass there."""
+    method = RULES[rule].draft_methods[0]
+    kinds = [Kind(WORLDS[5][7], shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
+    kinds += [] if RULES[rule].max_drafts == 1 else [Kind(WORLDS[5][7], (2, 1), method)]
+    assert CORNERS[7] == "disjoint"
+
+    def noise(chains: Chains, _: int) -> ChainNoise:
+        each_C = torch.full_like(chains.length_C, number, dtype=torch.float64)
+        each_CL = each_C.unsqueeze(1).expand(-1, chains.max_length)
+        return ChainNoise(each_CL, each_C, each_C, each_CL, each_C)
+
+    for kind, emitted in zip(kinds, Batch(kinds, 20, 4, torch.float32).run(RULES[rule].verify, 1, noise), strict=True):
+        for accepted, token in emitted.first:
+            assert accepted == ()
+            assert kind.world.target[()][token] > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_batch_in_which_nothing_is_drafted(rule: str) -> None:
+    """Then there are no depths at all."""
+    for found in fits(rule, [Kind(WORLDS[5][0], ()), Kind(WORLDS[5][1], ())], num_requests=4000, num_tokens=2):
+        assert found.p_value > ALPHA
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
+    """Any that are made on the default device are without content here, and do not mix with the others."""
+    for shapes in ("chains", "trees") if RULES[rule].trees else ("chains",):
+        batch = Batch(kinds_of(rule, RULES[rule].draft_methods[0], shapes, 0), 3, 1, torch.float32)
+        chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
+        noise = batch.noise(chains)
+        with torch.device("meta"):
+            verdict = RULES[rule].verify(chains, target, noise)
+        for part in (verdict.chain_B, verdict.accepted_B, verdict.next_token_B):
+            assert part.device == target.law_NV.device

@@ -1,0 +1,231 @@
+"""A whole step without a model: drafts drawn, copied chains followed, every rule's rows verified together.
+
+`ModelDrafter.draw` and `verify_chains` as the engine calls them, on logits that are looked up in a small world. What a
+row emits is completed by the target to three tokens, whose law must be the target's own, in each kind of row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import verifying
+from engine.drafters.draft import Draft
+from engine.drafters.model import ModelDrafter
+from engine.execution.inputs import SequenceInput
+from engine.plan import Copy, Emission, Plan, Row
+from engine.request import Sampling, Speculation
+from engine.sampling.noise import Purpose, uniform
+from engine.speculation.enumeration import Model, Path, Rows
+from engine.speculation.theory import Law
+from engine.speculation.verification import OverAcceptance
+from tests.speculation.served import Batch, Fit, Kind, fit, small_world
+
+ALPHA = 1e-6
+NUM_ROWS = 2_000
+"""Of every kind."""
+VOCABULARY, NUM_TOKENS, END = 4, 3, 10
+CPU = torch.device("cpu")
+WORLD = small_world("generic", VOCABULARY, 11)
+COPIES = (Copy("prediction", (0, 1, 2)), Copy("prompt_lookup", (0, 2)), Copy("prompt_lookup", (3,)))
+
+
+def drafts(rule: str, *branching: int, **more: Any) -> dict[str, Any]:
+    """A row's fields: children by depth as a tree where a node below the root has several."""
+    tree = branching if max(branching[1:], default=1) > 1 else ()
+    speculation = Speculation(
+        rule=rule, num_drafts=int(np.prod(branching)), draft_length=len(branching), tree=tree, **more
+    )
+    return {"speculation": speculation, "branching": branching}
+
+
+OFF = {"speculation": Speculation(), "branching": ()}
+ROWS: dict[str, dict[str, Any]] = {
+    "bv_race with copies": {**drafts("bv_race", 2, 1), "copies": COPIES},
+    "block": drafts("block", 1, 1, 1),
+    "a tree with copies": {**drafts("traversal", 2, 2), "copies": COPIES},
+    "late children": drafts("greedy", 1, 3),
+    "copies alone": {**OFF, "copies": COPIES},
+    "nothing": OFF,
+    "one copy": {**drafts("token", 1, 1), "copies": COPIES[:1]},
+    "without replacement": {**drafts("rrs_without_replacement", 3, 1), "copies": COPIES[1:]},
+    "spechub": drafts("spechub", 2, 2),
+    "filtered": {**drafts("bv_race", 3, 1), "sampling": {"temperature": 0.7, "top_k": 3}},
+    "seed-stable": {**drafts("bv_race", 2, 1), "sampling": {"seed_stable": True}},
+    "first token": drafts("spectr_gbv", 2, 1),
+}
+"""Fields of the rows by kind; of the last one, which changes the targets of later positions, one token counts."""
+
+
+@dataclass
+class LookedUp:
+    """A draft model's runner whose logits are the logarithms of the world's draft laws."""
+
+    world: Model
+    paths: dict[int, list[Path]] = field(default_factory=dict)
+    """Nodes that are in the cache, by sequence."""
+
+    def forward(self, parts: Sequence[SequenceInput], tokens_N: Tensor | None = None) -> Tensor:
+        tokens = iter([] if tokens_N is None else tokens_N.tolist())
+        wanted: list[Path] = []
+        for part in parts:
+            paths = self.paths.setdefault(part.block_ids[0], [])
+            cached = len(part.nodes.cached_depths)
+            assert cached == len(paths), "nodes enter a pass level by level"
+            for number in range(len(part.nodes.depths)):
+                above = [paths[i] for i in np.flatnonzero(part.nodes.ancestry[number, :cached])]
+                paths.append((*max(above, key=len, default=()), next(tokens)))
+                assert len(paths[-1]) == part.nodes.depths[number]
+            seen: list[Path] = [()] * len(part.known) + paths[cached:]
+            wanted += seen[part.wanted]
+        return logarithms(self.world.draft, wanted)
+
+
+def logarithms(rows: Rows, paths: Sequence[Path]) -> Tensor:
+    """[N, V] logits whose laws at temperature 1 are those of the paths."""
+    return torch.tensor(np.array([rows[path] for path in paths])).float().log()
+
+
+def row_of(number: int, fields: dict[str, Any]) -> Row:
+    more = {**fields, "sampling": Sampling(seed=number, **fields.get("sampling", {}))}
+    return Row(
+        sequence_id=number,
+        known=(0,),
+        first_index=END - 1,
+        draft_known=(0,) if fields["branching"] else (),
+        draft_first_index=END - 1,
+        block_ids=(number,),
+        samples=True,
+        **more,
+    )
+
+
+def step(rows: Sequence[Row]) -> tuple[Draft, list[Emission]]:
+    """Draft and verify the rows in one step."""
+    plan = Plan(tuple(rows))
+    draft = ModelDrafter(LookedUp(WORLD), CPU, VOCABULARY).draw(plan)  # type: ignore[arg-type]
+    assert draft is not None
+    paths: list[Path] = []
+    for tree in draft.trees:
+        nodes: list[Path] = [()]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            nodes.append((*nodes[parent], token))
+        paths += nodes
+    winners = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
+    return draft, [winner.emission for winner in winners]
+
+
+def law_below(path: Path, sampling: dict[str, Any]) -> Law:
+    """The target law, temperature and top-k by hand."""
+    law = np.asarray(WORLD.target[path]) ** (1 / sampling.get("temperature", 1.0))
+    law = np.where(law >= np.sort(law)[-sampling.get("top_k", VOCABULARY)], law, 0.0)
+    return np.asarray(law / law.sum())
+
+
+def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0) -> dict[str, Fit]:
+    """By kind of row, how well the texts fit the target's law."""
+    count = len(names)
+    rows = [row_of(seed + i, ROWS[names[i % count]]) for i in range(NUM_ROWS * count)]
+    chance = np.random.default_rng(seed)
+    emissions = step(rows)[1]
+    found = {}
+    for i, name in enumerate(names):
+        sampling, num_tokens = ROWS[name].get("sampling", {}), 1 if name == "first token" else NUM_TOKENS
+        laws: dict[Path, Law] = {}
+        expected: dict[Path, float] = {(): 1.0}
+        for _ in range(num_tokens):
+            laws |= {path: law_below(path, sampling) for path in expected}
+            expected = {(*path, x): p * laws[path][x] for path, p in expected.items() for x in range(VOCABULARY)}
+        texts = []
+        for emission in emissions[i::count]:
+            text = (*emission.accepted, emission.next_token)
+            while len(text) < num_tokens:
+                text = (*text, int(chance.choice(VOCABULARY, p=laws[text])))
+            texts.append(text[:num_tokens])
+        found[name] = fit(texts, expected)
+    return found
+
+
+def test_rows_of_every_kind_have_the_target_s_law() -> None:
+    assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
+
+
+def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:
+    """One number for following a copy and for drawing the next token."""
+    return uniform(seed, position, Purpose.RESIDUAL if purpose == Purpose.COPY else purpose, chain, depth)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("refuse", lambda *_: None), ("uniform", shared_numbers)],
+)
+def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
+    """Behind a refused copy the rule works with the whole law; one number decides twice."""
+    with patch.object(verifying, name, wrong):
+        assert min(found.p_value for found in fits(("copies alone", "bv_race with copies")).values()) < ALPHA
+
+
+def test_emissions_tell_what_was_followed() -> None:
+    """Accepted tokens are a path of the row's own tree, and counts of copied chains are of what is in it."""
+    names = tuple(ROWS)
+    rows = [row_of(i, ROWS[names[i % len(names)]]) for i in range(300)]
+    draft, emissions = step(rows)
+    for row, tree, emission in zip(rows, draft.trees, emissions, strict=True):
+        texts = [tuple(tree.tokens[node - 1] for node in path[1:]) for path in tree.paths]
+        accepted = len(emission.accepted)
+        following = [rank for rank, text in enumerate(texts) if text[:accepted] == emission.accepted]
+        assert following
+        assert (
+            emission.num_nodes == tree.num_nodes == len({text[:i] for text in texts for i in range(1, len(text) + 1)})
+        )
+        # The draft model has never seen a chain's last token.
+        assert emission.num_draft_kept <= min(accepted, max(0, row.draft_length - 1))
+        assert row.copies or emission.num_draft_kept == min(accepted, max(0, row.draft_length - 1))
+        assert [count.name for count in emission.copied] == [copy.source for copy in row.copies]
+        assert sum(count.num_accepted for count in emission.copied) <= accepted
+
+
+@pytest.mark.parametrize("residual", ["optimal", "target"])
+def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> None:
+    """By hand along every path: b = min(1, (p + eps)/q), then norm (p - b q)+ or p."""
+    epsilon, biases = 0.08, []
+    world = small_world("generic", VOCABULARY, 5)
+    kinds = [Kind(world, (1, 1)), Kind(world, ()), Kind(world, (1, 1, 1))]
+    rule = OverAcceptance(epsilon, residual)  # type: ignore[arg-type]
+
+    def verify(*parts: Any) -> Any:
+        verdict = rule(*parts)
+        assert verdict.bias_B is not None
+        biases.extend(verdict.bias_B.tolist())
+        return verdict
+
+    batch = Batch(kinds, 8000, 3, torch.float32)
+    for number, (kind, emitted) in enumerate(zip(kinds, batch.run(verify, 1), strict=True)):
+        law: dict[tuple[Path, int], float] = {}
+        bias: dict[Path, float] = {}
+
+        def go_on(path: Path, probability: float, length: int, law: Any = law, bias: Any = bias) -> None:
+            p, q = (np.asarray(rows[path]) for rows in (world.target, world.draft))
+            if len(path) == length:
+                law.update({(path, x): probability * p[x] for x in range(VOCABULARY)})
+                return
+            kept = np.minimum(q, p + epsilon)
+            redrawn = np.maximum(p - kept, 0) / np.maximum(p - kept, 0).sum() if residual == "optimal" else p
+            law.update({(path, x): probability * (1 - kept.sum()) * redrawn[x] for x in range(VOCABULARY)})
+            distance = 0.5 * np.abs(kept + (1 - kept.sum()) * redrawn - p).sum()
+            bias[path] = bias.get(path[:-1], 0.0) + distance if path else distance
+            for x in range(VOCABULARY):
+                go_on((*path, x), probability * kept[x], length)
+
+        go_on((), 1.0, kind.length)
+        assert fit(emitted.first, law).p_value > ALPHA
+        for (accepted, _), found in list(zip(emitted.first, biases[number :: len(kinds)], strict=True))[:500]:
+            decided = accepted[: kind.length - 1] if len(accepted) == kind.length else accepted
+            assert found == pytest.approx(bias[decided] if kind.length else 0.0, abs=1e-6)
