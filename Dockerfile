@@ -4,17 +4,21 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-# Where pip finds torch; the default index has builds with CUDA, the CPU build is much smaller.
+# As in the Makefile: where torch itself comes from, for instance the index of CPU builds that PyTorch documents;
+# without it, the default index's build, with CUDA.
 ARG TORCH_INDEX_URL=
 WORKDIR /src
 RUN python -m venv /opt/polydraft
 COPY constraints.txt pyproject.toml README.md ./
-RUN if [ -n "$TORCH_INDEX_URL" ]; then index="--index-url $TORCH_INDEX_URL"; else index=""; fi \
-    && /opt/polydraft/bin/pip install $index -c constraints.txt torch
+# All dependencies, by an install of Polydraft without its packages: a layer that edits of the source keep.
+RUN if [ -n "$TORCH_INDEX_URL" ]; then \
+        /opt/polydraft/bin/pip install --index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch; \
+    fi \
+    && /opt/polydraft/bin/pip install -c constraints.txt .
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
-RUN /opt/polydraft/bin/pip install -c constraints.txt .
+RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft

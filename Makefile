@@ -5,17 +5,27 @@
 # make mutants  change the code one place at a time: which changes does no test notice? (hours; goes on where it stopped)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
+#
+# TORCH_INDEX_URL=...  (a variable of make or of the environment) where torch itself comes from, for instance the index
+#                      of CPU builds that PyTorch documents; without it, the default index's build, with CUDA
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# uv is used where it is at hand; both read the same constraints.
-UV := $(shell command -v uv 2>/dev/null)
-ifdef UV
+TORCH_INDEX_URL ?=
+# uv is used where it is at hand (not the one that the tests bring); both read the same constraints.
+UV := $(filter-out $(abspath $(BIN))/uv,$(shell command -v uv 2>/dev/null))
+ifneq ($(UV),)
 INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(UV) pip install --python $(BIN)/python -c constraints.txt
 else
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt
+endif
+# torch alone comes from an index of its own: what it needs is pinned to versions that such an index may not have.
+ifneq ($(TORCH_INDEX_URL),)
+INSTALL_TORCH = $(INSTALL) --index-url '$(TORCH_INDEX_URL)' --no-deps torch
+else
+INSTALL_TORCH = @:
 endif
 
 GPU_PYTHON ?= python3
@@ -49,11 +59,13 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.serve: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft and what it needs (the first time takes a few minutes)"
+	$(INSTALL_TORCH)
 	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft with its development tools (the first time takes a few minutes)"
+	$(INSTALL_TORCH)
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.serve $@
 

@@ -33,7 +33,6 @@ from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, Pol
 from engine.files import check_source, model_file
 from engine.metrics import PHASES, StepStats
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
-from engine.sampling.noise import choice_seed
 from engine.scheduling.outcome import Outcome
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
@@ -143,6 +142,14 @@ def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.P
     process.stdin.write(_encoder.encode(config))
     process.stdin.close()
     return process
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of the `index`-th of several choices; choice 0 keeps the request's own seed."""
+    # Brings numpy, for which `polydraft serve --help` need not wait.
+    from engine.sampling import noise
+
+    return noise.choice_seed(seed, index)
 
 
 __all__ = [

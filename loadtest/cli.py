@@ -1,8 +1,12 @@
-"""`polydraft bench`: measure a running daemon, or one that is started for it."""
+"""`polydraft bench`: measure a running daemon, or one that is started for it.
+
+What the extra `bench` installs is imported only to measure, so that `--help` works without it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest import plots, report
-from loadtest.bench import BenchOptions, arms_of, run
-from loadtest.daemon import running_daemon
 from loadtest.workload import TASKS
 
 
@@ -82,8 +84,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench; 0, or 1 when the daemon failed."""
+    """Run the bench; 0, 1 when the daemon failed, 2 when a package that it needs is missing."""
     options = parser().parse_args(arguments)
+    for package in ("httpx", "matplotlib") if options.plot else ("httpx",):
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError:
+            print(f"polydraft bench: needs {package}; pip install 'polydraft[bench]'", file=sys.stderr)
+            return 2
+    return _measure(options)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from loadtest.bench import BenchOptions, arms_of, run
+    from loadtest.daemon import running_daemon
+
     usual = _SHORT if options.short else _FULL
     wanted = BenchOptions(
         tasks=options.tasks.split(","),

@@ -1,19 +1,10 @@
-"""The `polydraft` command."""
+"""The `polydraft` command; a subcommand loads what it needs when it is chosen, so that help comes at once."""
 
 from __future__ import annotations
 
-import logging
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
-
-from engine.api import ConfigError
-from server.settings import Serve
-from server.version import VERSION
 
 USAGE = """\
 usage: polydraft COMMAND [ARGUMENTS]
@@ -42,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return bench(rest)
     if command in ("version", "--version", "-V"):
+        from server.version import VERSION
+
         print(VERSION)
         return 0
     if command in ("help", "--help", "-h"):
@@ -54,8 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
+    import logging
+    import signal
+
     # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    from pydantic import ValidationError
+    from pydantic_settings import CliApp, SettingsError
+
+    from engine.api import ConfigError
+    from server.settings import Serve
+
     try:
         settings = CliApp.run(Serve, cli_args=arguments, cli_exit_on_error=False)
     except ValidationError as error:

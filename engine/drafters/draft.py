@@ -67,7 +67,7 @@ class Layout:
 def _levels(rows: Sequence[Row], counts: Ints) -> Iterator[Level]:
     """Level by level: chains of a row are its leaves in order, so a node's chains lie side by side."""
     first_C = np.repeat(np.cumsum(counts) - counts, counts)
-    count_C, chain_C = np.repeat(counts, counts), np.arange(counts.sum(), dtype=np.int64)
+    count_C, chain_C = np.repeat(counts, counts), np.arange(int(counts.sum()), dtype=np.int64)
     row_C = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
     width_C, start = np.ones_like(chain_C), 0
     for depth in range(max(row.draft_length for row in rows)):

@@ -356,7 +356,8 @@ def traversal_outcomes(model: Model, branching: Sequence[int], method: str) -> l
         for i in np.flatnonzero(stops.leaf_B.numpy()).tolist():
             taken, law = left[i] * weight[i], stops.law_BV[i].numpy()
             accepted = trees[i][1][int(stops.rank_B[i])][: int(stops.depth_B[i])]
-            outcomes.extend(Outcome(accepted, y, taken * float(law[y] / law.sum())) for y in np.flatnonzero(law))
+            tokens = np.flatnonzero(law).tolist()
+            outcomes.extend(Outcome(accepted, y, taken * float(law[y] / law.sum())) for y in tokens)
             left[i] -= taken
         return torch.zeros_like(stops.leaf_B)
 

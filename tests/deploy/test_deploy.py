@@ -115,3 +115,17 @@ def test_dockerfile_copies_what_exists_and_sets_known_settings() -> None:
         assert setting.lower() in Serve.model_fields
     assert "USER 10001" in text
     assert 'ENTRYPOINT ["polydraft", "serve"]' in text
+
+
+def test_edits_of_the_source_keep_the_dependencies_of_the_image() -> None:
+    """They are installed, with the pins and from the same index as by make, before any source is there."""
+    steps = (ROOT / "Dockerfile").read_text().replace("\\\n", "").split("\nRUN ")
+    installs = [step for step in steps if "pip install" in step]
+    assert len(installs) == 2
+    dependencies, source = (step.splitlines()[0].split("pip install")[1:] for step in installs)
+    assert '--index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch' in dependencies[0]
+    assert dependencies[1].strip() == "-c constraints.txt ."
+    assert [part.split() for part in source] == [["--no-deps", "--force-reinstall", "."]]
+    assert "COPY engine" in installs[0]
+    built = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["polydraft"]["build"]
+    assert built["args"] == {"TORCH_INDEX_URL": "${TORCH_INDEX_URL:-}"}

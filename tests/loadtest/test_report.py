@@ -95,7 +95,7 @@ def test_the_command_line_measures_what_it_says(extra: list[str]) -> None:
         wanted.append(options)
         raise RuntimeError("enough")
 
-    with patch("loadtest.cli.run", run):
+    with patch("loadtest.bench.run", run):
         assert cli.main(["--url", "http://localhost:1", *extra]) == 1
     (options,) = wanted
     assert options.ramp == (() if extra == ["--short"] else (1, 4, 16, 64, 16, 4, 1))

@@ -1,0 +1,111 @@
+"""What is pinned can be installed from nothing but a package index, for every Python that is supported.
+
+Resolved by uv from the metadata of packages alone, as they are for Debian 12; nothing large is downloaded. Wheels that
+lie on this machine do not count, above all a CPU build of torch: the index's build needs a triton of its own choice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from uv import find_uv_bin
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHONS = ["3.11", "3.12", "3.13"]
+# Wheels and further indexes beside the one that packages usually come from.
+LOCAL = {"UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_NO_INDEX", "UV_OFFLINE", "UV_CONSTRAINT"}
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """The caller's, with pip's index for uv where uv has none of its own."""
+    result = {name: value for name, value in os.environ.items() if name not in LOCAL}
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
+    configured = dict(re.findall(r"^([^=\n]+)='(.*)'$", listed.stdout, re.MULTILINE))
+    names = {"cert": ("SSL_CERT_FILE",), "index-url": ("UV_DEFAULT_INDEX", "UV_INDEX_URL")}
+    for pip_name, uv_names in names.items():
+        places = (configured.get(f"{section}.{pip_name}") for section in (":env:", "install", "global"))
+        if (value := next(filter(None, places), None)) and not any(name in result for name in uv_names):
+            result[uv_names[0]] = value
+    return result
+
+
+def resolve(source: str, environment: dict[str, str], *more: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run uv's resolver; standard output has one line `name==version` for each package."""
+    # Metadata of the few packages without wheels is made by the setuptools that is here: faster.
+    options = "--quiet --no-header --no-annotate --no-build-isolation --no-python-downloads"
+    command = [find_uv_bin(), "pip", "compile", source, *options.split(), "--python", sys.executable]
+    command += ["--python-platform", "x86_64-manylinux_2_36"]
+    return subprocess.run(
+        [*command, *more], cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def index(environment: dict[str, str]) -> dict[str, str]:
+    """The environment of uv, where it reaches an index of packages."""
+    quick = environment | {"UV_HTTP_TIMEOUT": "10", "UV_HTTP_RETRIES": "0"}
+    probe = resolve("-", quick, "--no-cache", stdin="iniconfig")
+    if probe.returncode != 0:
+        pytest.skip("no package index can be reached: " + " ".join(probe.stderr.split())[:300])
+    return environment
+
+
+def packages(text: str) -> dict[str, str]:
+    """Versions by names as the index spells them."""
+    lines = (line.split("==") for line in text.splitlines() if "==" in line)
+    return {re.sub("[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    "more",
+    # What serves comes as wheels; some tools of the tests are there as sources only.
+    [pytest.param(("--only-binary", ":all:"), id="serve"), pytest.param(("--extra", "dev"), id="dev")],
+)
+def test_the_index_has_what_is_pinned(python: str, more: tuple[str, ...], index: dict[str, str]) -> None:
+    done = resolve("pyproject.toml", index, "-c", "constraints.txt", "--python-version", python, *more)
+    assert done.returncode == 0, done.stderr
+    found, pinned = packages(done.stdout), packages((ROOT / "constraints.txt").read_text())
+    assert {"torch", "transformers", "fastapi", "nvidia-cublas", "triton"} <= set(found)
+    assert ("pytest" in found) == ("httpx" in found) == ("dev" in more)
+    # Whatever is installed is pinned, so that it is the same tomorrow.
+    assert {name: pinned.get(name) for name in found} == found
+
+
+def test_a_pin_that_torch_does_not_allow_is_found(index: dict[str, str], tmp_path: Path) -> None:
+    wrong = tmp_path / "constraints.txt"
+    wrong.write_text(re.sub("(?m)^triton==.*", "triton==3.6.0", (ROOT / "constraints.txt").read_text()))
+    done = resolve("pyproject.toml", index, "-c", str(wrong), "--python-version", PYTHONS[0])
+    assert done.returncode == 1
+    assert "triton" in done.stderr
+
+
+def test_the_pythons_are_those_of_the_project() -> None:
+    low, high = (f"3.{minor}" for minor in (int(PYTHONS[0][2:]), int(PYTHONS[-1][2:]) + 1))
+    assert f'requires-python = ">={low},<{high}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("target", ["serve", "test"])
+@pytest.mark.parametrize("with_uv", [False, True])
+@pytest.mark.parametrize("url", ["", "https://torch.example/cpu"])
+def test_torch_alone_comes_from_the_index_that_is_named(target: str, with_uv: bool, url: str, tmp_path: Path) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    folders = [str(tmp_path)] if with_uv else []
+    folders += [folder for folder in os.defpath.split(os.pathsep) if not (Path(folder) / "uv").exists()]
+    environment = {"PATH": os.pathsep.join(folders), "TORCH_INDEX_URL": url}
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", target]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    installs = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert all((f"{uv} pip" in line) == with_uv and "-c constraints.txt" in line for line in installs)
+    assert ["-e ." in line or "-e '.[dev]'" in line for line in installs] == ([False, True] if url else [True])
+    assert [f"--index-url '{url}' --no-deps torch" in line for line in installs] == ([True, False] if url else [False])
