@@ -13,6 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 import engine.verifying as verifying
+from engine.admission import with_kept_shape
+from engine.config import SpeculationConfig
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
 from engine.metrics import PlainTimes
@@ -131,6 +133,31 @@ def test_certain_answers_do_not_depend_on_the_shapes() -> None:
         assert run.tokens == plain.tokens
     assert run.num_preemptions, "the pool was not tight"
     assert len({(outcome.num_chains, outcome.draft_length) for outcome in chain(*roomy.outcomes.values())}) >= 5
+
+
+def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() -> None:
+    """Beside neighbours whose shapes change all the time. The wrong variant leaves the shape to the controller."""
+
+    def asked(keeps_shape: bool) -> list[Request]:
+        limits = SpeculationConfig(seed_shape=(1, 3) if keeps_shape else None)
+        requests = []
+        for one in wishes(12):
+            sampling = replace(one.sampling, temperature=1.0, seed_stable=False)
+            seeded = int(one.request_id) % 2 == 0
+            shape = with_kept_shape(one.speculation, limits, "cpu") if seeded and keeps_shape else one.speculation
+            requests.append(replace(one, sampling=sampling, speculation=shape))
+        return requests
+
+    def answers(keeps_shape: bool, **more: Any) -> tuple[list[list[int]], int]:
+        found = tiny.run(build(**more), asked(keeps_shape))
+        return [tokens for name, tokens in found.tokens.items() if int(name) % 2 == 0], found.num_preemptions
+
+    alone = [tiny.run(build(), [one]).tokens[one.request_id] for one in asked(True)[::2]]
+    assert answers(True)[0] == alone
+    tight, num_preemptions = answers(True, budget=40, num_blocks=25, max_model_len=128)
+    assert num_preemptions, "the pool was not tight"
+    assert tight == alone
+    assert answers(False)[0] != [tiny.run(build(), [one]).tokens[one.request_id] for one in asked(False)[::2]]
 
 
 def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
