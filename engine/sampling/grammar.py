@@ -178,7 +178,14 @@ class Grammars:
         revision: of the hub's repository.
         """
         self._limits = limits or GrammarConfig()
-        self._vocabulary = Vocabulary(tokenizer, revision, vocab_size, list(eos_token_ids), self._limits.memory_bytes)
+        self._vocabulary = Vocabulary(
+            tokenizer,
+            revision,
+            vocab_size,
+            list(eos_token_ids),
+            self._limits.memory_bytes,
+            self._limits.start_timeout_s,
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 

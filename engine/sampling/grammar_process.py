@@ -14,6 +14,7 @@ socket keeps messages apart (SOCK_SEQPACKET).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -43,6 +44,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     memory_bytes: int
     """What a child may take beside what it shares."""
+    start_timeout_s: float
+    """CPU time after which a child that still reads its grammar ends, also where nobody asks any more."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +150,7 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
         masks: list[bytes | None] = []
         if isinstance(message, Start):
             follower = Follower(tokenizer, message.grammar)
+            _limit_time(None)
         else:
             assert follower is not None, "a question before the grammar"
             masks = follower.masks(message.answer, message.paths)
@@ -164,7 +168,13 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, memory_bytes: int) -> None:
+def _limit_time(seconds: float | None) -> None:
+    """Let this process compute for so long from its beginning; None is without a limit."""
+    soft = resource.RLIM_INFINITY if seconds is None else math.ceil(seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, vocabulary: Vocabulary) -> None:
     """All of a child's life; never returns."""
     status = 1
     try:
@@ -176,7 +186,8 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         else:
             # Steps go before grammars that are being read; while a step waits for masks its core is free.
             os.nice(_NICENESS)
-            _limit_memory(memory_bytes)
+            _limit_memory(vocabulary.memory_bytes)
+            _limit_time(vocabulary.start_timeout_s)
             # What the library prints when it panics may quote the client's grammar.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             follow(connection, tokenizer)
@@ -207,7 +218,7 @@ def serve(control: socket.socket) -> None:
             continue
         with contextlib.suppress(OSError):  # no room for one more: the engine finds its socket closed
             if not (process_id := os.fork()):
-                _run_child(received[0], control, tokenizer, vocabulary.memory_bytes)
+                _run_child(received[0], control, tokenizer, vocabulary)
             children.add(process_id)
         os.close(received[0])
     for process_id in children:

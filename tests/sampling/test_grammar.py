@@ -35,7 +35,7 @@ LIMITS = GrammarConfig(start_timeout_s=0.5, mask_timeout_s=0.2, memory_bytes=1 <
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     folder = write_pair(tmp_path_factory.mktemp("models")).target
     size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    return Vocabulary(str(folder), None, size, [2], LIMITS.memory_bytes)
+    return Vocabulary(str(folder), None, size, [2], LIMITS.memory_bytes, LIMITS.start_timeout_s)
 
 
 @pytest.fixture
@@ -157,6 +157,17 @@ def test_nothing_is_left_behind(grammars: Grammars) -> None:
     grammars.close()
     wait_for_end(numbers[2])
     left.end()
+
+
+def test_a_grammar_that_nobody_waits_for_ends_too(grammars: Grammars) -> None:
+    """Its request has been left before the number of its process was known."""
+    grammars.start(ENDLESS).end()
+    state = started(grammars, OBJECT)  # the process of the first has been forked before this one's
+    assert grammars._process is not None
+    children = Path(f"/proc/{grammars._process.pid}/task/{grammars._process.pid}/children").read_text().split()
+    for child in map(int, children):
+        if child != state._process_id:
+            wait_for_end(child)
 
 
 def test_a_pool_whose_process_has_died_starts_another(grammars: Grammars) -> None:
