@@ -60,7 +60,7 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
 def _is_path(name: str) -> bool:
     """Whether this can be no name on the hub, which is `model` or `owner/model`."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

@@ -6,11 +6,14 @@ Not for: what a served field means (`sampling_fields.py`), or the fields themsel
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from engine.api import RequestError
 
@@ -34,12 +37,18 @@ class Neutral:
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "way_out", way_out)
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, describe: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """What /openapi.json says of the field."""
+        return {**describe(schema), "enum": [*self.values, None], "description": f"Not served; {self.way_out}."}
+
     def check(self, name: str, value: Any) -> None:
         """Raise RequestError for a value that asks for something."""
         if value is None or any(type(value) is type(one) and value == one for one in self.values):
             return
-        served = " or ".join(dict.fromkeys(repr(one) for one in self.values))
-        but = f" but with the value {served}" if self.values else ""
+        # 1 and 1.0 are one value to those who read it.
+        distinct = [one for number, one in enumerate(self.values) if one not in self.values[:number]]
+        served = " or ".join(json.dumps(one) for one in distinct)
+        but = f", only the value {served} is" if served else ""
         raise RequestError(f"{name} is not supported by this server{but}; {self.way_out}", name, "unsupported_value")
 
 

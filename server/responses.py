@@ -41,6 +41,8 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    """What Codex says of itself; changes nothing."""
 
     # Known, and not served; some of them are the other endpoints'.
     background: Annotated[Any, Neutral(False)] = None

@@ -162,6 +162,7 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_u
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": True}),
         (COMPLETIONS, {"suffix": "", "add_special_tokens": True, "logprobs": None, "echo": False}),
         (RESPONSES, {"truncation": "disabled", "include": [], "stream_options": {"include_obfuscation": False}}),
+        (RESPONSES, {"store": False, "include": [], "prompt_cache_key": "x", "client_metadata": {"a": "b"}}),
         (RESPONSES, {"service_tier": "default", "text": {"verbosity": "medium"}, "background": False}),
     ],
 )
@@ -196,6 +197,9 @@ def test_the_schema_says_that_names_are_closed(http: httpx.Client) -> None:
     closed = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "TokenizeRequest", "SpeculationFields")
     assert [schemas[name]["additionalProperties"] for name in closed] == [False] * 5
     assert "additionalProperties" not in schemas["Message"]
+    fields = schemas["CompletionRequest"]["properties"]
+    assert (fields["best_of"]["enum"], fields["regex"]["enum"]) == ([1, None], [None])
+    assert "structured_outputs" in fields["regex"]["description"]
 
 
 def test_what_is_logged_of_unknown_names_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
@@ -306,3 +310,10 @@ def test_every_mark_of_a_neutral_value_is_looked_at() -> None:
     body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "audio": {}})
     with pytest.raises(RequestError, match="audio is not supported by this server; leave it out"):
         refuse_unsupported(body)
+    fields = {"typical_p": "1 is", "service_tier": '"auto" or "default" is', "store": "false is"}
+    for name, served in fields.items():
+        body = CompletionRequest.model_validate({"model": "m", "prompt": "x", name: "flex"})
+        with pytest.raises(
+            RequestError, match=f"^{name} is not supported by this server, only the value {served}; leave"
+        ):
+            refuse_unsupported(body)
