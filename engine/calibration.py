@@ -28,7 +28,7 @@ from engine.scheduling.costs import Curve, NodeCosts, StepCosts, TextCosts
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
-_POINT_BUDGET_S = 0.2
+_POINT_BUDGET_S = 0.1
 """Of timed steps; before each lies one that is not."""
 _LEAST_REPEATS, _MAX_REPEATS = 3, 15
 _PLAIN = Speculation()

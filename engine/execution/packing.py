@@ -29,7 +29,7 @@ from engine.config import Prepack
 from engine.kept import NOWHERE, keep, kept_file, read_kept
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-_POINT_BUDGET_S = 0.03
+_POINT_BUDGET_S = 0.015
 _MIN_REPEATS, _MAX_REPEATS = 3, 25
 # The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
 # More rows than the last are taken in turns.
@@ -45,7 +45,7 @@ _SIZES = (
 )
 _SIZE_OF = [next(size for size in (0, *_SIZES) if size >= num_rows) for num_rows in range(_SIZES[-1] + 1)]
 # The kernels of one shape are compiled at start for so long; those of more rows where they are met.
-_COMPILE_BUDGET_S = 0.1
+_COMPILE_BUDGET_S = 0.05
 # Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
 _MEASURED_BYTES = 128 << 20
 # A weight kept in one form only is worth so much of a product's time.
