@@ -16,7 +16,7 @@ from engine.request import Request, Speculation
 MAX_LOGPROBS = 20
 """Most alternatives reported beside a token."""
 
-_SEED_SHAPE_ON_CPU = (1, 3)
+_SEED_SHAPE_ON_CPU = (1, 4)
 # Draft methods that are made for so many children of a node only.
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
