@@ -322,7 +322,7 @@ def test_costs_are_those_of_the_steps_they_were_measured_from(monkeypatch: pytes
         longer = pass_text_s * len(plan.rows) * (plan.rows[0].end - 33) if plan.rows[0].branching else 0.0
         return sum(0.01 + 0.001 * num_rows + longer for num_rows in passes if num_rows)
 
-    def steps(_: Engine, plans: list[Plan]) -> list[tuple[float, dict[str, float]]]:
+    def steps(_: Engine, plans: list[Plan], _tell: Any) -> list[tuple[float, dict[str, float]]]:
         nodes = [sum(row.num_nodes for row in plan.rows) for plan in plans]
         other = [
             0.1 + 0.01 * len(plan.rows) + (0.002 if len(plan.rows) > 1 else 0.001) * count

@@ -113,7 +113,7 @@ def test_the_servers_own_tree(lossy_http: httpx.Client) -> None:
     shaped = counted(lossy_http, speculation={"num_drafts": 2, "draft_length": 5})
     assert (shaped["rule"], shaped["num_spec_tokens"]) == ("traversal", 5)
     other = counted(lossy_http, speculation={"rule": "bv_race"})
-    assert (other["rule"], other["num_spec_tokens"]) == ("bv_race", 5)
+    assert (other["rule"], other["num_spec_tokens"]) == ("bv_race", 4)  # the call has a seed
 
 
 def test_a_daemon_can_check_itself_at_start(daemons: Daemons, pair_arguments: list[str]) -> None:
