@@ -21,7 +21,9 @@ from engine.sampling import fused
 from engine.speculation import verification
 from engine.speculation.drafting import ChainNoise, Chains
 from engine.speculation.enumeration import Outcome
-from engine.speculation.verification import RULES
+from engine.speculation.verification import RULES, OverAcceptance, Verify
+from engine.speculation.verification.node import TopDown
+from engine.speculation.verification.rrs import rrs
 from tests.speculation.exact import from_prefix, outcomes_of
 from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
 
@@ -193,14 +195,27 @@ def test_a_batch_in_which_nothing_is_drafted(rule: str) -> None:
         assert found.p_value > ALPHA
 
 
-@pytest.mark.parametrize("rule", RULES)
+LOSSY: dict[str, Verify] = {residual: OverAcceptance(0.1, residual) for residual in ("optimal", "target")}
+
+
+@pytest.mark.parametrize("rule", [*RULES, *LOSSY])
 def test_tensors_are_made_where_the_laws_are(rule: str) -> None:
     """Any that are made on the default device are without content here, and do not mix with the others."""
-    for shapes in ("chains", "trees") if RULES[rule].trees else ("chains",):
-        batch = Batch(kinds_of(rule, RULES[rule].draft_methods[0], shapes, 0), 3, 1, torch.float32)
+    like = rule if rule in RULES else "token"
+    for shapes in ("chains", "trees") if RULES[like].trees else ("chains",):
+        batch = Batch(kinds_of(like, RULES[like].draft_methods[0], shapes, 0), 3, 1, torch.float32)
         chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
         noise = batch.noise(chains)
         with torch.device("meta"):
-            verdict = RULES[rule].verify(chains, target, noise)
+            verdict = (LOSSY.get(rule) or RULES[rule].verify)(chains, target, noise)
         for part in (verdict.chain_B, verdict.accepted_B, verdict.next_token_B):
             assert part.device == target.law_NV.device
+
+
+def test_a_chain_rule_is_what_its_node_rule_makes_it() -> None:
+    """Made again: those of RULES were made when the module was imported."""
+    batch = Batch(kinds_of("rrs", "iid", "trees", 0), 50, 1, torch.float32)
+    chains, target = batch.drafted(torch.arange(len(batch.kind_B)))
+    noise = batch.noise(chains)
+    found, again = (verify(chains, target, noise) for verify in (RULES["rrs"].verify, TopDown(rrs)))
+    assert torch.equal(found.next_token_B, again.next_token_B)
