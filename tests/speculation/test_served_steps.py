@@ -26,8 +26,9 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.enumeration import Model, Path, Rows
 from engine.speculation.theory import Law
+from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
-from engine.speculation.verification.copies import below, refuse
+from engine.speculation.verification.copies import below, refuse, walk
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 
 ALPHA = 1e-6
@@ -278,3 +279,16 @@ def test_chains_below_a_walk() -> None:
     # A decision keeps the number of its place below the root, not of its place in the text.
     assert torch.equal(rest.noise.accept_CL, deep_CL[[1, 2, 4]])
     assert rest.noise.chosen_residual_C.tolist() == [31, 32, 34]
+
+
+def test_a_copy_that_cannot_follow_is_not_followed() -> None:
+    """Whatever the number; the next one is not, either, and its share begins where the last one's ends."""
+    tree = merge_chains([[1], [2, 0], [3]])
+    assert walk(tree, 0, {1: 0.0, 2: 0.0, 3: 0.5, 4: 0.0}, [0.0, 0.0]).refused == [1, 2, 3]
+    shares = {1: 0.25, 2: 0.25, 3: 0.0, 4: 0.25}
+    found = [walk(tree, 0, shares, [number, 0.0]) for number in (0.2, 0.25, 0.5, 0.75)]
+    assert [one.path for one in found] == [[0, 1], [0, 2], [0, 4], [0]]
+    assert [one.rank for one in found] == [0, 1, 2, 0]
+    assert [one.refused for one in found] == [[], [0], [], [1, 2, 3]]
+    # A drawn chain is not followed.
+    assert walk(tree, 1, shares, [0.2, 0.0]).path == [0, 2]
