@@ -290,5 +290,7 @@ def test_a_copy_that_cannot_follow_is_not_followed() -> None:
     assert [one.path for one in found] == [[0, 1], [0, 2], [0, 4], [0]]
     assert [one.rank for one in found] == [0, 1, 2, 0]
     assert [one.refused for one in found] == [[], [0], [], [1, 2, 3]]
+    deep = walk(merge_chains([[2, 0, 1], [2, 0, 3]]), 0, {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.5}, [0.5, 0.5, 0.5])
+    assert (deep.path, deep.refused, deep.depth) == ([0, 1, 2], [1, 3], 2)
     # A drawn chain is not followed.
     assert walk(tree, 1, shares, [0.2, 0.0]).path == [0, 2]
