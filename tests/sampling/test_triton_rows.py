@@ -169,6 +169,7 @@ def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) 
     found = residuals()
     assert torch.equal(found[0], plain[0])
     for sums, expected in zip(found[1:], plain[1:], strict=True):
+        assert expected.dtype == torch.float64
         torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
