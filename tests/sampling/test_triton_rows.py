@@ -22,7 +22,7 @@ from engine.sampling.law import LawParameters, law  # noqa: E402
 from engine.speculation.drafting import ChainNoise, Chains, LawTable  # noqa: E402
 from engine.speculation.verification.block import verify_block  # noqa: E402
 from engine.speculation.verification.race import verify_bv_race  # noqa: E402
-from engine.speculation.verification.rule import draw_residual, surplus_sum  # noqa: E402
+from engine.speculation.verification.rule import draw_residual, residual, surplus_sum  # noqa: E402
 from engine.speculation.verification.token import verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 
@@ -165,6 +165,7 @@ def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) 
         return [draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
 
     plain = residuals()
+    assert residual(chains, target, depth_C, weight_C).dtype == target.law_NV.dtype
     monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
     found = residuals()
     assert torch.equal(found[0], plain[0])
