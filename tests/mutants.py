@@ -118,8 +118,10 @@ def table(modules: list[Module]) -> str:
         "# Mutants",
         "",
         f"`make mutants` changes the code one place at a time ({tool()}) and runs the tests that reach it. A mutant is",
-        "killed when a test fails, or when its tests do not end. The score is the killed share of those that are not",
-        "harmless; harmless ones, with the reason, are below. Modules without a score have not been run.",
+        "killed when a test fails, or when its tests do not end. The score is the killed share of those that were run",
+        "and are not harmless; harmless ones, with the reason, are below (`--skip` counts them as run). What was not",
+        "run counts in no score: where `run` is less than `mutants` a module was run in part, and one without numbers",
+        "was not begun.",
         "",
         "| module | mutants | run | killed | timeout | harmless | gaps | score |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -129,7 +131,7 @@ def table(modules: list[Module]) -> str:
         gaps = module.num_run - module.num_noticed - module.num_harmless
         cells = (module.name.removeprefix("engine/"), module.counts.total(), module.num_run, module.counts["killed"],
                  module.counts["timeout"], module.num_harmless, gaps, score)  # fmt: skip
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+        lines.append("| " + " | ".join(str(cell or "-") for cell in cells) + " |")
     for title, harmless in (("Harmless", True), ("Gaps", False)):
         lines += ["", f"## {title}", ""]
         for module in modules:
@@ -152,7 +154,15 @@ def main() -> None:
         print(sum(skip(path) for path in walk_mutatable_files()), "mutants need not be run")
         return
     modules = [read(path) for path in sorted(walk_mutatable_files())]
-    found = [{**asdict(module), "num_run": module.num_run, "score": module.score} for module in modules]
+    found = [
+        {
+            "module": module.name,
+            "mutants": dict(module.counts),
+            "score": module.score,
+            "survivors": [asdict(survivor) for survivor in module.survivors],
+        }
+        for module in modules
+    ]
     RESULTS.write_text(json.dumps({"tool": tool(), "modules": found}, indent=1, ensure_ascii=False) + "\n")
     text = table(modules)
     RESULTS.with_suffix(".md").write_text(text)
