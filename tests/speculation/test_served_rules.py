@@ -24,6 +24,7 @@ from engine.speculation.enumeration import Outcome
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
+from engine.speculation.verification.traversal import leaders
 from tests.speculation.exact import from_prefix, outcomes_of
 from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
 
@@ -223,3 +224,10 @@ def test_a_chain_rule_is_what_its_node_rule_makes_it() -> None:
     noise = batch.noise(chains)
     found, again = (verify(chains, target, noise) for verify in (RULES["rrs"].verify, TopDown(rrs)))
     assert torch.equal(found.next_token_B, again.next_token_B)
+
+
+def test_a_chain_that_has_ended_leads_itself() -> None:
+    """The zeros that stand beyond its end are no tokens, on either side of a comparison."""
+    tokens = torch.tensor([[[1, 0, 0], [1, 0, 0], [1, 0, 2]]])
+    assert leaders(tokens, torch.tensor([[1, 3, 3]])).tolist() == [[[0, 0, 0], [0, 1, 1], [0, 1, 2]]]
+    assert leaders(tokens, torch.tensor([[3, 1, 2]])).tolist() == [[[0, 0, 0], [0, 1, 1], [0, 0, 2]]]
