@@ -127,7 +127,8 @@ def table(modules: list[Module]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for module in modules:
-        score = "not run" if not module.num_run else f"{module.score:.1%}" if module.score is not None else "-"
+        score = "not run" if module.score is None else f"{module.score:.1%}"
+        score += " in part" if module.score is not None and module.num_run < module.counts.total() else ""
         gaps = module.num_run - module.num_noticed - module.num_harmless
         cells = (module.name.removeprefix("engine/"), module.counts.total(), module.num_run, module.counts["killed"],
                  module.counts["timeout"], module.num_harmless, gaps, score)  # fmt: skip
