@@ -2,12 +2,14 @@
 
 `python -m tests.mutants` reads what mutmut has left under `mutants/` and writes docs/results/mutants.{json,md}. Changes
 that nothing can notice are in `harmless_mutants.toml`, with the reason of each; all others that survive are gaps.
+`python -m tests.mutants --skip` has mutmut leave out those of them that it has made and not run yet.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,7 @@ from mutmut.mutation.diff_apply import generated_function_names
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.file_utils import walk_mutatable_files
 
+_SKIPPED = 34  # mutmut's exit code
 RESULTS = Path("docs/results/mutants.json")
 HARMLESS = tomllib.loads(Path("tests/harmless_mutants.toml").read_text())["harmless"]
 
@@ -83,6 +86,17 @@ def reason_of(module: str, before: str, after: str) -> str:
     return ""
 
 
+def skip(path: Path) -> int:
+    """Have mutmut leave out a module's harmless mutants that it has not run; how many there are."""
+    known, count = SourceFileMutationData(path=path), 0
+    known.load()
+    for mutant, exit_code in known.exit_code_by_key.items():
+        if exit_code is None and reason_of(str(path), *change_of(mutant, path)):
+            known.exit_code_by_key[mutant], count = _SKIPPED, count + 1
+    known.save()
+    return count
+
+
 def read(path: Path) -> Module:
     known = SourceFileMutationData(path=path)
     known.load()
@@ -90,7 +104,7 @@ def read(path: Path) -> Module:
     for mutant, exit_code in known.exit_code_by_key.items():
         status = "not run" if exit_code in (None, 2) else status_by_exit_code[exit_code]
         module.counts[status] += 1
-        if status in ("survived", "no tests", "suspicious"):
+        if status in ("survived", "no tests", "suspicious", "skipped"):
             before, after = change_of(mutant, path)
             function = mutant.rpartition(".")[2].partition("__mutmut")[0].removeprefix("x").lstrip("_ǁ")
             reason = reason_of(module.name, before, after)
@@ -104,18 +118,21 @@ def table(modules: list[Module]) -> str:
         "# Mutants",
         "",
         f"`make mutants` changes the code one place at a time ({tool()}) and runs the tests that reach it. A mutant is",
-        "killed when a test fails, or when its tests do not end. The score is the killed share of those that are not",
-        "harmless; harmless ones, with the reason, are below. Modules without a score have not been run.",
+        "killed when a test fails, or when its tests do not end. The score is the killed share of those that were run",
+        "and are not harmless; harmless ones, with the reason, are below (`--skip` counts them as run). What was not",
+        "run counts in no score: where `run` is less than `mutants` a module was run in part, and one without numbers",
+        "was not begun.",
         "",
         "| module | mutants | run | killed | timeout | harmless | gaps | score |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for module in modules:
-        score = "not run" if not module.num_run else f"{module.score:.1%}" if module.score is not None else "-"
+        score = "not run" if module.score is None else f"{module.score:.1%}"
+        score += " in part" if module.score is not None and module.num_run < module.counts.total() else ""
         gaps = module.num_run - module.num_noticed - module.num_harmless
         cells = (module.name.removeprefix("engine/"), module.counts.total(), module.num_run, module.counts["killed"],
                  module.counts["timeout"], module.num_harmless, gaps, score)  # fmt: skip
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+        lines.append("| " + " | ".join(str(cell or "-") for cell in cells) + " |")
     for title, harmless in (("Harmless", True), ("Gaps", False)):
         lines += ["", f"## {title}", ""]
         for module in modules:
@@ -133,9 +150,20 @@ def tool() -> str:
 
 
 def main() -> None:
-    """Write both files and print the table."""
+    """Write both files and print the table, or skip what is harmless."""
+    if sys.argv[1:] == ["--skip"]:
+        print(sum(skip(path) for path in walk_mutatable_files()), "mutants need not be run")
+        return
     modules = [read(path) for path in sorted(walk_mutatable_files())]
-    found = [{**asdict(module), "num_run": module.num_run, "score": module.score} for module in modules]
+    found = [
+        {
+            "module": module.name,
+            "mutants": dict(module.counts),
+            "score": module.score,
+            "survivors": [asdict(survivor) for survivor in module.survivors],
+        }
+        for module in modules
+    ]
     RESULTS.write_text(json.dumps({"tool": tool(), "modules": found}, indent=1, ensure_ascii=False) + "\n")
     text = table(modules)
     RESULTS.with_suffix(".md").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine.sampling.law import LawParameters, law  # noqa: E402
 from engine.speculation.drafting import ChainNoise, Chains, LawTable  # noqa: E402
 from engine.speculation.verification.block import verify_block  # noqa: E402
 from engine.speculation.verification.race import verify_bv_race  # noqa: E402
+from engine.speculation.verification.rule import draw_residual, residual, surplus_sum  # noqa: E402
 from engine.speculation.verification.token import verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 
@@ -147,6 +149,29 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
     monkeypatch.setattr(fused, "surplus", lambda law_NV, row_C, *_: right(law_NV, row_C))
     assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
     assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
+
+
+def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every weight and depth; chains of the whole length draw from the target."""
+    chance = np.random.default_rng(5)
+    chains, target = chains_of(chance, 8, 1, 3)
+    chains = replace(chains, length_C=torch.full_like(chains.length_C, 3))
+    depth_C = torch.arange(8, device=DEVICE) % 4
+    weight_C = torch.linspace(0.3, 1, 8, dtype=torch.float64, device=DEVICE)
+    uniform_C = torch.from_numpy(chance.random(8)).to(DEVICE)
+
+    def residuals() -> list[Tensor]:
+        sums = [surplus_sum(chains, target, depth, weight_C) for depth in range(3)]
+        return [draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
+
+    plain = residuals()
+    assert residual(chains, target, depth_C, weight_C).dtype == target.law_NV.dtype
+    monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
+    found = residuals()
+    assert torch.equal(found[0], plain[0])
+    for sums, expected in zip(found[1:], plain[1:], strict=True):
+        assert expected.dtype == torch.float64
+        torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
 def test_rows_that_do_not_speculate_draw_from_their_law(kernels: None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.plan import TargetLayer
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers, children
-from engine.speculation.enumeration import Model, Outcome, Path, joint, rule_outcomes
+from engine.speculation.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
 from engine.speculation.theory import Law
 from engine.speculation.verification import ChainVerdict, Verify
 from tests.engine.tiny import DEVICE
@@ -296,9 +296,12 @@ def first_law(outcomes: Sequence[Outcome]) -> dict[tuple[Path, int], float]:
 
 
 def text_law(kind: Kind, num_tokens: int) -> dict[Path, float]:
-    """The target's own law of the first tokens after the kind's start, where no layers are pending."""
-    after = from_prefix(kind.world, kind.start, num_tokens - 1)
-    return {path: joint(after.target, path) for path in after.paths(num_tokens)}
+    """The target's own law of the first tokens after the kind's start, changed where its layers hold."""
+    every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.layers))
+    chance_C = torch.ones(len(every.paths), dtype=torch.float64)
+    for depth in range(num_tokens):
+        chance_C *= every.target.probability(every.depth(depth), every.chains.tokens_CL[:, depth])
+    return dict(zip(every.paths, chance_C.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

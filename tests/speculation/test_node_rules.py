@@ -213,3 +213,15 @@ def test_float32_rows_at_the_edges() -> None:
         assert (law >= 0).all()
         torch.testing.assert_close(law.sum(1), torch.ones(6, dtype=torch.float64), atol=2e-6, rtol=0)
         assert (law[target == 0] <= 1e-12).all()
+
+
+def test_linear_program_of_rows_that_are_scaled_or_cannot_be() -> None:
+    """Laws count by their proportions; drafts that q never draws leave the target law, and other rows theirs."""
+    p, q = (torch.tensor([law], dtype=torch.float64) for law in ([0.5, 0.3, 0.2, 0.0], [0.1, 0.3, 0.6, 0.0]))
+    drafted, present = torch.tensor([[2, 0]]), torch.ones(1, 2, dtype=torch.bool)
+    alone = ot_lp(p, q, drafted, present)
+    torch.testing.assert_close(ot_lp(p / 4, q * 3, drafted, present), alone)
+    rows = [torch.tensor([[1, 1]]), torch.tensor([[3, 3]]), drafted]
+    some = torch.tensor([[False, False], [True, True], [True, True]])
+    laws = ot_lp(p.expand(3, -1), q.expand(3, -1), torch.cat(rows), some)
+    torch.testing.assert_close(laws, torch.cat([p, p, alone]))

@@ -20,7 +20,7 @@ from engine.speculation.verification import RULES, ChainVerdict
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs
 from tests.speculation.served import Fit, Kind
-from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of
+from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of, kinds_with_layers
 
 Patch = AbstractContextManager[Any]
 
@@ -236,3 +236,11 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
     kinds = [Kind(WORLDS[5][world], branching) for world, branching in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
     with other_noise("spectr_gbv", reused):
         assert min(found.p_value for found in fits("spectr_gbv", kinds)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
+def test_older_layers_must_not_be_forgotten(rule: str) -> None:
+    """The wrong variant: after a block only its own change holds, although an older one's window goes on."""
+    right = greedy_block.layers_after
+    with patch.object(greedy_block, "layers_after", lambda chains, plain, _, *rest: right(chains, plain, [], *rest)):
+        assert min(found.p_value for found in fits(rule, kinds_with_layers(rule))) < ALPHA

@@ -23,9 +23,12 @@ from engine.execution.inputs import SequenceInput
 from engine.plan import Copy, Emission, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.noise import Purpose, uniform
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.enumeration import Model, Path, Rows
 from engine.speculation.theory import Law
+from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
+from engine.speculation.verification.copies import below, refuse, walk
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 
 ALPHA = 1e-6
@@ -229,3 +232,65 @@ def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> No
         for (accepted, _), found in list(zip(emitted.first, biases[number :: len(kinds)], strict=True))[:500]:
             decided = accepted[: kind.length - 1] if len(accepted) == kind.length else accepted
             assert found == pytest.approx(bias[decided] if kind.length else 0.0, abs=1e-6)
+
+
+def test_refused_tokens_leave_what_they_must() -> None:
+    """Nothing refused changes nothing; a law of which nothing would be left stays; others are scaled to 1."""
+    laws = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
+    for refused, expected in (
+        ([(), ()], [[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]),
+        ([(0,), (1, 0)], [[0.0, 0.5, 0.5], [0.5, 0.5, 0.0]]),
+        ([(2, 1), (2,)], [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]),
+    ):
+        changed = laws.clone()
+        with torch.device("meta"):
+            refuse(changed, [0, 1], refused)
+        assert changed.tolist() == [*torch.tensor(expected).tolist(), laws[2].tolist()]
+        assert changed.dtype == laws.dtype
+
+
+def test_chains_below_a_walk() -> None:
+    """Requests whose chains go on from other depths, and one that keeps its first chain without tokens."""
+    number_CX = torch.arange(5).unsqueeze(1) * 10 + torch.arange(4)
+    laws_NV = torch.zeros((60, 3))
+    leads_CL = torch.tensor([[True, True, False]] * 5)
+    chains = Chains(
+        number_CX[:, :3] + 100,
+        torch.tensor([3, 3, 2, 2, 0]),
+        torch.tensor([0, 0, 1, 1, 2]),
+        LawTable(laws_NV, number_CX[:, :3]),
+        leads_CL,
+    )
+    numbers = torch.arange(5, dtype=torch.float64)
+    deep_CL = numbers.unsqueeze(1).expand(5, 3)
+    noise = ChainNoise(deep_CL, numbers, numbers + 10, deep_CL + 20, numbers + 30)
+    lives_C, offset_C = np.array([False, True, False, False, False]), np.array([9, 2, 9, 9, 9])
+    with torch.device("meta"):
+        rest = below(chains, LawTable(laws_NV, number_CX), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54]))
+    assert rest.origin_C.tolist() == [1, 2, 4]
+    assert rest.chains.length_C.tolist() == [1, 0, 0]
+    assert rest.chains.request_C.tolist() == [0, 1, 2]
+    assert rest.chains.tokens_CL[0, 0] == 112
+    assert rest.chains.draft.row_CX[0, 0] == 12
+    assert rest.chains.leads_CL is not None
+    assert rest.chains.leads_CL[:, 0].tolist() == [False, True, True]
+    assert rest.target.row_CX[0, :2].tolist() == [51, 13]
+    assert rest.target.row_CX[1:, 0].tolist() == [52, 54]
+    # A decision keeps the number of its place below the root, not of its place in the text.
+    assert torch.equal(rest.noise.accept_CL, deep_CL[[1, 2, 4]])
+    assert rest.noise.chosen_residual_C.tolist() == [31, 32, 34]
+
+
+def test_a_copy_that_cannot_follow_is_not_followed() -> None:
+    """Whatever the number; the next one is not, either, and its share begins where the last one's ends."""
+    tree = merge_chains([[1], [2, 0], [3]])
+    assert walk(tree, 0, {1: 0.0, 2: 0.0, 3: 0.5, 4: 0.0}, [0.0, 0.0]).refused == [1, 2, 3]
+    shares = {1: 0.25, 2: 0.25, 3: 0.0, 4: 0.25}
+    found = [walk(tree, 0, shares, [number, 0.0]) for number in (0.2, 0.25, 0.5, 0.75)]
+    assert [one.path for one in found] == [[0, 1], [0, 2], [0, 4], [0]]
+    assert [one.rank for one in found] == [0, 1, 2, 0]
+    assert [one.refused for one in found] == [[], [0], [], [1, 2, 3]]
+    deep = walk(merge_chains([[2, 0, 1], [2, 0, 3]]), 0, {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.5}, [0.5, 0.5, 0.5])
+    assert (deep.path, deep.refused, deep.depth) == ([0, 1, 2], [1, 3], 2)
+    # A drawn chain is not followed.
+    assert walk(tree, 1, shares, [0.2, 0.0]).path == [0, 2]
