@@ -109,19 +109,26 @@ async def answer_whole(
 
 
 async def answer_stream(
-    server: Server, generation: Generation, shape: Shape, options: AnswerOptions
-) -> StreamingResponse:
+    http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
+) -> Response:
     """Answer step by step; raises what admission raises."""
-    deltas = await admitted(server, generation)
+    deltas = await admitted(http, server, generation)
+    if deltas is None:
+        return Response(status_code=499)
     frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
     return StreamingResponse(frames, media_type="text/event-stream", headers=SSE_HEADERS)
 
 
-async def admitted(server: Server, generation: Generation) -> AsyncGenerator[Delta, None]:
-    """The deltas of a generation that has been admitted; raises what admission raises."""
+async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
+    """The deltas of a generation that has been admitted; None when the client has left before. Raises what admission
+    raises."""
     deltas = generation.run(server.client, server.metrics)
     try:
-        await anext(deltas)
+        if not generation.has_grammar:
+            await anext(deltas)
+        elif not await _before_leaving(http, asyncio.ensure_future(anext(deltas))):
+            await deltas.aclose()
+            return None
     except BaseException:
         await deltas.aclose()
         raise
@@ -132,7 +139,11 @@ async def run_through(
     http: HttpRequest, server: Server, generation: Generation, take: Callable[[Delta], object] = lambda _: None
 ) -> bool:
     """Run to the end, every delta given to `take`; False when the client has left before."""
-    work = asyncio.create_task(_all_deltas(server, generation, take))
+    return await _before_leaving(http, asyncio.create_task(_all_deltas(server, generation, take)))
+
+
+async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
+    """Whether some work was done before the client left, which ends it; raises what the work raises."""
     gone = asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

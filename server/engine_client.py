@@ -24,6 +24,7 @@ from engine.api import (
     EngineFacts,
     EngineStopped,
     Failed,
+    FromEngine,
     Loading,
     Outcome,
     Ready,
@@ -104,7 +105,8 @@ class EngineClient:
         self.is_draining = False
         self._tickets: dict[str, Ticket] = {}
         self._stall_timeout_s = stall_timeout_s
-        self._progress_s = time.monotonic()
+        self._waiting_since_s: float | None = None
+        """When the engine said its last word, or was asked first after it had no work; None while it has none."""
         self._is_stalled = False
 
     @property
@@ -114,9 +116,10 @@ class EngineClient:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether requests are open and no step has ended for too long."""
-        quiet_s = time.monotonic() - self._progress_s
-        return self.facts is not None and 0 < self._stall_timeout_s < quiet_s and self.num_open > 0
+        """Whether the engine has work and has said nothing for too long; also when its clients have left meanwhile."""
+        if self.facts is None or self._waiting_since_s is None:
+            return False
+        return 0 < self._stall_timeout_s < time.monotonic() - self._waiting_since_s
 
     @property
     def is_ready(self) -> bool:
@@ -191,8 +194,8 @@ class EngineClient:
             )
         if self.num_open + len(requests) > self.max_open_requests:
             raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
-        if not self.num_open:
-            self._progress_s = time.monotonic()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
         ticket = Ticket(requests)
         for request in requests:
             self._tickets[request.request_id] = ticket
@@ -239,14 +242,16 @@ class EngineClient:
     def _note_stall(self) -> None:
         """Say once that no step ends any more, or that steps end again."""
         if self.is_stalled and not self._is_stalled:
-            log.error("no step has ended for %.0f s with %d requests open", self._stall_timeout_s, self.num_open)
+            log.error("no step has ended for %.0f s; %d requests are open", self._stall_timeout_s, self.num_open)
         elif self._is_stalled and not self.is_stalled:
             log.warning("steps end again")
         self._is_stalled = self.is_stalled
 
     def _receive(self, data: bytes) -> None:
-        self._progress_s = time.monotonic()
-        message = decode_from_engine(data)
+        self._take(decode_from_engine(data))
+        self._waiting_since_s = time.monotonic() if self.num_open else None
+
+    def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
             self._deliver(message)
         elif isinstance(message, Loading):

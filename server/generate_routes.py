@@ -125,7 +125,7 @@ async def respond(
         continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
     )
     if body.stream:
-        return await answer_stream(server, generation, shape, answer)
+        return await answer_stream(http, server, generation, shape, answer)
     return await answer_whole(http, server, generation, shape, answer)
 
 

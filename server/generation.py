@@ -250,6 +250,11 @@ class Generation:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether its answers follow a grammar, which must be read before they begin."""
+        return any(choice.request.sampling.grammar for choice in self.choices)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices])

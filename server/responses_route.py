@@ -45,7 +45,9 @@ def build_router(server: Server) -> APIRouter:
             raise in_own_words(error) from error
         responder = Responder(body, generation, wants_metrics(server, body))
         if body.stream:
-            deltas = await admitted(server, generation)
+            deltas = await admitted(http, server, generation)
+            if deltas is None:
+                return Response(status_code=499)
             frames = _frames(deltas, server.settings.sse_keep_alive_interval, responder)
             return StreamingResponse(frames, media_type="text/event-stream", headers=SSE_HEADERS)
         if not await run_through(http, server, generation, responder.take):

@@ -110,7 +110,7 @@ class Serve(BaseSettings):
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
     seed_shape: str | None = Field(
-        None, description="K,L for requests with a seed, whose shape never changes; default: 1,4 on a CPU, else K,L"
+        None, description="K,L at most for requests with a seed where shapes adapt; default: 1,4 on a CPU, else all"
     )
     draft_method: str | None = Field(None, description="how children of a node are drawn; default: the rule's own")
     draft_tree: str | None = Field(

@@ -18,8 +18,8 @@ from server.protocol import GenerationFields
 # vLLM's older names of the kinds of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # An escaped character stays as it is; a slash or the end of a line would end the literal.
-_IN_LITERAL = re.compile(r"\\.|/|[\n\r]")
-_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+_IN_LITERAL = re.compile(r"\\[\n\r]|\\.|/|[\n\r]")
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 # What vLLM says of the white space in JSON.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 LONGEST_GRAMMAR = 1 << 16
@@ -129,7 +129,7 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{param}: the schema is not valid JSON ({error})", param) from error
     if not isinstance(value, dict | bool):
         raise RequestError(f"{param}: a schema must be an object", param)

@@ -5,12 +5,15 @@ They wait here until their grammar can be followed, which takes a process of its
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from typing import Protocol
 
 from engine.errors import RequestError
 from engine.plan import Grammar
-from engine.request import Request
+from engine.request import GRAMMAR, Request
+
+# Reading a grammar may take a core for seconds; one call may ask for many.
+_READ_AT_ONCE = 4
 
 
 class FollowedGrammar(Grammar, Protocol):
@@ -37,10 +40,10 @@ class Following:
     """The grammars of all requests."""
 
     def __init__(self, source: GrammarSource, most: int) -> None:
-        """most: grammars that are followed at once; further requests wait for one to end."""
+        """most: grammars that are followed at once; further requests wait for one to end, the most urgent first."""
         self.source = source
         self._most = most
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._starting: dict[str, tuple[Request, FollowedGrammar]] = {}
         self._followed: dict[str, FollowedGrammar] = {}
 
@@ -51,15 +54,23 @@ class Following:
 
     def add(self, request: Request) -> None:
         """Begin with a request's grammar as soon as there is room."""
-        self._waiting.append(request)
+        insort(self._waiting, request, key=lambda one: one.priority)
 
     def ready(self) -> tuple[list[tuple[Request, FollowedGrammar]], list[tuple[str, RequestError]]]:
         """(requests that can run from now on, those that never will and why); does not wait."""
-        while self._waiting and len(self._starting) + len(self._followed) < self._most:
-            request = self._waiting.popleft()
-            self._starting[request.request_id] = request, self.source.start(request.sampling.grammar)
         ready: list[tuple[Request, FollowedGrammar]] = []
         failed: list[tuple[str, RequestError]] = []
+        while self._waiting and self._has_room:
+            request = self._waiting[0]
+            try:
+                state = self.source.start(request.sampling.grammar)
+            except OSError as error:  # no more processes or files: others will end
+                if self._starting or self._followed:
+                    break
+                failed.append((request.request_id, RequestError(f"no grammar can be followed ({error})", GRAMMAR)))
+            else:
+                self._starting[request.request_id] = request, state
+            self._waiting.pop(0)
         for request_id, (request, state) in list(self._starting.items()):
             try:
                 if state.is_ready():
@@ -70,6 +81,10 @@ class Following:
                 failed.append((request_id, error))
                 self.end(request_id)
         return ready, failed
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._starting) < _READ_AT_ONCE and len(self._starting) + len(self._followed) < self._most
 
     def failed(self) -> list[tuple[str, RequestError]]:
         """Requests that run and whose grammar cannot be followed any further; they are forgotten."""
@@ -82,7 +97,7 @@ class Following:
         """Forget a request that has ended, or will not begin; whether it had not begun yet."""
         waiting = [one for one in self._waiting if one.request_id != request_id]
         is_new = len(waiting) < len(self._waiting)
-        self._waiting = deque(waiting)
+        self._waiting = waiting
         _, state = self._starting.pop(request_id, (None, None))
         is_new = is_new or state is not None
         if (state := state or self._followed.pop(request_id, None)) is not None:

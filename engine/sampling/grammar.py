@@ -41,7 +41,8 @@ Bools = npt.NDArray[np.bool_]
 
 _LONGEST_MESSAGE = 1 << 20
 # A process that does not run is not at fault; but nobody waits for ever.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 30.0
+_LEAST_WAIT_S = 0.001
 
 
 class GrammarFailed(RequestError):
@@ -70,7 +71,7 @@ class GrammarState:
         self._limits = limits
         self._kill = kill
         self._process_id = 0
-        self._num_told = 0
+        self._num_told = -1
         self._is_ready = False
         self._begin_clock()
         self._send(Start(grammar))
@@ -91,8 +92,8 @@ class GrammarState:
         answer: the request's tokens so far; it only grows from step to step. The result waits for the masks: ask all
         grammars first. Where the grammar fails, anything may follow, and `failure` says so.
         """
-        more = list(answer[self._num_told :])
-        if more or not answer:
+        more = list(answer[max(0, self._num_told) :])
+        if len(answer) != self._num_told:
             self._begin_clock()  # a step asks several times about one answer
         self._num_told = len(answer)
         if self.failure is None:
@@ -102,11 +103,12 @@ class GrammarState:
     def _take(self, count: int) -> list[Bools | None]:
         limit_s = self._limits.mask_timeout_s
         while self.failure is None:
-            if not self._connection.poll(limit_s):
+            if not self._connection.poll(max(_LEAST_WAIT_S, limit_s - self._computed_s())):
                 self._check_time(limit_s)
                 continue
             message = self._receive()
             if isinstance(message, Masks):
+                self._check_time(limit_s)
                 return [None if mask is None else self._unpacked(mask) for mask in message.masks]
         return [None] * count
 
@@ -128,6 +130,7 @@ class GrammarState:
             return None
         if isinstance(message, Begun):
             self._process_id = message.process_id
+            self._begin_clock()
         elif isinstance(message, Ready):
             self._is_ready = True
         elif isinstance(message, GaveUp):
@@ -137,10 +140,17 @@ class GrammarState:
     def _begin_clock(self) -> None:
         self._asked_s, self._asked_cpu_s = time.monotonic(), self._cpu_s()
 
+    def _computed_s(self) -> float:
+        """CPU time since the clock began."""
+        return self._cpu_s() - self._asked_cpu_s
+
     def _check_time(self, limit_s: float) -> None:
         """Fail if the process has computed for longer than this since it was asked."""
-        computed_s, waited_s = self._cpu_s() - self._asked_cpu_s, time.monotonic() - self._asked_s
-        if computed_s >= limit_s or waited_s >= limit_s + _PATIENCE_S:
+        waited_s = time.monotonic() - self._asked_s
+        if not self._process_id:
+            if waited_s >= _PATIENCE_S:
+                self._fail("the process that follows grammars does not answer; try again")
+        elif self._computed_s() >= limit_s or waited_s >= limit_s + _PATIENCE_S:
             self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
 
     def _cpu_s(self) -> float:

@@ -14,14 +14,17 @@ socket keeps messages apart (SOCK_SEQPACKET).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
@@ -30,7 +33,10 @@ from engine.files import model_file
 
 START, KILL = b"s", b"k"
 _LONGEST_MESSAGE = 1 << 16
-_NICENESS = 5
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+# Ended children are looked for so often.
+_REAP_S = 1.0
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -104,6 +110,7 @@ class Follower:
         for token in self._ends:
             only_ends[token // 8] |= 1 << token % 8
         self._only_ends = bytes(only_ends)
+        self._all_but_ends = bytes(~byte & 0xFF for byte in only_ends)
         if not self._matcher.is_error():
             self._matcher.compute_bitmask()
 
@@ -122,8 +129,24 @@ class Follower:
             return None
         matcher = self._matcher.deep_copy() if path else self._matcher
         if path and not matcher.consume_tokens(list(path)):
-            return self._only_ends  # the path is not one of the grammar's, so no answer goes there
-        return bytes(matcher.compute_bitmask())
+            return self._beyond(path)
+        mask = bytes(matcher.compute_bitmask())
+        # A limit of the library: an answer that goes there fails when it is told, and must not end before.
+        return self._all_but_ends if path and matcher.is_error() else mask
+
+    def _beyond(self, path: Sequence[int]) -> bytes:
+        """The mask below a path that cannot be followed: no answer goes there if the grammar has no such path; where a
+        limit of the library ends it, an answer may."""
+        matcher = self._matcher.deep_copy()
+        for token in path:
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                break
+            if not mask[token // 8] >> token % 8 & 1:
+                return self._only_ends
+            if not matcher.consume_tokens([token]):
+                break
+        return self._all_but_ends
 
 
 def _first_line(text: str) -> str:
@@ -160,6 +183,13 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
             connection.send_bytes(encode(Ready() if isinstance(message, Start) else Masks(masks)))
 
 
+def _go_first() -> None:
+    """Let this process be ended before the engine where memory runs out, and with the process that forked it."""
+    with contextlib.suppress(OSError, AttributeError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _limit_memory(more_bytes: int) -> None:
     """Let this process take so much more than it has."""
     with open("/proc/self/statm") as file:
@@ -186,6 +216,7 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         else:
             # Steps go before grammars that are being read; while a step waits for masks its core is free.
             os.nice(_NICENESS)
+            _go_first()
             _limit_memory(vocabulary.memory_bytes)
             _limit_time(vocabulary.start_timeout_s)
             # What the library prints when it panics may quote the client's grammar.
@@ -206,9 +237,12 @@ def serve(control: socket.socket) -> None:
         tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
     children: set[int] = set()
     while True:
-        data, received, _, _ = socket.recv_fds(control, 9, 1)
+        is_asked = bool(select.select([control], [], [], _REAP_S if children else None)[0])
+        data, received = socket.recv_fds(control, 9, 1)[:2] if is_asked else (b"", [])
         while children and (ended := os.waitpid(-1, os.WNOHANG)[0]):
             children.discard(ended)
+        if not is_asked:
+            continue
         if not data:
             break
         if data[:1] == KILL:

@@ -92,13 +92,10 @@ class Scheduler:
 
     def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow.
-
-        fixed_draft_law: the draft law below a text must be the same in every step, so that no window applies: a window
-            begins somewhere else in every step.
-        """
+        fixed_draft_law: as `Sequence.see` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
-        window = 0 if fixed_draft_law else self.catching_up.draft_window
-        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window)
+        sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
+        sequence.see(self.catching_up.draft_window, fixed_draft_law)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=_urgency)
@@ -267,12 +264,10 @@ class Scheduler:
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Begin behind what is there of the text already; at least its last token is computed."""
-        if sequence.wants_prompt_logprobs:
-            return  # each of its tokens needs a row of logits
+        if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
+            return  # each token of a prompt that reports logprobs needs a row of logits
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
-        if self.catching_up.draft_window and not sequence.draft_window:
-            num_drafted = 0  # computed by the draft model with a window
         if sequence.request.speculation.num_drafts:
             if self._controller_of(sequence) is None:
                 most_tokens = self.catching_up.most_cached(sequence, num_drafted * self.block_size)
@@ -291,6 +286,8 @@ class Scheduler:
             self._publish_blocks(part.sequence, part.end, part.draft_end if in_one_piece else 0)
 
     def _publish_blocks(self, sequence: Sequence, num_target: int, num_draft: int) -> None:
+        if not sequence.shares_blocks:
+            return
         full, drafted = num_target // self.block_size, min(num_target, num_draft) // self.block_size
         if full <= sequence.num_published_blocks and drafted <= sequence.num_drafted_blocks:
             return

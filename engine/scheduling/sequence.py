@@ -35,17 +35,11 @@ class Sequence:
         "queue_s",
         "request",
         "sequence_id",
+        "shares_blocks",
         "tokens",
     )
 
-    def __init__(
-        self,
-        sequence_id: int,
-        request: Request,
-        arrived_s: float,
-        grammar: Grammar | None = None,
-        draft_window: int = 0,
-    ) -> None:
+    def __init__(self, sequence_id: int, request: Request, arrived_s: float, grammar: Grammar | None = None) -> None:
         self.sequence_id = sequence_id
         self.arrival = sequence_id
         self.request = request
@@ -57,8 +51,10 @@ class Sequence:
         self.num_draft_computed = 0
         self.draft_start = 0
         """Index from which on the computed draft K/V has no gap."""
-        self.draft_window = draft_window
+        self.draft_window = 0
         """Tokens before its drafts that the draft model sees; 0 is all."""
+        self.shares_blocks = True
+        """Whether it uses other texts' blocks and they its own: others write draft K/V into them, with their window."""
         self.branching = request.speculation.branching
         """What its request drafts in a step."""
         self.block_ids: list[int] = []
@@ -75,6 +71,12 @@ class Sequence:
         self.layers: tuple[TargetLayer, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = -1.0
+
+    def see(self, draft_window: int, fixed_draft_law: bool) -> None:
+        """What the draft model sees of it: the server's window, unless the draft law below a text must be the same in
+        every step (a window begins somewhere else in each)."""
+        self.draft_window = 0 if fixed_draft_law else draft_window
+        self.shares_blocks = self.draft_window == draft_window
 
     @property
     def num_emitted(self) -> int:

@@ -92,6 +92,31 @@ def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary)
     state.end()
 
 
+def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary) -> None:
+    """The library gives up on a token that its own mask has allowed: below it the answer must not seem complete."""
+    tokenizer = read_vocabulary(vocabulary)
+    patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
+    grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
+    grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
+    (token,) = tokenizer.tokenize_str("x")
+    state, answer = started(grammars, grammar), tokenizer.tokenize_str("[")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher.consume_tokens(answer)
+    while matcher.deep_copy().consume_tokens([token]):
+        matcher.consume_tokens([token])
+        answer.append(token)
+    here, below, beyond = state.masks(answer, [(), (token,), (token, token)])()
+    assert here is not None
+    assert here[token]
+    for mask in (below, beyond):
+        assert mask is not None
+        assert not mask[vocabulary.eos_token_ids].any()
+        assert mask.any()
+    state.masks([*answer, token], [()])()
+    assert state.failure is not None
+    grammars.close()
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
@@ -209,6 +234,7 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
     following = Following(source, 2)  # type: ignore[arg-type]
     for name in "abcd":
         following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
+    urgent = Request(request_id="u", prompt_token_ids=(1,), sampling=Sampling(grammar="u"), priority=-1)
     assert following.ready() == ([], [])
     assert (len(source.open), following.num_waiting) == (2, 4)
     source.open[0].is_read = True
@@ -219,6 +245,39 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
     following.ready()
     assert len(source.open) == 3
     assert following.end("d")
+    following.add(urgent)
+    following.add(Request(request_id="e", prompt_token_ids=(1,), sampling=Sampling(grammar="e")))
     assert not following.end("a")
     following.ready()
-    assert (len(source.open), following.num_waiting) == (3, 1)
+    assert (len(source.open), following.num_waiting) == (4, 3)
+    source.open[3].is_read = True
+    assert [one.request_id for one, _ in following.ready()[0]] == ["u"]
+
+
+def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more files or processes: the engine goes on, and who waits alone is told."""
+    source = Slow()
+    following = Following(source, 9)  # type: ignore[arg-type]
+
+    def ask(name: str) -> None:
+        following.add(Request(request_id=name, prompt_token_ids=(1,), sampling=Sampling(grammar=name)))
+
+    def refuse(_: str) -> Slow:
+        raise OSError("too many open files")
+
+    ask("a")
+    following.ready()
+    start = source.start
+    monkeypatch.setattr(source, "start", refuse)
+    ask("b")
+    assert following.ready() == ([], [])
+    assert following.num_waiting == 2
+    following.end("a")
+    ((name, error),) = following.ready()[1]
+    assert name == "b"
+    assert "too many open files" in str(error)
+    monkeypatch.setattr(source, "start", start)
+    for number in range(9):
+        ask(str(number))
+    following.ready()
+    assert len(source.open) == 1 + 4, "more than four are read at once"

@@ -72,6 +72,7 @@ def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client,
     [
         ({"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}, "[0-9]{3}-[a-f]{2}"),
         ({"structured_outputs": {"choice": ["red", 'dark "green"', "blue"]}}, 'red|dark "green"|blue'),
+        ({"structured_outputs": {"choice": ["one\ntwo", "a/b\r\\"]}}, r"one\ntwo|a/b\r\\"),
         ({"structured_outputs": {"grammar": 'start: "a" "b"+ "c"'}}, "ab+c"),
         ({"guided_regex": "(yes|no)!"}, "(yes|no)!"),
         ({"guided_choice": ["one", "two"]}, "one|two"),
