@@ -265,7 +265,7 @@ class Scheduler:
     def _take_cached(self, sequence: Sequence) -> None:
         """Begin behind what is there of the text already; at least its last token is computed."""
         if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
-            return  # each token of a prompt that reports logprobs needs a row of logits
+            return  # all is computed: logprobs of a prompt need a row of logits for each of its tokens
         keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
