@@ -135,8 +135,9 @@ def _visible(part: SequenceInput, num_seen: int, num_cached: int) -> Bools | Non
     if num_known == 1 and num_nodes == 0 and num_cached == 0:
         return None
     visible = np.zeros((num_known + num_nodes, num_seen + num_cached + num_nodes), dtype=np.bool_)
-    visible[:num_known, :num_seen] = np.tri(num_known, num_seen, num_seen - num_known, dtype=np.bool_)
-    visible[num_known:, :num_seen] = True
+    if num_known > 1:
+        visible[:num_known, :num_seen] = np.tri(num_known, num_seen, num_seen - num_known, dtype=np.bool_)
+    visible[max(0, num_known - 1) :, :num_seen] = True
     visible[num_known:, num_seen:] = part.nodes.ancestry
     return visible
 

@@ -44,85 +44,78 @@ class Place:
         return len(self.text.tokens) - self.text.num_prompt + len(self.path)
 
 
-class _Entries:
-    """Values at (row, token), gathered over all places."""
-
-    def __init__(self) -> None:
-        self.rows: list[Ints] = []
-        self.tokens: list[Ints] = []
-        self.values: list[Numbers] = []
-
-    def add(self, row: int, tokens: Ints, values: Numbers) -> None:
-        """Values of some tokens of one row; [tokens] or [tokens, several]."""
-        self.rows.append(np.full(len(tokens), row, dtype=np.int64))
-        self.tokens.append(tokens)
-        self.values.append(values)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, tokens, values)."""
-        arrays = (np.concatenate(self.rows), np.concatenate(self.tokens), np.concatenate(self.values))
-        rows, tokens, values = (torch.from_numpy(array).to(device) for array in arrays)
-        return rows, tokens, values
-
-
 def edit(logits_NV: Tensor, places: Sequence[Place | None]) -> Tensor:
     """The logits that the laws are made of; a row without a place is left alone."""
     if not any(places):
         return logits_NV
-    vocab_size = logits_NV.shape[1]
-    biases, penalties = _Entries(), _Entries()
-    masked: list[int] = []
-    masks: list[Bools] = []
-    following = _followed(places)
-    for row, place in enumerate(places):
-        if place is None:
-            continue
-        if place.sampling.logit_bias:
-            biased, added = zip(*place.sampling.logit_bias, strict=True)
-            biases.add(row, np.array(biased, dtype=np.int64), np.array(added, dtype=np.float64))
-        if place.sampling.has_penalties:
-            tokens_T, counts_T = _counts(place)
-            strength = np.tile(_strength(place.sampling), (len(tokens_T), 1))
-            penalties.add(row, tokens_T, np.column_stack([strength, counts_T]))
-        allowed = _allowed(place, vocab_size, following.get(row))
-        if allowed is not None:
-            masked.append(row)
-            masks.append(allowed)
+    device, vocab_size = logits_NV.device, logits_NV.shape[1]
     edited_NV = logits_NV.float().clone()
-    if biases:
-        rows, tokens, values = biases.tensors(logits_NV.device)
-        edited_NV.index_put_((rows, tokens), values.float(), accumulate=True)
-    if penalties:
-        rows, tokens, values = penalties.tensors(logits_NV.device)
-        repetition, frequency, presence, count = values.float().T
-        logit = edited_NV[rows, tokens]
+    biased = [(row, *bias) for row, place in enumerate(places) if place for bias in place.sampling.logit_bias]
+    if biased:
+        rows, tokens, values = zip(*biased, strict=True)
+        index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
+        edited_NV.index_put_(index, torch.tensor(values, dtype=torch.float32, device=device), accumulate=True)
+    if any(place and place.sampling.has_penalties for place in places):
+        rows_E, tokens_E, values_E4 = (torch.from_numpy(part).to(device) for part in _penalised(places, vocab_size))
+        repetition, frequency, presence, count = values_E4.float().T
+        logit = edited_NV[rows_E, tokens_E]
         logit = torch.where(logit > 0, logit / repetition, logit * repetition)
-        edited_NV[rows, tokens] = logit - frequency * count - presence * (count > 0)
+        edited_NV[rows_E, tokens_E] = logit - frequency * count - presence * (count > 0)
     # A sum beyond float32 would make the law not a number.
     edited_NV.clamp_(max=_LARGEST)
-    if masked:
-        allowed_MV = torch.from_numpy(np.stack(masks)).to(logits_NV.device)
+    masks = _masks(places, vocab_size)
+    if masks:
+        masked = list(masks)
+        allowed_MV = torch.from_numpy(np.stack(list(masks.values()))).to(device)
         masked_MV = edited_NV[masked].masked_fill(~allowed_MV, -torch.inf)
         possible_M1 = (masked_MV.amax(1) > -torch.inf).unsqueeze(1)
         edited_NV[masked] = torch.where(possible_M1, masked_MV, logits_NV[masked].float())
     return edited_NV
 
 
-def _strength(sampling: Sampling) -> Numbers:
-    return np.array([sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty])
+def _penalised(places: Sequence[Place | None], vocab_size: int) -> tuple[Ints, Ints, Numbers]:
+    """(row, token, [repetition, frequency, presence, times in the answer]) for every token that a penalty falls on.
+
+    A text is counted once for all its places; then the tokens of each place's path are added.
+    """
+    texts: dict[int, tuple[Ints, Numbers]] = {}
+    penalised = [(row, place) for row, place in enumerate(places) if place and place.sampling.has_penalties]
+    parts = []
+    for _, place in penalised:
+        if id(place.text) not in texts:
+            texts[id(place.text)] = _counts(place.text)
+        parts.append(texts[id(place.text)])
+        parts.append((np.array(place.path, dtype=np.int64), np.ones(len(place.path))))
+    tokens_E, times_E = (np.concatenate(part) for part in zip(*parts, strict=True))
+    place_E = np.repeat(np.arange(len(parts)) // 2, [len(tokens) for tokens, _ in parts])
+    # A token of the path may be one of the text, too.
+    keys_E, entry_E = np.unique(place_E * vocab_size + tokens_E, return_inverse=True)
+    place_E, tokens_E = np.divmod(keys_E, vocab_size)
+    strength = np.array([_strength(place.sampling) for _, place in penalised])
+    rows = np.array([row for row, _ in penalised])
+    return rows[place_E], tokens_E, np.column_stack([strength[place_E], np.bincount(entry_E, times_E)])
 
 
-def _counts(place: Place) -> tuple[Ints, Numbers]:
+def _strength(sampling: Sampling) -> tuple[float, float, float]:
+    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+
+
+def _counts(text: Text) -> tuple[Ints, Numbers]:
     """(tokens of the whole text, how often each is in the answer)."""
-    answer = (*place.text.tokens[place.text.num_prompt :], *place.path)
-    tokens_T = np.unique(np.array((*place.text.tokens, *place.path), dtype=np.int64))
-    used, times = np.unique(np.array(answer, dtype=np.int64), return_counts=True)
-    counts_T = np.zeros(len(tokens_T))
-    counts_T[np.searchsorted(tokens_T, used)] = times
-    return tokens_T, counts_T
+    text_T = np.array(text.tokens, dtype=np.int64)
+    tokens_E, entry_T = np.unique(text_T, return_inverse=True)
+    return tokens_E, np.bincount(entry_T[text.num_prompt :], minlength=len(tokens_E)).astype(np.float64)
+
+
+def _masks(places: Sequence[Place | None], vocab_size: int) -> dict[int, Bools]:
+    """[V] tokens that may come next, by row, where not all may."""
+    following = _followed(places)
+    masks = {}
+    for row, place in enumerate(places):
+        allowed = _allowed(place, vocab_size, following.get(row)) if place is not None else None
+        if allowed is not None:
+            masks[row] = allowed
+    return masks
 
 
 def _followed(places: Sequence[Place | None]) -> dict[int, Bools | None]:

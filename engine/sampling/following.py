@@ -60,6 +60,15 @@ class Following:
         """(requests that can run from now on, those that never will and why); does not wait."""
         ready: list[tuple[Request, FollowedGrammar]] = []
         failed: list[tuple[str, RequestError]] = []
+        num_ready = -1
+        while len(ready) > num_ready:  # whoever is ready makes room for another to begin
+            num_ready = len(ready)
+            self._begin(failed)
+            self._collect(ready, failed)
+        return ready, failed
+
+    def _begin(self, failed: list[tuple[str, RequestError]]) -> None:
+        """Start the grammars of waiting requests while there is room."""
         while self._waiting and self._has_room:
             request = self._waiting[0]
             try:
@@ -71,6 +80,9 @@ class Following:
             else:
                 self._starting[request.request_id] = request, state
             self._waiting.pop(0)
+
+    def _collect(self, ready: list[tuple[Request, FollowedGrammar]], failed: list[tuple[str, RequestError]]) -> None:
+        """Move started grammars to those that are ready, or have failed."""
         for request_id, (request, state) in list(self._starting.items()):
             try:
                 if state.is_ready():
@@ -80,7 +92,6 @@ class Following:
             except RequestError as error:
                 failed.append((request_id, error))
                 self.end(request_id)
-        return ready, failed
 
     @property
     def _has_room(self) -> bool:
