@@ -133,7 +133,7 @@ def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.P
     """
     environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false", **os.environ}
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.process", inbox, outbox],
+        [sys.executable, "-m", "engine", inbox, outbox],
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,

@@ -47,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
+    import gc
     import logging
     import signal
 
+    # Not while modules are imported; the daemon begins with it when all is there.
+    gc.disable()
     # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from pydantic import ValidationError

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -104,6 +105,9 @@ def run(settings: Serve) -> int:
         except BaseException:
             client.kill()
             raise
+        # What is there now stays: looking through it for garbage would hold every stream up.
+        gc.freeze()
+        gc.enable()
         try:
             return uvloop.run(daemon.serve())
         finally:
