@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,3 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu") == "cpu":
     # Read when Triton is first imported, by whomever.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Everything imported by now stays: Python need not look through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()

@@ -66,7 +66,8 @@ def sample_adaptively(
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)
     ]
-    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in tiny.run(engine, requests).tokens.values())
+    answers = tiny.run(engine, requests, enough=NUM_TOKENS).tokens.values()
+    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in answers)
 
 
 @pytest.mark.parametrize(

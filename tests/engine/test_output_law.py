@@ -170,7 +170,8 @@ def sample(
         for seed in range(num_answers)
     ]
     requests = [msgspec.structs.replace(one, **more) for one in requests]
-    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in tiny.run(engine, requests).tokens.values())
+    answers = tiny.run(engine, requests, enough=NUM_TOKENS).tokens.values()
+    return Counter(tuple(tokens[:NUM_TOKENS]) for tokens in answers)
 
 
 def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

@@ -58,7 +58,7 @@ def p_value(
     for path, probability in law.items():
         expected[rare.get(path, path)] += probability
     counts: Counter[tuple[int, ...]] = Counter()
-    for tokens in tiny.run(engine, requests).tokens.values():
+    for tokens in tiny.run(engine, requests, enough=3).tokens.values():
         counts[rare.get(tuple(tokens[:3]), tuple(tokens[:3]))] += 1
     return g_test(counts, expected)
 

@@ -137,8 +137,11 @@ def request(
     )
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Submit everything at once and step to the end, checking the accounting after every step."""
+def run(engine: Engine, requests: Sequence[Request], enough: int | None = None) -> Run:
+    """Submit everything at once and step to the end, checking the accounting after every step.
+
+    enough: tokens of an answer after which nobody wants the rest; its request is aborted then.
+    """
     result = Run()
     for one in requests:
         engine.submit(one)
@@ -153,6 +156,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> Run:
             result.num_outcomes += 1
             if outcome.finish_reason is not None:
                 result.finish_reasons[outcome.request_id] = outcome.finish_reason
+            elif enough is not None and len(result.tokens[outcome.request_id]) >= enough:
+                assert engine.abort(outcome.request_id)
         engine.scheduler.check_invariants()
         result.num_steps += 1
         assert result.num_steps < 10_000, "the engine makes no progress"
