@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu") == "cpu":
@@ -14,5 +15,5 @@ if os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu") == "cpu":
 
 def pytest_collection_finish() -> None:
     """Everything imported by now stays: Python need not look through it for garbage again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()

@@ -62,6 +62,12 @@ def first_steps(engine: Engine, prompts: list[list[int]], speculation: Speculati
     return results
 
 
+@pytest.fixture(scope="module")
+def plain(engine: Engine, dialogue_prompts: list[list[int]]) -> dict[str, tuple[int, list[int]]]:
+    """The target's own answers."""
+    return first_steps(engine, dialogue_prompts, tiny.OFF)
+
+
 def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
     """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both models."""
     ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=engine.facts.device)
@@ -79,13 +85,12 @@ def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> tor
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_block_efficiency_equals_the_closed_form(
-    engine: Engine, dialogue_prompts: list[list[int]], num_drafts: int
+    engine: Engine, dialogue_prompts: list[list[int]], plain: dict[str, tuple[int, list[int]]], num_drafts: int
 ) -> None:
     """E[tau] = E_{Y~p} sum_i 1 - (1 - u_i(Y))^K, both sides measured on held-out dialogues."""
     speculation = Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=LENGTH)
     measured = first_steps(engine, dialogue_prompts, speculation)
     accepted = torch.tensor([float(tau) for tau, _ in measured.values()])
-    plain = first_steps(engine, dialogue_prompts, tiny.OFF)
     expected = []
     for number, prompt in enumerate(dialogue_prompts):
         answers = [plain[f"{number}-{seed}"][1] for seed in range(NUM_SEEDS)]

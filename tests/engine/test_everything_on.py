@@ -54,7 +54,7 @@ def build(pair: tuple[LoadedModel, LoadedModel], draft_window: int, num_blocks: 
 
 
 def answers(
-    engine: Engine, num_answers: int, kinds: Collection[str] = tuple(KINDS)
+    engine: Engine, num_answers: int, kinds: Collection[str] = tuple(KINDS), enough: int | None = None
 ) -> dict[str, Counter[tuple[int, ...]]]:
     """First tokens of the answers, by kind of request; kinds, priorities and lengths are mixed."""
     requests = [
@@ -71,7 +71,7 @@ def answers(
         if kind in kinds
     ]
     counts: dict[str, Counter[tuple[int, ...]]] = {kind: Counter() for kind in kinds}
-    for name, tokens in tiny.run(engine, requests).tokens.items():
+    for name, tokens in tiny.run(engine, requests, enough).tokens.items():
         counts[name.split()[1]][tuple(tokens[:NUM_TOKENS])] += 1
     return counts
 
@@ -94,7 +94,7 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
         return categorical(law[row] ** 0.3, uniform)
 
     with patch.object(fused, "draw", flattened):
-        counts = answers(build(pair, 0), 1500, kinds=("off", "block", "adaptive"))
+        counts = answers(build(pair, 0), 1500, ("off", "block", "adaptive"), NUM_TOKENS)
     law = exact_law(pair[0], {"temperature": 1.0})
     assert g_test(counts["off"], law) > ALPHA
     assert g_test(counts["block"], law) < ALPHA
