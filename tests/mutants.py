@@ -1,8 +1,9 @@
 """The table of a mutation run (`make mutants`): of every module, how many changes of its code the tests notice.
 
-`python -m tests.mutants` reads what mutmut has left under `mutants/` and writes docs/results/mutants.{json,md}. Changes
-that nothing can notice are in `harmless_mutants.toml`, with the reason of each; all others that survive are gaps.
-`python -m tests.mutants --skip` has mutmut leave out those of them that it has made and not run yet.
+`python -m tests.mutants` reads what mutmut has left under `mutants/` and writes docs/results/mutants.{json,md}; a
+module that was not run again keeps its row there while its source is the same. Changes that nothing can notice are in
+`harmless_mutants.toml`, with the reason of each; all others that survive are gaps. `python -m tests.mutants --skip` has
+mutmut leave out those of them that it has made and not run yet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from difflib import unified_diff
 from fnmatch import fnmatch
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,6 +48,8 @@ class Module:
     name: str
     counts: Counter[str] = field(default_factory=Counter)
     survivors: list[Survivor] = field(default_factory=list)
+    source: str = ""
+    """SHA-256 of the file that was mutated."""
 
     @property
     def num_run(self) -> int:
@@ -100,7 +104,7 @@ def skip(path: Path) -> int:
 def read(path: Path) -> Module:
     known = SourceFileMutationData(path=path)
     known.load()
-    module = Module(str(path))
+    module = Module(str(path), source=sha256(path.read_bytes()).hexdigest())
     for mutant, exit_code in known.exit_code_by_key.items():
         status = "not run" if exit_code in (None, 2) else status_by_exit_code[exit_code]
         module.counts[status] += 1
@@ -110,6 +114,26 @@ def read(path: Path) -> Module:
             reason = reason_of(module.name, before, after)
             module.survivors.append(Survivor(function.replace("ǁ", "."), before, after, reason))
     return module
+
+
+def kept() -> dict[str, Module]:
+    """What the committed table says, by module; reasons are looked up again, as some may be new."""
+    modules = {}
+    for one in json.loads(RESULTS.read_text())["modules"]:
+        module = Module(one["module"], Counter(one["mutants"]), source=one.get("source", ""))
+        for survivor in one["survivors"]:
+            reason = reason_of(module.name, survivor["before"], survivor["after"])
+            module.survivors.append(Survivor(**{**survivor, "reason": reason}))
+        modules[module.name] = module
+    return modules
+
+
+def latest(path: Path, before: dict[str, Module]) -> Module:
+    """What is known of a module: from the table where more of the same source was run then than now."""
+    now = read(path) if Path("mutants", path).exists() else Module(str(path))
+    source = sha256(path.read_bytes()).hexdigest()
+    then = before.get(str(path))
+    return then if then is not None and then.source == source and then.num_run > now.num_run else now
 
 
 def table(modules: list[Module]) -> str:
@@ -154,10 +178,12 @@ def main() -> None:
     if sys.argv[1:] == ["--skip"]:
         print(sum(skip(path) for path in walk_mutatable_files()), "mutants need not be run")
         return
-    modules = [read(path) for path in sorted(walk_mutatable_files())]
+    before = kept()
+    modules = [latest(path, before) for path in sorted(walk_mutatable_files())]
     found = [
         {
             "module": module.name,
+            "source": module.source,
             "mutants": dict(module.counts),
             "score": module.score,
             "survivors": [asdict(survivor) for survivor in module.survivors],
