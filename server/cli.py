@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
-        return _serve(rest)
+        gc.disable()  # not while modules are imported; the daemon begins with it when all is there
+        try:
+            return _serve(rest)
+        finally:
+            gc.enable()
     if command == "analyze":
         # A process of its own: this one never loads torch.
         return subprocess.run([sys.executable, "-m", "engine.analysis", *rest], check=False).returncode
@@ -47,12 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    import gc
     import logging
     import signal
 
-    # Not while modules are imported; the daemon begins with it when all is there.
-    gc.disable()
     # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from pydantic import ValidationError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 from pathlib import Path
@@ -19,6 +20,7 @@ MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_si
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and standard error of `polydraft serve` with arguments that keep it from starting."""
     code = main(["serve", *arguments])
+    assert gc.isenabled(), "a start that failed left the search for garbage off"
     printed = capsys.readouterr()
     assert printed.out == ""
     return code, printed.err
