@@ -159,15 +159,20 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabu
 
 
 def test_memory_is_limited(vocabulary: Vocabulary) -> None:
-    """A grammar that needs more than it may have is refused, and nobody else's memory is taken."""
-    limits = GrammarConfig(start_timeout_s=20.0, memory_bytes=1 << 20)
-    grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
-    large = "start: " + " | ".join(f"/{'ab'[i % 2]}[a-z]{{1,200}}{i}/" for i in range(900))
-    try:
-        with pytest.raises(RequestError):
-            started(grammars, large)
-    finally:
-        grammars.close()
+    """A grammar that needs more than it may have is refused; with more, the same one is read."""
+    words = [f"{number * 7919 % 100_003}" * 10 for number in range(20_000)]
+    large = json.dumps({"grammars": [{"json_schema": {"enum": words}}]})
+    for memory_bytes, is_enough in ((4 << 20, False), (1 << 29, True)):
+        limits = GrammarConfig(start_timeout_s=60.0, memory_bytes=memory_bytes)
+        grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
+        try:
+            if is_enough:
+                started(grammars, large)
+            else:
+                with pytest.raises(RequestError, match="memory"):
+                    started(grammars, large)
+        finally:
+            grammars.close()
 
 
 def test_nothing_is_left_behind(grammars: Grammars) -> None:
