@@ -290,27 +290,31 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
 
 
 def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], method: str) -> list[Outcome]:
-    """A node rule composed down a tree of drafts."""
-    outcomes = []
-    open_nodes: list[tuple[Path, int, float]] = [((), 1, 1.0)]
-    while open_nodes:
-        prefix, alive, probability = open_nodes.pop()
-        p = model.law(model.target, prefix)
-        if len(prefix) == model.length:
-            outcomes += [Outcome(prefix, y, probability * float(p[y])) for y in np.flatnonzero(p).tolist()]
-            continue
-        count = alive * branching[len(prefix)]
-        q = model.law(model.draft, prefix)
-        drafts = draft_tuples(method, q, count)
-        laws = conditional_laws(rule, p, q, drafts, count)
-        for (drawn, weight), law in zip(drafts.items(), laws, strict=True):
-            for y in np.flatnonzero(law > 0).tolist():
-                reached = probability * weight * float(law[y])
-                if y in drawn:
-                    open_nodes.append(((*prefix, y), drawn.count(y), reached))
-                else:
-                    outcomes.append(Outcome(prefix, y, reached))
-    return outcomes
+    """A node rule composed down a tree of drafts.
+
+    How a node goes on depends on its text and on how many of the drafts above it still agree, so whatever leads to the
+    same two is one node.
+    """
+    ends: dict[tuple[Path, int], float] = defaultdict(float)
+    level = {((), 1): 1.0}
+    for branches in branching[: model.length]:
+        below: dict[tuple[Path, int], float] = defaultdict(float)
+        for (prefix, alive), probability in level.items():
+            p, q = model.law(model.target, prefix), model.law(model.draft, prefix)
+            drafts = draft_tuples(method, q, alive * branches)
+            law_TV = conditional_laws(rule, p, q, drafts, alive * branches)
+            reached_TV = probability * np.array(list(drafts.values()))[:, np.newaxis] * law_TV
+            for drawn, reached_V in zip(drafts, reached_TV.tolist(), strict=True):
+                for y, reached in enumerate(reached_V):
+                    if reached > 0 and y in drawn:
+                        below[(*prefix, y), drawn.count(y)] += reached
+                    elif reached > 0:
+                        ends[prefix, y] += reached
+        level = below
+    for (prefix, _), probability in level.items():
+        for y, chance in enumerate(model.law(model.target, prefix).tolist()):
+            ends[prefix, y] += probability * chance
+    return [Outcome(prefix, y, probability) for (prefix, y), probability in ends.items() if probability > 0]
 
 
 def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
