@@ -103,7 +103,7 @@ def test_a_grammar_goes_before_min_tokens(http: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
-    """Sixteen at once, four drafts, temperature 1."""
+    """All seats taken, four drafts, temperature 1."""
 
     def ask(number: int) -> list[dict[str, Any]]:
         rule = ("bv_race", "traversal", "weighted_race", "spectr_gbv")[number % 4]
@@ -113,7 +113,7 @@ def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
     # Without white space the answers are half as long.
     compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(16) as pool:
         choices = [choice for found in pool.map(ask, range(250)) for choice in found]
     assert len(choices) == 1000
     assert all(choice["finish_reason"] == "stop" and is_valid(choice["text"]) for choice in choices)
