@@ -296,7 +296,7 @@ def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], me
     same two is one node.
     """
     ends: dict[tuple[Path, int], float] = defaultdict(float)
-    level = {((), 1): 1.0}
+    level: dict[tuple[Path, int], float] = {((), 1): 1.0}
     for branches in branching[: model.length]:
         below: dict[tuple[Path, int], float] = defaultdict(float)
         for (prefix, alive), probability in level.items():
