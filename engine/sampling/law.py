@@ -116,7 +116,6 @@ def _top_p(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
     # The last token whose predecessors do not yet hold top_p; the most likely one always stays.
     num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
     edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
-    edge_N1 = edge_N1.masked_fill(~active_N.unsqueeze(-1), 0.0)
     kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)
     kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
     return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, law_NV)

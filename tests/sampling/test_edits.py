@@ -1,13 +1,123 @@
-"""Edits of logits at their edges; their law is tested on the running engine (tests/engine/test_output_law.py)."""
+"""Edits of logits against the same by hand, and their edges; their law is tested on the running engine
+(tests/engine/test_output_law.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
 import torch
 
 from engine.plan import Text
 from engine.request import Sampling
-from engine.sampling.edits import Place, edit
+from engine.sampling.edits import Bools, Place, edit
 from engine.sampling.law import LawParameters, law
+
+VOCABULARY = 12
+
+
+class Odd:
+    """A grammar of odd tokens, which has ended after a path that ends with token 1."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
+        self.asked.append((tuple(answer), [tuple(path) for path in paths]))
+        odd = np.arange(VOCABULARY) % 2 == 1
+        return lambda: [None if path and path[-1] == 1 else odd for path in paths]
+
+
+def by_hand(row: np.ndarray, place: Place) -> np.ndarray:
+    """One row in the plainest way, token by token."""
+    sampling, text = place.sampling, place.text
+    whole = (*text.tokens, *place.path)
+    answer = whole[text.num_prompt :]
+    edited = row.astype(np.float64)
+    for token, added in sampling.logit_bias:
+        edited[token] += added
+    for token in set(whole):
+        factor = sampling.repetition_penalty
+        edited[token] = edited[token] / factor if edited[token] > 0 else edited[token] * factor
+        edited[token] -= sampling.frequency_penalty * answer.count(token)
+        edited[token] -= sampling.presence_penalty * (token in answer)
+    plain, allowed = row.astype(np.float64), np.ones(VOCABULARY, dtype=bool)
+    if sampling.allowed_token_ids:
+        allowed = np.isin(np.arange(VOCABULARY), sampling.allowed_token_ids)
+    for word in sampling.bad_words:
+        if len(word) == 1 or (len(whole) >= len(word) - 1 and whole[1 - len(word) :] == word[:-1]):
+            allowed[word[-1]] = False
+    if len(answer) < text.min_tokens:
+        allowed[[token for token in text.ends if 0 <= token < VOCABULARY]] = False
+    if text.grammar is not None and not (place.path and place.path[-1] == 1):
+        follows = np.arange(VOCABULARY) % 2 == 1
+        allowed = allowed & follows if (allowed & follows).any() else follows
+    masked = np.where(allowed, edited, -np.inf)
+    return masked if np.isfinite(masked).any() else plain
+
+
+PENALTIES = {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": 0.35}
+SAMPLINGS = [
+    Sampling(),
+    Sampling(**PENALTIES),  # type: ignore[arg-type]
+    Sampling(repetition_penalty=0.8),
+    Sampling(frequency_penalty=-0.7),
+    Sampling(presence_penalty=1.1),
+    Sampling(logit_bias=((3, 2.5), (11, -4.0), (0, 1.0))),
+    Sampling(logit_bias=((3, 2.5),), **PENALTIES),  # type: ignore[arg-type]
+    Sampling(allowed_token_ids=(2, 3, 5)),
+    Sampling(bad_words=((5,), (3, 4), (4, 3, 2), (7, 3))),
+    Sampling(bad_words=((3, 4), (4, 3, 2)), allowed_token_ids=(1, 2, 3, 4)),
+    Sampling(allowed_token_ids=(4,), bad_words=((4,),)),
+    Sampling(allowed_token_ids=(2, 4)),
+]
+TEXTS = [
+    Text((3, 4, 5, 3), 2),
+    Text((3, 3, 3, 4), 4),
+    Text((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
+    Text((2,), 1, min_tokens=1, ends=(0,)),
+]
+PATHS: list[tuple[int, ...]] = [(), (3,), (4, 3), (9, 9, 1), (7, 7, 7)]
+
+
+def every_place(texts: Sequence[Text]) -> list[Place]:
+    return [Place(sampling, text, path) for text in texts for sampling in SAMPLINGS for path in PATHS]
+
+
+def with_odd(text: Text) -> Text:
+    return Text(text.tokens, text.num_prompt, min_tokens=text.min_tokens, ends=text.ends, grammar=Odd())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
+    """All places in one call, in any order, rows without a place between them."""
+    chance = np.random.default_rng(4)
+    places: list[Place | None] = [*every_place([*TEXTS, *(with_odd(text) for text in TEXTS)]), *[None] * 40]
+    places = [places[i] for i in chance.permutation(len(places))]
+    logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).to(dtype)
+    before = logits.clone()
+    edited = edit(logits, places)
+    assert torch.equal(logits, before), "the logits themselves stay"
+    assert edited.dtype == torch.float32
+    for row, place in enumerate(places):
+        expected = logits[row].float().numpy()
+        expected = expected if place is None else by_hand(expected, place)
+        np.testing.assert_allclose(edited[row].double().numpy(), expected, atol=1e-5, err_msg=str(place))
+
+
+def test_each_grammar_is_asked_once_for_all_its_places() -> None:
+    texts = [with_odd(text) for text in TEXTS[:2]]
+    places = [Place(Sampling(), text, path) for path in PATHS for text in texts]
+    edit(torch.zeros(len(places), VOCABULARY), places)
+    assert [text.grammar.asked for text in texts] == [[((5, 3), PATHS)], [((), PATHS)]]  # type: ignore[union-attr]
+
+
+def test_without_a_place_nothing_is_copied() -> None:
+    logits = torch.zeros(2, VOCABULARY)
+    assert edit(logits, [None, None]) is logits
 
 
 def test_extreme_values_leave_a_law() -> None:

@@ -52,6 +52,35 @@ def test_is_a_function_of_its_name_and_broadcasts() -> None:
     assert grid[1, 2] == uniform(-5, 2, Purpose.SCORE)[0]
 
 
+def by_hand(*name: int) -> int:
+    """SplitMix64's finaliser over the parts of a name, in integers without a size."""
+    word = 0
+    for number, part in enumerate(name):
+        part %= 1 << 64
+        word = _finalised(part + 0x9E3779B97F4A7C15 if number == 0 else word ^ ((part + 1) * 0x9E3779B97F4A7C15))
+    return word
+
+
+def _finalised(word: int) -> int:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word %= 1 << 64
+        word = (word ^ (word >> shift)) * factor
+    word %= 1 << 64
+    return word ^ (word >> 31)
+
+
+def test_numbers_are_the_same_in_every_version() -> None:
+    """A seed gives the same answer after an update: a change of these numbers is a change of a promise."""
+    for seed, position, purpose, chain, depth in ((0, 0, Purpose.DRAFT, 0, 0), (-7, 2**40, Purpose.CLOCK, 3, 50_000)):
+        word = by_hand(seed, position, purpose, chain, depth)
+        assert uniform(seed, position, purpose, chain, depth)[0] == ((word >> 11) + 0.5) / 2**53
+    assert uniform(1, 2, Purpose.ACCEPT, 3, 4)[0] == 0.2722337081597647
+    for seed, index in ((42, 1), (-(2**63), 7)):
+        word = by_hand(seed, index, Purpose.CHOICE)
+        assert choice_seed(seed, index) == word - (word >> 63 << 64)
+    assert choice_seed(1, 2) == 8242326735480361726
+
+
 def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_request_s() -> None:
     seeds = [choice_seed(42, index) for index in range(100)]
     assert seeds[0] == 42

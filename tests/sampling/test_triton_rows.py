@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,14 +47,23 @@ def test_they_agree_with_the_plain_operations_here() -> None:
     assert fused.find_fault(DEVICE) is None
 
 
-@pytest.mark.parametrize("wrong", ["softmax", "sum", "draw"])
-def test_a_device_where_they_are_wrong_is_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On such a device the plain operations serve."""
-    right = {"softmax": triton_rows.softmax, "sum": triton_rows.Surplus.sum, "draw": triton_rows.Surplus.draw}[wrong]
-    place = triton_rows if wrong == "softmax" else triton_rows.Surplus
-    change = {"softmax": lambda law: law * 1.01, "sum": lambda sums: sums * 1.01, "draw": lambda tokens: tokens + 1}
-    monkeypatch.setattr(place, wrong, lambda *operands: change[wrong](right(*operands)))
-    assert fused.find_fault(DEVICE) is not None
+@pytest.mark.parametrize(
+    ("name", "wrong", "fault"),
+    [
+        ("softmax", lambda law, *_: law * 1.01, "laws differ"),
+        ("sum", lambda sums, *_: sums * 1.01, "sums differ"),
+        ("draw", lambda tokens, *operands: tokens + (len(operands) == 3), "draws differ"),
+        ("draw", lambda tokens, *operands: tokens + (len(operands) == 2), "draws differ"),
+    ],
+)
+def test_a_device_where_they_are_wrong_is_found_out(
+    name: str, wrong: Callable[..., Tensor], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On such a device the plain operations serve. Draws may be wrong from a surplus or from a law alone."""
+    place = triton_rows if name == "softmax" else triton_rows.Surplus
+    right = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *operands: wrong(right(*operands), *operands))
+    assert fused.find_fault(DEVICE) == fault
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,6 +82,8 @@ def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, mon
     monkeypatch.setattr(fused, "applies", lambda rows_NV: False)
     assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
     assert found[5, -1] > 0.99
+    beside = fused.softmax(logits.T.contiguous().T, parameters.temperature_N)
+    assert torch.equal(beside, fused.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
 
 
 def test_other_filters_and_temperature_zero_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +125,8 @@ def test_corners_of_a_draw() -> None:
     same = {"weight_C": one, "draft_MV": laws, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
     assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's law is drawn from"
     assert draw(0, **same) == [WIDTH - 1] * 2
+    nothing_left = fused.surplus(laws, torch.full((2,), 1, device=DEVICE), **same)
+    assert nothing_left.draw(ends, torch.ones(2, dtype=torch.bool, device=DEVICE)).tolist() == [5, WIDTH - 2]
 
 
 def chains_of(chance: np.random.Generator, num_requests: int, num_chains: int, length: int) -> tuple[Chains, LawTable]:
