@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -22,7 +25,7 @@ from engine.request import Request, Sampling
 from engine.sampling.edits import Place, edit
 from engine.sampling.following import Following
 from engine.sampling.grammar import Grammars, GrammarState
-from engine.sampling.grammar_process import Vocabulary, read_vocabulary
+from engine.sampling.grammar_process import Vocabulary, _first_line, follow, read_vocabulary
 from tests.server.tiny_models import write_pair
 
 OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}]})
@@ -53,6 +56,18 @@ def started(grammars: Grammars, grammar: str) -> GrammarState:
     return state
 
 
+def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
+    """The same in a thread of this process, where a debugger and the tool for mutants see what it does."""
+    ours, theirs = socket.socketpair()
+    operands = (Connection(theirs.detach()), read_vocabulary(vocabulary))
+    threading.Thread(target=follow, args=operands, daemon=True).start()
+    patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
+    state = GrammarState(Connection(ours.detach()), grammar, vocabulary.vocab_size, patient, lambda _: None)
+    while not state.is_ready():
+        time.sleep(0.002)
+    return state
+
+
 def wait_for_end(process_id: int) -> None:
     """Fails where a process still runs after a generous while."""
     for _ in range(3000):
@@ -66,16 +81,18 @@ def wait_for_end(process_id: int) -> None:
     raise AssertionError(f"process {process_id} still runs")
 
 
-def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("here", [False, True])
+def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
     """Along an answer, and below several drafted paths, some of which end or leave the grammar."""
     tokenizer = read_vocabulary(vocabulary)
-    state, matcher = started(grammars, OBJECT), LLMatcher(tokenizer, OBJECT)
+    state = followed_here(vocabulary, OBJECT) if here else started(grammars, OBJECT)
+    matcher = LLMatcher(tokenizer, OBJECT)
     answer: list[int] = []
     for token in tokenizer.tokenize_str('{"n":12'):
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         ends = vocabulary.eos_token_ids
         wrong = int(np.flatnonzero(allowed[: vocabulary.vocab_size] == 0)[0])
-        masks = state.masks(answer, [(), (token,), tuple(ends), (wrong,)])()
+        masks = state.masks(answer, [(), (token,), (token, *ends), (wrong,), (token, wrong, wrong)])()
         assert masks[0] is not None
         assert np.array_equal(masks[0], allowed[: vocabulary.vocab_size].astype(bool))
         below = matcher.deep_copy()
@@ -86,20 +103,25 @@ def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary)
         assert masks[2] is None
         assert masks[3] is not None
         assert np.flatnonzero(masks[3]).tolist() == ends
+        assert masks[4] is not None
+        allowed_below = below.deep_copy().consume_tokens([wrong]) and below.deep_copy().consume_tokens([wrong, wrong])
+        assert allowed_below or np.flatnonzero(masks[4]).tolist() == ends
         matcher.consume_tokens([token])
         answer.append(token)
     assert state.failure is None
     state.end()
 
 
-def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("here", [False, True])
+def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary, here: bool) -> None:
     """The library gives up on a token that its own mask has allowed: below it the answer must not seem complete."""
     tokenizer = read_vocabulary(vocabulary)
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
     grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
     grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
     (token,) = tokenizer.tokenize_str("x")
-    state, answer = started(grammars, grammar), tokenizer.tokenize_str("[")
+    state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
+    answer = tokenizer.tokenize_str("[")
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     matcher.consume_tokens(answer)
     while matcher.deep_copy().consume_tokens([token]):
@@ -125,6 +147,16 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, gramma
     with pytest.raises(RequestError, match=reason):
         started(grammars, grammar)
     started(grammars, OBJECT).end()
+
+
+def test_a_reason_is_the_library_s_first_line(vocabulary: Vocabulary) -> None:
+    grammar = "start: nothing"
+    matcher = LLMatcher(read_vocabulary(vocabulary), grammar, log_level=0)
+    with pytest.raises(RequestError) as refused:
+        followed_here(vocabulary, grammar)
+    assert str(refused.value) == f"the grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}"
+    assert len(_first_line("x" * 1000)) == 400
+    assert _first_line(" \n") == "unknown error"
 
 
 def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:
