@@ -1,0 +1,330 @@
+"""What a step gives to its rules, and what it makes of their verdicts: everything once more by hand.
+
+Requests of many kinds run together. In every step each drafted chain is compared with what the plan asked for; each law
+along it with plain transformers, edited and filtered by hand; each uniform number with its name; and each emission with
+the chain it comes from. What the rules decide is tested elsewhere (tests/speculation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+import engine.engine as engine_module
+from engine import verifying
+from engine.drafters.draft import Draft
+from engine.drafters.model import method_of
+from engine.execution.loading import LoadedModel
+from engine.plan import Emission, Plan, Row, Verdict
+from engine.request import Request, Speculation
+from engine.sampling.edits import Place
+from engine.sampling.noise import Purpose, uniform
+from engine.speculation.drafting import children
+from engine.speculation.gap import acceptance_gap
+from tests.engine import tiny
+from tests.sampling.test_edits import VOCABULARY, by_hand
+from tests.sampling.test_law import reference
+
+EDITS: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.4,
+    "logit_bias": ((3, 0.7),),
+    "bad_words": ((4, 5),),
+}
+WISHES: list[tuple[Speculation, dict[str, Any]]] = [
+    (Speculation(rule="block", num_drafts=1, draft_length=3), {}),
+    (Speculation(rule="bv_race", num_drafts=4, draft_length=3), {"temperature": 0.7, "top_k": 5}),
+    (Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)), EDITS),
+    (Speculation(rule="greedy", num_drafts=3, draft_length=2, tree=(1, 3)), {"min_p": 0.02}),
+    (Speculation(rule="rrs_without_replacement", num_drafts=4, draft_length=2, tree=(2, 2)), {"seed_stable": True}),
+    (Speculation(rule="bv_race", num_drafts=3, draft_length=2), {"temperature": 0.0}),
+    (Speculation(rule="rrs_without_replacement", num_drafts=3, draft_length=2), {"temperature": 0.0}),
+    (tiny.OFF, EDITS),
+    (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), {}),
+    (Speculation(drafters=("prompt_lookup",)), {"seed_stable": True, **EDITS}),
+    (Speculation(rule="spectr_gbv", num_drafts=3, draft_length=3), {}),
+    (Speculation(rule="spechub", num_drafts=2, draft_length=1), {}),
+]
+
+
+def plain_copy(model: LoadedModel) -> Any:
+    model.model.set_attn_implementation("eager")
+    return model.model
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, Any]:
+    """Target and draft, as transformers runs them."""
+    target = tiny.llama(1, VOCABULARY)
+    return plain_copy(target), plain_copy(tiny.perturbed(target, 2, 0.1))
+
+
+@dataclass
+class Checked:
+    """Checks every step of an engine, and counts what it has seen."""
+
+    target: Any
+    draft: Any
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def laws(self, model: Any, row: Row, chain: Sequence[int]) -> list[np.ndarray]:
+        """The law below each prefix of a chain, as the row samples."""
+        text = self.texts[row.sequence_id]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*text, *chain]]), use_cache=False).logits[0, len(text) - 1 :]
+        laws = []
+        for depth, logit in enumerate(logits.numpy()):
+            path = tuple(chain[:depth])
+            edited = logit if row.text is None else by_hand(logit, Place(row.sampling, row.text, path))
+            law = reference(edited.astype(np.float64), row.sampling)
+            if row.sampling.seed_stable:
+                law = np.eye(VOCABULARY)[self.race(law, row, depth).argmax()]
+            laws.append(law)
+        return laws
+
+    @staticmethod
+    def race(law: np.ndarray, row: Row, depth: int) -> np.ndarray:
+        clocks = -np.log(uniform(row.sampling.seed, row.end + depth, Purpose.CLOCK, 0, np.arange(VOCABULARY)))
+        return law / clocks
+
+    def plan(self, plan: Plan) -> None:
+        for row in plan.rows:
+            text = self.texts.setdefault(row.sequence_id, [])
+            assert len(text) >= row.first_index
+            text[row.first_index :] = row.known
+            assert row.text is None or list(row.text.tokens) == text[: len(row.text.tokens)]
+
+    def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[verifying.Winner]) -> None:
+        rows = plan.sampling_rows
+        target = verifying._target_laws(rows, draft, logits_NV.clone())
+        noise = verifying._noise(draft, logits_NV.device)
+        chains = draft.chains
+        assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
+        assert (chains.leads_CL is not None) == any(row.speculation.tree for row in rows if row.branching)
+        first = 0
+        for number, (row, winner) in enumerate(zip(rows, winners, strict=True)):
+            count, length = max(1, row.num_drafts), row.draft_length
+            mine = slice(first, first + count)
+            assert chains.request_C[mine].tolist() == [number] * count
+            assert chains.length_C[mine].tolist() == [length] * count
+            tokens = chains.tokens_CL[mine, :length].tolist()
+            for chain, drafted in enumerate(tokens):
+                q = self.laws(self.draft, row, drafted)[:length]
+                self.same(chains.draft.law_NV[chains.draft.row_CX[first + chain, :length]], q)
+                p = self.laws(self.target, row, drafted)
+                self.same(target.law_NV[target.row_CX[first + chain, : length + 1]], p)
+                self.numbers(noise, row, first + chain, chain)
+            self.tokens_are_drawn(draft, row, first)
+            self.layers(draft, row, mine)
+            self.tree(draft, row, number, tokens)
+            self.emission(draft, row, number, winner)
+            self.texts[row.sequence_id] += [*winner.emission.accepted, winner.emission.next_token]
+            self.seen[f"{row.speculation.rule} {row.branching} {len(row.copies)}"] += 1
+            first += count
+        assert first == chains.num_chains
+
+    @staticmethod
+    def same(found: Tensor, expected: Sequence[np.ndarray]) -> None:
+        np.testing.assert_allclose(found.double().numpy(), np.array(expected).reshape(found.shape), atol=2e-5)
+
+    @staticmethod
+    def numbers(noise: Any, row: Row, at: int, rank: int) -> None:
+        depths = np.arange(noise.accept_CL.shape[1])
+        name = row.sampling.seed, row.end
+        for found, purpose in ((noise.accept_CL, Purpose.ACCEPT), (noise.chosen_accept_CL, Purpose.CHOSEN_ACCEPT)):
+            assert found[at].tolist() == uniform(*name, purpose, rank, depths).tolist()
+        for found, purpose in (
+            (noise.residual_C, Purpose.RESIDUAL),
+            (noise.score_C, Purpose.SCORE),
+            (noise.chosen_residual_C, Purpose.CHOSEN_RESIDUAL),
+        ):
+            assert float(found[at]) == float(uniform(*name, purpose, rank)[0])
+
+    def tokens_are_drawn(self, draft: Draft, row: Row, first: int) -> None:
+        """Children of a node by its method and by the numbers of the first chains through them, which lead them."""
+        chains = draft.chains
+        for depth, width in enumerate(row.widths):
+            count, apart = row.branching[depth], row.num_drafts // width
+            for parent in range(first, first + row.num_drafts, apart * count):
+                leaders = [parent + apart * child for child in range(count)]
+                numbers = uniform(
+                    row.sampling.seed, row.end, Purpose.DRAFT, np.array(leaders) - first, np.full(count, depth)
+                )
+                weights = chains.draft.law_NV[chains.draft.row_CX[parent, depth]]
+                method = "iid" if count == 1 else method_of(row)
+                if row.sampling.seed_stable or (row.sampling.is_greedy and method != "iid"):
+                    order = self.order(row, chains.tokens_CL[parent, :depth].tolist())
+                    expected = np.argsort(-order, kind="stable")[:count].tolist()
+                else:
+                    (expected,) = children(method, weights[None], torch.from_numpy(numbers)[None]).tolist()
+                for leader, token in zip(leaders, expected, strict=True):
+                    assert chains.tokens_CL[leader : leader + apart, depth].tolist() == [token] * apart
+                    if chains.leads_CL is not None:
+                        assert chains.leads_CL[leader : leader + apart, depth].tolist() == [True] + [False] * (
+                            apart - 1
+                        )
+
+    def order(self, row: Row, path: list[int]) -> np.ndarray:
+        """What a certain row's drafts are the largest of: its logits, or the race of its tokens."""
+        text = self.texts[row.sequence_id]
+        with torch.inference_mode():
+            logit = self.draft(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].numpy()
+        edited = logit if row.text is None else by_hand(logit, Place(row.sampling, row.text, tuple(path)))
+        if not row.sampling.seed_stable:
+            return edited
+        return self.race(reference(edited.astype(np.float64), row.sampling), row, len(path))
+
+    @staticmethod
+    def layers(draft: Draft, row: Row, mine: slice) -> None:
+        layers = draft.chains.layers
+        if layers is None:
+            assert not row.layers
+            return
+        for remaining, states, counts in zip(
+            layers.remaining_CM[mine].tolist(),
+            layers.state_CM4[mine].tolist(),
+            layers.num_chains_CM[mine].tolist(),
+            strict=True,
+        ):
+            found = [(r, tuple(s), n) for r, s, n in zip(remaining, states, counts, strict=True) if r]
+            assert found == [(layer.remaining, tuple(layer.state), layer.num_chains) for layer in row.layers]
+
+    @staticmethod
+    def tree(draft: Draft, row: Row, number: int, tokens: list[list[int]]) -> None:
+        """Its paths are the drawn chains, then the copied ones."""
+        tree = draft.trees[number]
+        paths = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths]
+        assert paths == [*tokens, *(list(copy.tokens) for copy in row.copies)]
+
+    def emission(self, draft: Draft, row: Row, number: int, winner: verifying.Winner) -> None:
+        tree, emission = draft.trees[number], winner.emission
+        path = tree.paths[winner.rank][: len(emission.accepted) + 1]
+        assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
+        law = self.laws(self.target, row, emission.accepted)[-1]
+        assert law[emission.next_token] > 0
+        assert (
+            emission.num_nodes
+            == tree.num_nodes
+            == len({tuple(p[: i + 1]) for p in tree.paths for i in range(1, len(p))})
+        )
+        if winner.rank < row.first_copy:
+            assert emission.num_draft_kept <= max(0, row.draft_length - 1)
+            if not row.copies:
+                assert emission.num_draft_kept == min(len(emission.accepted), max(0, row.draft_length - 1))
+        else:
+            assert emission.num_draft_kept == 0
+        self.copies(draft, row, number, emission, path)
+        if row.num_logprobs is not None:
+            assert len(emission.logprobs) == len(emission.accepted) + 1
+
+    @staticmethod
+    def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
+        """A node counts for the first copied chain through it; beside drawn chains some of the path may be theirs."""
+        tree, seen = draft.trees[number], {0}
+        assert [one.name for one in emission.copied] == [copy.source for copy in row.copies]
+        for one, chain in zip(emission.copied, tree.paths[row.first_copy :], strict=True):
+            accepted = len(set(chain) & set(path) - seen)
+            assert (one.num_chains, one.num_nodes) == (1, len(set(chain) - seen))
+            assert one.num_accepted <= accepted
+            assert row.branching or one.num_accepted == accepted
+            seen |= set(chain)
+
+    def gap(self, plan: Plan, draft: Draft, before: Verdict, after: Verdict) -> None:
+        """Of one row at most, from its laws at the root and the first drafted tokens."""
+        rows = plan.sampling_rows
+        for number, (row, old, new) in enumerate(zip(rows, before.emissions, after.emissions, strict=True)):
+            if new.gap is None:
+                assert new == old
+                continue
+            assert not row.sampling.is_certain
+            tree = draft.trees[number]
+            width, apart = row.branching[0], row.num_drafts // row.branching[0]
+            drawn = [tree.tokens[tree.paths[apart * child][1] - 1] for child in range(width)]
+            del self.texts[row.sequence_id][row.end :]
+            p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
+            self.texts[row.sequence_id] += [*new.accepted, new.next_token]
+            if not row.layers:
+                expected = acceptance_gap(row.speculation.rule, method_of(row), p, q, drawn)
+                assert new.gap == pytest.approx(expected, abs=1e-4)
+            self.seen["gap"] += 1
+
+
+@pytest.fixture
+def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """An engine that is built now has its steps checked."""
+    one = Checked(*plain)
+    verify, observe = engine_module.verify_chains, engine_module.observe_gap
+
+    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[verifying.Winner]:
+        one.plan(plan)
+        winners = verify(plan, draft, logits_NV)
+        if draft is not None:
+            one.step(plan, draft, logits_NV, winners)
+        return winners
+
+    def observing_checked(
+        plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, _: float
+    ) -> Verdict:
+        found = observe(plan, draft, logits_NV, verdict, step, 1.0)
+        if draft is not None:
+            one.gap(plan, draft, verdict, found)
+        assert observe(plan, draft, logits_NV, verdict, step, 0.0) == verdict
+        return found
+
+    monkeypatch.setattr(engine_module, "verify_chains", verifying_checked)
+    monkeypatch.setattr(engine_module, "observe_gap", observing_checked)
+    return one
+
+
+def requests() -> list[Request]:
+    prompts = tiny.prompts(VOCABULARY, [9 + i for i in range(len(WISHES))])
+    made = []
+    for i, (speculation, more) in enumerate(WISHES):
+        request = tiny.request(str(i), prompts[i] * 2, speculation, 12, **{"temperature": 1.0, "seed": 100 + i, **more})
+        made.append(replace(request, num_logprobs=3 if i == 3 else None))
+    return made
+
+
+def run_all() -> tiny.Run:
+    target = tiny.llama(1, VOCABULARY)
+    return tiny.run(tiny.build(target, tiny.perturbed(target, 2, 0.1), max_copied_tokens=16), requests())
+
+
+def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
+    run = run_all()
+    assert all(len(tokens) == 12 for tokens in run.tokens.values())
+    assert checked.seen["gap"] > 3
+    assert len(checked.seen) > len(WISHES)
+
+
+@pytest.mark.parametrize("part", ["engine.drafters.model._places", "engine.verifying._places"])
+def test_laws_that_forget_a_node_s_path_are_found_out(
+    checked: Checked, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: Any = resolve_name(part)
+
+    def at_the_root(*operands: Any) -> list[Place | None]:
+        return [place and Place(place.sampling, place.text) for place in places(*operands)]
+
+    monkeypatch.setattr(part, at_the_root)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        run_all()
+
+
+def test_numbers_of_another_purpose_are_found_out(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = verifying.uniform
+    monkeypatch.setattr(
+        verifying, "uniform", lambda seed, position, purpose, *more: named(seed, position, np.add(purpose, 1), *more)
+    )
+    with pytest.raises(AssertionError):
+        run_all()
