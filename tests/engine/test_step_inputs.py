@@ -28,8 +28,10 @@ from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
 from engine.sampling.edits import Place
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import children
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.gap import acceptance_gap
+from engine.speculation.verification import RULES
+from engine.speculation.verification.copies import walk
 from tests.engine import tiny
 from tests.sampling.test_edits import VOCABULARY, by_hand
 from tests.sampling.test_law import reference
@@ -40,6 +42,8 @@ EDITS: dict[str, Any] = {
     "logit_bias": ((3, 0.7),),
     "bad_words": ((4, 5),),
 }
+# So that copies of the prompt are followed now and then.
+FEW: dict[str, Any] = {"allowed_token_ids": (5, 11)}
 WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="block", num_drafts=1, draft_length=3), {}),
     (Speculation(rule="bv_race", num_drafts=4, draft_length=3), {"temperature": 0.7, "top_k": 5}),
@@ -49,8 +53,9 @@ WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="bv_race", num_drafts=3, draft_length=2), {"temperature": 0.0}),
     (Speculation(rule="rrs_without_replacement", num_drafts=3, draft_length=2), {"temperature": 0.0}),
     (tiny.OFF, EDITS),
-    (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), {}),
-    (Speculation(drafters=("prompt_lookup",)), {"seed_stable": True, **EDITS}),
+    (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), FEW),
+    (Speculation(drafters=("prompt_lookup",)), FEW),
+    (Speculation(drafters=("prompt_lookup",)), {"seed_stable": True, **FEW}),
     (Speculation(rule="spectr_gbv", num_drafts=3, draft_length=3), {}),
     (Speculation(rule="spechub", num_drafts=2, draft_length=1), {}),
 ]
@@ -111,6 +116,7 @@ class Checked:
         chains = draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
         assert (chains.leads_CL is not None) == any(row.speculation.tree for row in rows if row.branching)
+        self.walks(draft, rows, target, winners)
         first = 0
         for number, (row, winner) in enumerate(zip(rows, winners, strict=True)):
             count, length = max(1, row.num_drafts), row.draft_length
@@ -128,10 +134,33 @@ class Checked:
             self.layers(draft, row, mine)
             self.tree(draft, row, number, tokens)
             self.emission(draft, row, number, winner)
+            if not row.copies:
+                self.verdict(chains, target, noise, row, mine, winner)
             self.texts[row.sequence_id] += [*winner.emission.accepted, winner.emission.next_token]
             self.seen[f"{row.speculation.rule} {row.branching} {len(row.copies)}"] += 1
             first += count
         assert first == chains.num_chains
+
+    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, winners: Sequence[verifying.Winner]) -> None:
+        """Copied chains are followed by their laws and numbers; what was refused is not emitted."""
+        starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
+        found = verifying._walks(rows, draft, target.law_NV, starts)
+        assert list(found) == [number for number, row in enumerate(rows) if row.copies]
+        for number, taken in found.items():
+            row, tree, emission = rows[number], draft.trees[number], winners[number].emission
+            probability: dict[int, float] = {}
+            for path in tree.paths[row.first_copy :]:
+                tokens = [tree.tokens[node - 1] for node in path[1:]]
+                laws = self.laws(self.target, row, tokens)
+                probability |= {
+                    node: float(laws[i][token]) for i, (node, token) in enumerate(zip(path[1:], tokens, strict=True))
+                }
+            numbers = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
+            assert taken == walk(tree, row.first_copy, probability, numbers.tolist())
+            emitted = [*emission.accepted, emission.next_token]
+            assert emitted[: taken.depth] == [tree.tokens[node - 1] for node in taken.path[1:]]
+            assert emitted[taken.depth] not in taken.refused
+            self.seen["walked"] += taken.depth > 0
 
     @staticmethod
     def same(found: Tensor, expected: Sequence[np.ndarray]) -> None:
@@ -228,6 +257,21 @@ class Checked:
             assert len(emission.logprobs) == len(emission.accepted) + 1
 
     @staticmethod
+    def verdict(
+        chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, winner: verifying.Winner
+    ) -> None:
+        """What the row's rule says of its chains alone."""
+        index = torch.arange(mine.start, mine.stop)
+        name = "nss" if row.sampling.is_certain else row.speculation.rule if row.branching else "block"
+        alone = RULES[name].verify(chains.select(index), target.select(index), noise.select(index))
+        rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
+        tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
+        assert (list(winner.emission.accepted), winner.emission.next_token) == (tokens, int(alone.next_token_B[0]))
+        assert bool(winner.emission.layers) == (
+            alone.layers is not None and bool((alone.layers.remaining_CM > 0).any())
+        )
+
+    @staticmethod
     def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
         """A node counts for the first copied chain through it; beside drawn chains some of the path may be theirs."""
         tree, seen = draft.trees[number], {0}
@@ -290,7 +334,8 @@ def requests() -> list[Request]:
     prompts = tiny.prompts(VOCABULARY, [9 + i for i in range(len(WISHES))])
     made = []
     for i, (speculation, more) in enumerate(WISHES):
-        request = tiny.request(str(i), prompts[i] * 2, speculation, 12, **{"temperature": 1.0, "seed": 100 + i, **more})
+        prompt = [(5, 11)[token % 2] for token in prompts[i]] if "allowed_token_ids" in more else prompts[i]
+        request = tiny.request(str(i), prompt * 2, speculation, 12, **{"temperature": 1.0, "seed": 100 + i, **more})
         made.append(replace(request, num_logprobs=3 if i == 3 else None))
     return made
 
@@ -304,6 +349,7 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     run = run_all()
     assert all(len(tokens) == 12 for tokens in run.tokens.values())
     assert checked.seen["gap"] > 3
+    assert checked.seen["walked"] > 3
     assert len(checked.seen) > len(WISHES)
 
 
