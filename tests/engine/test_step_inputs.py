@@ -7,6 +7,7 @@ the chain it comes from. What the rules decide is tested elsewhere (tests/specul
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ EDITS: dict[str, Any] = {
     "logit_bias": ((3, 0.7),),
     "bad_words": ((4, 5),),
 }
+SHARE = 0.8
+"""Of the steps whose gap is observed."""
 # So that copies of the prompt are followed now and then.
 FEW: dict[str, Any] = {"allowed_token_ids": (5, 11)}
 WISHES: list[tuple[Speculation, dict[str, Any]]] = [
@@ -54,7 +57,7 @@ WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="rrs_without_replacement", num_drafts=3, draft_length=2), {"temperature": 0.0}),
     (tiny.OFF, EDITS),
     (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), FEW),
-    (Speculation(drafters=("prompt_lookup",)), FEW),
+    (Speculation(drafters=("prompt_lookup", "prediction")), FEW),
     (Speculation(drafters=("prompt_lookup",)), {"seed_stable": True, **FEW}),
     (Speculation(rule="spectr_gbv", num_drafts=3, draft_length=3), {}),
     (Speculation(rule="spechub", num_drafts=2, draft_length=1), {}),
@@ -283,24 +286,28 @@ class Checked:
             assert row.branching or one.num_accepted == accepted
             seen |= set(chain)
 
-    def gap(self, plan: Plan, draft: Draft, before: Verdict, after: Verdict) -> None:
-        """Of one row at most, from its laws at the root and the first drafted tokens."""
+    def gap(self, plan: Plan, draft: Draft, step: int, before: Verdict, after: Verdict) -> None:
+        """On a share of the steps that of one row, from its laws at the root and the first drafted tokens."""
+        chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2))
         rows = plan.sampling_rows
-        for number, (row, old, new) in enumerate(zip(rows, before.emissions, after.emissions, strict=True)):
-            if new.gap is None:
-                assert new == old
-                continue
-            assert not row.sampling.is_certain
-            tree = draft.trees[number]
-            width, apart = row.branching[0], row.num_drafts // row.branching[0]
-            drawn = [tree.tokens[tree.paths[apart * child][1] - 1] for child in range(width)]
-            del self.texts[row.sequence_id][row.end :]
-            p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
-            self.texts[row.sequence_id] += [*new.accepted, new.next_token]
-            if not row.layers:
-                expected = acceptance_gap(row.speculation.rule, method_of(row), p, q, drawn)
-                assert new.gap == pytest.approx(expected, abs=1e-4)
-            self.seen["gap"] += 1
+        number = int(choice * len(rows))
+        row, old, new = rows[number], before.emissions[number], after.emissions[number]
+        others = [list(verdict.emissions) for verdict in (before, after)]
+        assert others[0][:number] + others[0][number + 1 :] == others[1][:number] + others[1][number + 1 :]
+        if chance >= SHARE or not row.branching or row.sampling.is_certain:
+            assert new == old
+            return
+        tree = draft.trees[number]
+        width, apart = row.branching[0], row.num_drafts // row.branching[0]
+        drawn = [tree.tokens[tree.paths[apart * child][1] - 1] for child in range(width)]
+        del self.texts[row.sequence_id][row.end :]
+        p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
+        self.texts[row.sequence_id] += [*new.accepted, new.next_token]
+        assert new == dataclasses.replace(old, gap=new.gap)
+        if not row.layers:
+            expected = acceptance_gap(row.speculation.rule, method_of(row), p, q, drawn)
+            assert new.gap == (expected if expected is None else pytest.approx(expected, abs=1e-4))
+        self.seen["gap"] += 1
 
 
 @pytest.fixture
@@ -319,11 +326,11 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
     def observing_checked(
         plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, _: float
     ) -> Verdict:
-        found = observe(plan, draft, logits_NV, verdict, step, 1.0)
-        if draft is not None:
-            one.gap(plan, draft, verdict, found)
-        assert observe(plan, draft, logits_NV, verdict, step, 0.0) == verdict
-        return found
+        for number in range(10 * step, 10 * step + 5):
+            found = observe(plan, draft, logits_NV, verdict, number, SHARE)
+            if draft is not None:
+                one.gap(plan, draft, number, verdict, found)
+        return verdict
 
     monkeypatch.setattr(engine_module, "verify_chains", verifying_checked)
     monkeypatch.setattr(engine_module, "observe_gap", observing_checked)
@@ -336,7 +343,8 @@ def requests() -> list[Request]:
     for i, (speculation, more) in enumerate(WISHES):
         prompt = [(5, 11)[token % 2] for token in prompts[i]] if "allowed_token_ids" in more else prompts[i]
         request = tiny.request(str(i), prompt * 2, speculation, 12, **{"temperature": 1.0, "seed": 100 + i, **more})
-        made.append(replace(request, num_logprobs=3 if i == 3 else None))
+        prediction = tuple(prompt[:8]) if "prediction" in (speculation.drafters or ()) else ()
+        made.append(replace(request, num_logprobs=3 if i == 3 else None, prediction=prediction))
     return made
 
 
