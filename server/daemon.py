@@ -42,6 +42,9 @@ from server.tools import format_of
 log = logging.getLogger("polydraft")
 
 _BACKLOG = 2048
+# Longer than clients and proxies keep an unused connection (httpx, and so the openai client: 5 s; load balancers often
+# 60 s). A server that closes it first may cut off a request that is on its way.
+_IDLE_CONNECTION_S = 75
 _HTTP_CLIENTS = ("httpx", "httpx2")
 EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
 
@@ -226,6 +229,7 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
         lifespan="off",
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=1,
     )
     try:
