@@ -59,8 +59,13 @@ def started(grammars: Grammars, grammar: str) -> GrammarState:
 def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
     """The same in a thread of this process, where a debugger and the tool for mutants see what it does."""
     ours, theirs = socket.socketpair()
-    operands = (Connection(theirs.detach()), read_vocabulary(vocabulary))
-    threading.Thread(target=follow, args=operands, daemon=True).start()
+    tokenizer = read_vocabulary(vocabulary)
+
+    def run() -> None:
+        with Connection(theirs.detach()) as connection:  # whoever waits for an answer sees the end
+            follow(connection, tokenizer)
+
+    threading.Thread(target=run, daemon=True).start()
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
     state = GrammarState(Connection(ours.detach()), grammar, vocabulary.vocab_size, patient, lambda _: None)
     while not state.is_ready():
