@@ -59,6 +59,7 @@ WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), FEW),
     (Speculation(drafters=("prompt_lookup", "prediction")), FEW),
     (Speculation(drafters=("prompt_lookup",)), {"seed_stable": True, **FEW}),
+    *[(Speculation(drafters=("prompt_lookup",)), FEW)] * 4,
     (Speculation(rule="spectr_gbv", num_drafts=3, draft_length=3), {}),
     (Speculation(rule="spechub", num_drafts=2, draft_length=1), {}),
 ]
@@ -163,6 +164,10 @@ class Checked:
             emitted = [*emission.accepted, emission.next_token]
             assert emitted[: taken.depth] == [tree.tokens[node - 1] for node in taken.path[1:]]
             assert emitted[taken.depth] not in taken.refused
+            begun = [tree.tokens[node - 1] for node in taken.path[1:]]
+            drawn = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths[: row.first_copy]]
+            is_alive = any(chain[: taken.depth] == begun and len(chain) > taken.depth for chain in drawn)
+            assert (winners[number].rank < row.first_copy) == is_alive, "drawn chains are verified below the walk"
             self.seen["walked"] += taken.depth > 0
 
     @staticmethod
@@ -358,7 +363,7 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     assert all(len(tokens) == 12 for tokens in run.tokens.values())
     assert checked.seen["gap"] > 3
     assert checked.seen["walked"] > 3
-    assert len(checked.seen) > len(WISHES)
+    assert len(checked.seen) > 20
 
 
 @pytest.mark.parametrize("part", ["engine.drafters.model._places", "engine.verifying._places"])
