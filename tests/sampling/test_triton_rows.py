@@ -201,6 +201,20 @@ def test_rows_that_do_not_speculate_draw_from_their_law(kernels: None) -> None:
     assert torch.equal(found.next_token_B, categorical(laws, uniform))
 
 
+def test_a_row_is_drawn_from_by_the_kernels_or_without_them(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in another order than the laws; laws that do not lie in one piece are drawn from without kernels."""
+    laws = random_law(np.random.default_rng(6), 3)
+    rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
+    uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
+    expected = categorical(laws[rows], uniform)
+    calls = []
+    right = triton_rows.Surplus.draw
+    monkeypatch.setattr(triton_rows.Surplus, "draw", lambda *operands: calls.append(1) or right(*operands))
+    assert torch.equal(fused.draw(laws, rows, uniform), expected)
+    assert torch.equal(fused.draw(laws.T.contiguous().T, rows, uniform), expected)
+    assert len(calls) == 1
+
+
 def test_every_kernel_compiles_for_hopper() -> None:
     """Without a device: down to the machine code of an H100, by the compiler that Triton brings."""
     script = Path(__file__).parent.parent / "compile_kernels.py"
