@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import engine.verifying as verifying
-from engine.request import Request, Speculation
+from engine.plan import Row
+from engine.request import Request, Sampling, Speculation
+from engine.speculation.verification import RULES
 from tests.engine import tiny
 
 PLAIN, BLOCK = tiny.OFF, Speculation(rule="block", num_drafts=1, draft_length=3)
@@ -69,3 +72,57 @@ def test_certain_rows_keep_their_own_rule() -> None:
     certain = requests(RACE, BLOCK, PLAIN, temperature=0.0)
     answers = tiny.run(tiny.build(TARGET, DRAFT), certain).tokens
     assert answers["0"] == answers["1"] == answers["2"]
+
+
+def row(speculation: Speculation, **more: Any) -> Row:
+    """A row that drafts what it asks for."""
+    return Row(
+        sequence_id=0,
+        known=(1,),
+        first_index=9,
+        draft_known=(1,),
+        draft_first_index=9,
+        block_ids=(0,),
+        samples=True,
+        sampling=Sampling(),
+        speculation=speculation,
+        branching=(speculation.num_drafts,) + (1,) * (speculation.draft_length - 1) if speculation.num_drafts else (),
+        **more,
+    )
+
+
+def parts_of(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False) -> list[tuple[Any, list[int]]]:
+    return list(verifying._parts(rows, np.array([bool(one.branching) for one in rows]), vocab_size, by_tiles))
+
+
+def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
+    """All to block verification where there is none; other rules have parts of their own."""
+    block, race, traversal = (RULES[name].verify for name in ("block", "bv_race", "traversal"))
+    four = Speculation(rule="traversal", num_drafts=4, draft_length=2)
+    two = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
+    assert parts_of([row(one) for one in (PLAIN, BLOCK, ONE)]) == [(block, [0, 1, 2])]
+    assert parts_of([row(one) for one in (PLAIN, two, BLOCK, ONE)]) == [(race, [0, 1, 2, 3])]
+    assert parts_of([row(one) for one in (four, PLAIN, ONE)]) == [(traversal, [0]), (block, [1, 2])]
+    lossy = Speculation(rule="block", num_drafts=1, draft_length=2, over_acceptance=0.3)
+    ((verify, numbers),) = parts_of([row(lossy)])
+    assert (verify, numbers) == (verifying.OverAcceptance(0.3, lossy.over_acceptance_residual), [0])
+
+
+def test_parts_stay_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 bytes, of which a chain needs 100 (10 where kernels keep sums of tiles only); one row is always taken."""
+    monkeypatch.setattr(verifying, "_VERIFY_BYTES", 1000)
+    monkeypatch.setattr(verifying, "_CHAIN_BYTES", 10)
+
+    def sizes(rows: list[Row], by_tiles: bool = False) -> list[int]:
+        found = parts_of(rows, by_tiles=by_tiles)
+        assert sorted(number for _, numbers in found for number in numbers) == list(range(len(rows)))
+        return [len(numbers) for _, numbers in found]
+
+    assert sizes([row(BLOCK)] * 25) == [10, 10, 5]
+    assert sizes([row(PLAIN)] * 12) == [10, 2]
+    assert sizes([row(RACE)] * 7) == [3, 3, 1]
+    assert sizes([row(RACE)] * 35, by_tiles=True) == [33, 2]
+    assert sizes([row(GREEDY)] * 4, by_tiles=True) == [3, 1]
+    assert sizes([row(RACE), row(RACE), row(BLOCK), row(RACE), row(RACE)]) == [4, 1]
+    wide = Speculation(rule="nss", num_drafts=20, draft_length=1)
+    assert sizes([row(wide)] * 2) == [1, 1]
