@@ -31,7 +31,7 @@ from engine.sampling.edits import Place
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.gap import acceptance_gap
-from engine.speculation.verification import RULES
+from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.copies import walk
 from tests.engine import tiny
 from tests.sampling.test_edits import VOCABULARY, by_hand
@@ -55,6 +55,7 @@ WISHES: list[tuple[Speculation, dict[str, Any]]] = [
     (Speculation(rule="rrs_without_replacement", num_drafts=4, draft_length=2, tree=(2, 2)), {"seed_stable": True}),
     (Speculation(rule="bv_race", num_drafts=3, draft_length=2), {"temperature": 0.0}),
     (Speculation(rule="rrs_without_replacement", num_drafts=3, draft_length=2), {"temperature": 0.0}),
+    (Speculation(rule="token", num_drafts=1, draft_length=3, over_acceptance=0.3), {}),
     (tiny.OFF, EDITS),
     (Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup")), FEW),
     (Speculation(drafters=("prompt_lookup", "prediction")), FEW),
@@ -248,7 +249,7 @@ class Checked:
         path = tree.paths[winner.rank][: len(emission.accepted) + 1]
         assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
         law = self.laws(self.target, row, emission.accepted)[-1]
-        assert law[emission.next_token] > 0
+        assert law[emission.next_token] > 0 or row.speculation.over_acceptance
         assert (
             emission.num_nodes
             == tree.num_nodes
@@ -269,15 +270,19 @@ class Checked:
         chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, winner: verifying.Winner
     ) -> None:
         """What the row's rule says of its chains alone."""
-        index = torch.arange(mine.start, mine.stop)
-        name = "nss" if row.sampling.is_certain else row.speculation.rule if row.branching else "block"
-        alone = RULES[name].verify(chains.select(index), target.select(index), noise.select(index))
+        index, asked = torch.arange(mine.start, mine.stop), row.speculation
+        name = "nss" if row.sampling.is_certain else asked.rule if row.branching else "block"
+        lossy = OverAcceptance(asked.over_acceptance, asked.over_acceptance_residual)
+        verify = lossy if asked.over_acceptance and row.branching else RULES[name].verify
+        alone = verify(chains.select(index), target.select(index), noise.select(index))
         rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
         tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
-        assert (list(winner.emission.accepted), winner.emission.next_token) == (tokens, int(alone.next_token_B[0]))
-        assert bool(winner.emission.layers) == (
-            alone.layers is not None and bool((alone.layers.remaining_CM > 0).any())
-        )
+        emission, layers = winner.emission, alone.layers
+        assert (list(emission.accepted), emission.next_token) == (tokens, int(alone.next_token_B[0]))
+        assert emission.bias == (0.0 if alone.bias_B is None else float(alone.bias_B[0]))
+        parts = () if layers is None else (layers.remaining_CM[0], layers.state_CM4[0], layers.num_chains_CM[0])
+        left = [(r, tuple(s), n) for r, s, n in zip(*(part.tolist() for part in parts), strict=True) if r]
+        assert [(one.remaining, one.state, one.num_chains) for one in emission.layers] == left
 
     @staticmethod
     def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
@@ -299,7 +304,7 @@ class Checked:
         row, old, new = rows[number], before.emissions[number], after.emissions[number]
         others = [list(verdict.emissions) for verdict in (before, after)]
         assert others[0][:number] + others[0][number + 1 :] == others[1][:number] + others[1][number + 1 :]
-        if chance >= SHARE or not row.branching or row.sampling.is_certain:
+        if chance >= SHARE or not row.branching or row.sampling.is_certain or row.speculation.over_acceptance:
             assert new == old
             return
         tree = draft.trees[number]
@@ -355,7 +360,8 @@ def requests() -> list[Request]:
 
 def run_all() -> tiny.Run:
     target = tiny.llama(1, VOCABULARY)
-    return tiny.run(tiny.build(target, tiny.perturbed(target, 2, 0.1), max_copied_tokens=16), requests())
+    draft = tiny.perturbed(target, 2, 0.1)
+    return tiny.run(tiny.build(target, draft, max_copied_tokens=16, max_over_acceptance=0.3), requests())
 
 
 def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
