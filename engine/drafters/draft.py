@@ -57,7 +57,7 @@ class Layout:
         return Layout(
             request_C,
             rank_C,
-            length_C=spread([row.draft_length if row.num_drafts else 0 for row in rows]),
+            length_C=spread([row.draft_length for row in rows]),
             seed_C=spread([row.sampling.seed for row in rows]),
             position_C=spread([row.end for row in rows]),
             levels=tuple(_levels(rows, np.asarray(counts, dtype=np.int64))),

@@ -228,6 +228,7 @@ class Checked:
         if layers is None:
             assert not row.layers
             return
+        assert layers.remaining_CM.dtype == layers.num_chains_CM.dtype == torch.int64
         for remaining, states, counts in zip(
             layers.remaining_CM[mine].tolist(),
             layers.state_CM4[mine].tolist(),
