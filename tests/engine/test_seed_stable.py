@@ -13,7 +13,7 @@ import torch
 from engine.errors import RequestError
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
-from engine.sampling.stable import race, uniform_rows
+from engine.sampling.stable import race, uniform_rows, winners_only
 from tests.engine import tiny
 
 TARGET = tiny.llama(seed=1)
@@ -87,7 +87,10 @@ def test_a_race_never_gives_an_impossible_token() -> None:
     law = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [1e-38, 0.0, 1.0]]).repeat(300, 1)
     samplings = [tiny.request(str(i), (1,)).sampling for i in range(900)]
     samplings = [msgspec.structs.replace(one, seed=i) for i, one in enumerate(samplings)]
-    winners = race(law, samplings, list(range(900))).argmax(1)
+    found = race(law, samplings, list(range(900)))
+    winners = found.argmax(1)
+    assert winners_only(found).gather(1, winners.unsqueeze(1)).eq(1).all()
+    assert winners_only(found).sum(1).eq(1).all()
     assert bool((law.gather(1, winners.unsqueeze(1)) > 0).all())
     assert 50 < int((winners[1::3] == 0).sum()) < 250
 

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from engine.config import GrammarConfig
 from engine.errors import RequestError
 from engine.plan import Text
-from engine.request import Request, Sampling
+from engine.request import GRAMMAR, Request, Sampling
 from engine.sampling.edits import Place, edit
 from engine.sampling.following import Following
 from engine.sampling.grammar import Grammars, GrammarState
@@ -294,6 +294,10 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
     assert (len(source.open), following.num_waiting) == (4, 3)
     source.open[3].is_read = True
     assert [one.request_id for one, _ in following.ready()[0]] == ["u"]
+    reason = source.open[3].failure = RequestError("not any further")
+    assert following.failed() == [("u", reason)]
+    assert following.failed() == []
+    assert not source.open[3].is_read, "it is ended"
 
 
 def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +322,7 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pyt
     ((name, error),) = following.ready()[1]
     assert name == "b"
     assert "too many open files" in str(error)
+    assert error.param == GRAMMAR
     monkeypatch.setattr(source, "start", start)
     for number in range(9):
         ask(str(number))

@@ -108,6 +108,17 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         torch.testing.assert_close(together[i], alone, atol=1e-7, rtol=1e-6)
 
 
+def test_parameters_are_selected_by_row() -> None:
+    """In another order, some twice: each row's law is its own."""
+    rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5), Sampling(min_p=0.2)]
+    wanted = [3, 1, 2, 0, 3, 1]
+    logits = torch.randn(len(wanted), 50)
+    found = law(logits, LawParameters.of(rows, CPU).select(torch.tensor(wanted)))
+    for logit, row, index in zip(logits, found, wanted, strict=True):
+        alone = law(logit.unsqueeze(0), LawParameters.of([rows[index]], CPU))[0]
+        torch.testing.assert_close(row, alone, atol=1e-7, rtol=1e-6)
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 1 - 2**-53])
 def test_draws_never_return_a_token_of_zero_weight(uniform: float) -> None:
     weights = torch.zeros(4, 100)

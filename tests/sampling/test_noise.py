@@ -74,6 +74,7 @@ def test_numbers_are_the_same_in_every_version() -> None:
     for seed, position, purpose, chain, depth in ((0, 0, Purpose.DRAFT, 0, 0), (-7, 2**40, Purpose.CLOCK, 3, 50_000)):
         word = by_hand(seed, position, purpose, chain, depth)
         assert uniform(seed, position, purpose, chain, depth)[0] == ((word >> 11) + 0.5) / 2**53
+    assert uniform(1, 2, Purpose.ACCEPT)[0] == ((by_hand(1, 2, Purpose.ACCEPT, 0, 0) >> 11) + 0.5) / 2**53
     assert uniform(1, 2, Purpose.ACCEPT, 3, 4)[0] == 0.2722337081597647
     for seed, index in ((42, 1), (-(2**63), 7)):
         word = by_hand(seed, index, Purpose.CHOICE)
