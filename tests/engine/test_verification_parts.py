@@ -74,7 +74,7 @@ def test_certain_rows_keep_their_own_rule() -> None:
     assert answers["0"] == answers["1"] == answers["2"]
 
 
-def row(speculation: Speculation, **more: Any) -> Row:
+def row(speculation: Speculation) -> Row:
     """A row that drafts what it asks for."""
     return Row(
         sequence_id=0,
@@ -87,7 +87,6 @@ def row(speculation: Speculation, **more: Any) -> Row:
         sampling=Sampling(),
         speculation=speculation,
         branching=(speculation.num_drafts,) + (1,) * (speculation.draft_length - 1) if speculation.num_drafts else (),
-        **more,
     )
 
 

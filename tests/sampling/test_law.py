@@ -100,7 +100,7 @@ def test_extreme_temperatures_give_a_law(temperature: float) -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = torch.randn(3, 50)
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1)]
     together = law(logits, LawParameters.of(rows, CPU))
     for i, sampling in enumerate(rows):
@@ -112,7 +112,7 @@ def test_parameters_are_selected_by_row() -> None:
     """In another order, some twice: each row's law is its own."""
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5), Sampling(min_p=0.2)]
     wanted = [3, 1, 2, 0, 3, 1]
-    logits = torch.randn(len(wanted), 50)
+    logits = torch.randn(len(wanted), 50, generator=torch.Generator().manual_seed(1))
     found = law(logits, LawParameters.of(rows, CPU).select(torch.tensor(wanted)))
     for logit, row, index in zip(logits, found, wanted, strict=True):
         alone = law(logit.unsqueeze(0), LawParameters.of([rows[index]], CPU))[0]
