@@ -144,7 +144,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         if costs is not None:
             engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.selfcheck import short_check  # scipy.stats takes a while to import
+        from engine.analysis.law_check import short_check  # scipy.stats takes a while to import
 
         short_check(engine, speculation, progress)
     _search_for_garbage_from_now_on()

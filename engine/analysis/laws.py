@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.analysis import bounds
+from engine.analysis.enumeration import Model, Rows, expected_accepted, first_block_law, rule_outcomes
 from engine.errors import ConfigError
 from engine.speculation import theory
-from engine.speculation.enumeration import Model, Rows, expected_accepted, first_block_law, rule_outcomes
 from engine.speculation.verification import RULES
 
 _SUM_TOLERANCE = 1e-6
@@ -141,7 +142,7 @@ def analyze_block(entry: Any, where: str) -> dict[str, Any]:
     def laws_below(prefix: tuple[int, ...]) -> tuple[theory.Law, theory.Law]:
         return np.asarray(model.target[prefix]), np.asarray(model.draft[prefix])
 
-    bound = theory.block_length_bound(laws_below, model.vocabulary, model.length, num_chains)
+    bound = bounds.block_length_bound(laws_below, model.vocabulary, model.length, num_chains)
     return {"E_tau": expected, "first_block_law": laws, "upper_bound": bound}
 
 

@@ -26,6 +26,8 @@ import torch
 from tqdm import tqdm
 
 from engine.admission import check_speculation
+from engine.analysis import bounds
+from engine.analysis.law_check import run_to_end
 from engine.analysis.loading import environment, load_pair, names_of, read_prompts
 from engine.analysis.report import bootstrap, print_report, save_plots
 from engine.calibration import made_up_plan, usual_s
@@ -35,7 +37,6 @@ from engine.execution.inputs import NO_NODES, SequenceInput
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
-from engine.selfcheck import run_to_end
 from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, has_closed_form, optimum
@@ -228,7 +229,7 @@ def _measure_laws(
                 p, q = (rows[position].double().cpu().numpy() for rows in (target_NV, draft_NV))
                 p, q = p / p.sum(), q / q.sum()
                 rejected.append(1 - theory.accept_token(p, q, 1))
-                front.append(theory.pareto_front(p, q, _EPSILONS))
+                front.append(bounds.pareto_front(p, q, _EPSILONS))
                 _position(p, q, len(rejected), shapes, optima, accepted)
         results.save(
             "laws",
@@ -292,7 +293,7 @@ def _closed_forms(
     for shape in shapes:
         if shape.rule in _CLOSED_FORM and shape.method == "iid" and len(tokens) >= shape.draft_length:
             windows = [np.lib.stride_tricks.sliding_window_view(rows, shape.draft_length) for rows in (log_p, log_q)]
-            found = theory.expected_block_length(windows[0], windows[1], shape.num_drafts)
+            found = bounds.expected_block_length(windows[0], windows[1], shape.num_drafts)
             lengths.setdefault(shape.key, []).extend(found.tolist())
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engine.analysis.law_check import SIGNIFICANCE, Check, check_law, check_power, is_blind, make_prompt
 from engine.analysis.loading import load_pair, names_of
 from engine.request import Speculation
-from engine.selfcheck import SIGNIFICANCE, Check, check_law, check_power, is_blind, make_prompt
 from engine.speculation.verification import RULES
 
 

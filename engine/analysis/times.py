@@ -1,15 +1,25 @@
-"""`analyze times`: how long every rule takes on this machine, on made-up laws."""
+"""`analyze times`: how long every rule takes on this machine, on made-up laws.
+
+Laws are softmax rows of random logits, the draft's a noisy copy of the target's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
+from functools import partial
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from engine.speculation.timing import rule_seconds
+from engine.sampling.noise import Purpose, uniform
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.verification import RULES
 
 
@@ -39,3 +49,58 @@ def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         "cells": results,
     }
+
+
+def made_up_chains(
+    num_requests: int, num_chains: int, length: int, vocab_size: int, method: str, seed: int = 0
+) -> tuple[Chains, LawTable, ChainNoise]:
+    """Drafted chains, target laws and noise of one step."""
+    numbers = partial(_numbers, seed)
+    total = num_requests * num_chains
+    shape = (num_requests * (length + 1), vocab_size)
+    logits_NV, noise_NV = (torch.special.ndtri(numbers(Purpose.SCORE, i, shape)).float() for i in range(2))
+    logits_NV = 3 * logits_NV
+    noisy_NV = logits_NV + 0.7 * noise_NV
+    target_NV, draft_NV = logits_NV.softmax(-1), noisy_NV.softmax(-1)
+    # All chains of a request share one law per depth: what is timed does not depend on it.
+    request_C = torch.arange(num_requests).repeat_interleave(num_chains)
+    row_CX = request_C.unsqueeze(1) * (length + 1) + torch.arange(length + 1)
+    draws = numbers(Purpose.DRAFT, 0, (length, num_requests, num_chains))
+    rows_NL = torch.arange(num_requests).unsqueeze(1) * (length + 1) + torch.arange(length)
+    tokens = [
+        children(method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
+        for depth in range(length)
+    ]
+    chains = Chains(
+        torch.stack(tokens, 1),
+        torch.full((total,), length),
+        request_C,
+        LawTable(draft_NV, row_CX[:, :length]),
+    )
+    noise = ChainNoise(
+        numbers(Purpose.ACCEPT, 0, (total, length)),
+        numbers(Purpose.RESIDUAL, 0, (total,)),
+        numbers(Purpose.SCORE, 2, (total,)),
+        numbers(Purpose.CHOSEN_ACCEPT, 0, (total, length)),
+        numbers(Purpose.CHOSEN_RESIDUAL, 0, (total,)),
+    )
+    return chains, LawTable(target_NV, row_CX), noise
+
+
+def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform numbers of any shape."""
+    return torch.from_numpy(uniform(seed, position, purpose, 0, np.arange(prod(shape)))).reshape(shape)
+
+
+@torch.inference_mode()
+def rule_seconds(rule: str, num_requests: int, num_chains: int, length: int, vocab_size: int, repeats: int) -> float:
+    """Median duration of one verification of `num_requests` requests."""
+    known = RULES[rule]
+    inputs = made_up_chains(num_requests, num_chains, length, vocab_size, known.draft_methods[0])
+    known.verify(*inputs)
+    durations = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        known.verify(*inputs)
+        durations.append(time.perf_counter() - began)
+    return statistics.median(durations)

@@ -10,14 +10,12 @@ Not for: running anything (`verification`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 Law = npt.NDArray[np.float64]
-Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
-"""(p, q) below a prefix."""
 
 
 def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
@@ -195,125 +193,3 @@ ACCEPTANCE: Mapping[str, Callable[[Law, Law, int], float]] = {
     "traversal": accept_rrs_without_replacement,
 }
 """Acceptance of every rule at one position with the drafts it is made for, by its name in RULES."""
-
-
-def expected_block_length(log_target_BL: Law, log_draft_BL: Law, num_drafts: int) -> Law:
-    """[B] expected accepted length of the score race along sampled target paths: sum_i 1 - (1 - u_i)^K.
-
-    The arguments are log p and log q of the path's tokens; the mean over paths drawn from the target is E[tau].
-    """
-    log_ratio = np.cumsum(log_draft_BL - log_target_BL, axis=1)
-    ceiling = np.exp(np.minimum.accumulate(np.minimum(log_ratio, 0.0), axis=1))
-    length: Law = (1 - (1 - ceiling) ** num_drafts).sum(axis=1)
-    return length
-
-
-def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
-    """[N, 2] by depth: joint probabilities of every block of so many tokens under target and draft."""
-    joint: dict[tuple[int, ...], tuple[float, float]] = {(): (1.0, 1.0)}
-    for _ in range(length):
-        below: dict[tuple[int, ...], tuple[float, float]] = {}
-        for prefix, (p_mass, q_mass) in joint.items():
-            p, q = laws(prefix)
-            for token in range(vocabulary):
-                below[*prefix, token] = p_mass * float(p[token]), q_mass * float(q[token])
-        joint = below
-        yield np.array(list(joint.values()))
-
-
-def block_length_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """Upper bound of the expected accepted length of K i.i.d. chains: sum over i of alpha* of blocks of i tokens.
-
-    No rule can keep more of the first i tokens than an optimal one for i-token blocks; for K > 1 the sum is not
-    attainable in general. Enumerates all blocks: small vocabularies.
-    """
-    return sum(alpha_star_iid(level[:, 0], level[:, 1], num_drafts) for level in _levels(laws, vocabulary, length))
-
-
-def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """SpecTr-GBV's expected accepted length; `spectr_gbv` reaches at least this much of a first block.
-
-    sum_v P_v (1 - (1 - min(1, Q_v/P_v))^K), by enumeration of all blocks.
-    """
-    total = 0.0
-    for level in _levels(laws, vocabulary, length):
-        p, q = level[level[:, 0] > 0].T
-        total += float((p * (1 - (1 - np.minimum(1.0, q / p)) ** num_drafts)).sum())
-    return total
-
-
-def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
-    """Acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias trade-off)."""
-    accept: Law = np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
-    return accept
-
-
-def smallest_bias(p: Law, q: Law, accept: Law) -> float:
-    """Least TV from p that any residual leaves when drafts are accepted with probability `accept` (Theorem 4)."""
-    return float((accept * q - p).clip(min=0).sum())
-
-
-def pareto_bias(p: Law, q: Law, rejection: float) -> float:
-    """Least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
-    return max(0.0, 1 - accept_token(p, q, 1) - rejection)
-
-
-def expected_rejections(laws: Laws, horizon: int, batch: int = 1) -> float:
-    """Rejections over `horizon` tokens, drafts to the horizon, no bonus token (Yin et al., Theorems 1 and 3).
-
-    batch: M chains, of which the first position after a rejection tries all by recursive rejection, and the rest
-    goes on with the accepted one. With M = 1: sum_n E_{x~p} TV(p_n, q_n). For M > 1, with f(x_{1:n}) the probability
-    of x_{1:n} with its last token drawn again after a rejection (f of nothing is 1) and p^1 = p,
-    p^{m+1} = norm (p^m - q)+: sum_n E_{x~p} TV - sum_n E_{x~f} [TV - prod_m TV(p^m, q)].
-    Enumerates all prefixes: small vocabularies.
-    """
-    redrawn: dict[tuple[int, ...], float] = {(): 1.0}
-    reached: dict[tuple[int, ...], float] = {(): 1.0}
-    total = 0.0
-    for _ in range(horizon):
-        next_redrawn: dict[tuple[int, ...], float] = {}
-        next_reached: dict[tuple[int, ...], float] = {}
-        for prefix, probability in reached.items():
-            p, q = laws(prefix)
-            first, fresh = 1 - accept_token(p, q, 1), redrawn.get(prefix, 0.0)
-            residual, all_rejected = p, 1.0
-            for _ in range(batch):
-                rejected = max(0.0, 1 - accept_token(residual, q, 1))
-                all_rejected *= rejected
-                if rejected > 1e-15:
-                    residual = (residual - q).clip(min=0)
-                    residual = residual / residual.sum()
-            total += probability * first - fresh * (first - all_rejected)
-            for token in np.flatnonzero(p > 0).tolist():
-                next_reached[*prefix, token] = probability * p[token]
-                next_redrawn[*prefix, token] = fresh * all_rejected * residual[token] + (probability - fresh) * max(
-                    0.0, p[token] - q[token]
-                )
-        redrawn, reached = next_redrawn, next_reached
-    return total
-
-
-def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
-    """Law of the emitted token when drafts are accepted with probability `accept` (Decoding-OPT and -UNO).
-
-    residual: `optimal`, norm (p - accept q)+ (Theorem 4), or `target`, p itself.
-    """
-    mass = accept * q
-    left = 1 - mass.sum()
-    if left <= 1e-15:
-        return mass
-    again = p
-    if residual == "optimal":
-        again = (p - mass).clip(min=0)
-        again = again / again.sum() if again.sum() > 0 else p
-    law: Law = mass + left * again
-    return law
-
-
-def pareto_front(p: Law, q: Law, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-    """(rejection probability, least bias) of over-acceptance by each epsilon; all on Theorem 5's line."""
-    points = []
-    for epsilon in epsilons:
-        accept = over_acceptance(p, q, epsilon)
-        points.append((1 - float((accept * q).sum()), smallest_bias(p, q, accept)))
-    return points

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from engine.analysis.__main__ import main
+from engine.analysis.law_check import check_law, check_power, make_prompt, short_check
 from engine.engine import Engine
 from engine.errors import LoadError
 from engine.request import Speculation
-from engine.selfcheck import check_law, check_power, make_prompt, short_check
 from engine.speculation.verification import RULES, Rule
 from tests.engine import tiny
 from tests.engine.test_output_law import always_longest

@@ -10,8 +10,8 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
+from engine.analysis.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
 from engine.plan import TargetLayer
-from engine.speculation.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
 from engine.speculation.verification import RULES
 
 Law = dict[Path, float]

@@ -19,9 +19,9 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from engine.analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
 from engine.plan import TargetLayer
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers, children
-from engine.speculation.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
 from engine.speculation.theory import Law
 from engine.speculation.verification import ChainVerdict, Verify
 from tests.engine.tiny import DEVICE

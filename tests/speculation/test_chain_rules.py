@@ -10,11 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import TargetLayer
-from engine.sampling.draw import categorical
-from engine.speculation import theory
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
-from engine.speculation.enumeration import (
+from engine.analysis import bounds
+from engine.analysis.enumeration import (
     EveryChain,
     Model,
     block_outcomes,
@@ -24,6 +21,9 @@ from engine.speculation.enumeration import (
     race,
     rule_outcomes,
 )
+from engine.plan import TargetLayer
+from engine.sampling.draw import categorical
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
 from engine.speculation.layers import effective_laws
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy_block import (
@@ -82,8 +82,8 @@ def test_golden_theory_of_blocks(case: dict) -> None:
     def laws(prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(model.target[prefix]), np.asarray(model.draft[prefix])
 
-    assert theory.selected_block_bound(laws, *size) == pytest.approx(stored["spectrgbv_bound"], abs=1e-9)
-    bound = theory.block_length_bound(laws, *size)
+    assert bounds.selected_block_bound(laws, *size) == pytest.approx(stored["spectrgbv_bound"], abs=1e-9)
+    bound = bounds.block_length_bound(laws, *size)
     assert bound == pytest.approx(stored["sum_alpha_star_levels"], abs=1e-9)
     race_length = expected_accepted(outcomes_of("bv_race", model, case["K"]))
     assert race_length == pytest.approx(stored["bv_race_formula"], abs=1e-9)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from engine import verifying
+from engine.analysis.enumeration import Outcome
 from engine.drafters.draft import Layout
 from engine.sampling import fused
 from engine.speculation import verification
 from engine.speculation.drafting import ChainNoise, Chains
-from engine.speculation.enumeration import Outcome
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs

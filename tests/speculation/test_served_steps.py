@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine import verifying
+from engine.analysis.enumeration import Model, Path, Rows
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import SequenceInput
@@ -24,7 +25,6 @@ from engine.plan import Copy, Emission, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.enumeration import Model, Path, Rows
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance

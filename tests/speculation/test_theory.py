@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.analysis import bounds
+from engine.analysis.enumeration import conditional_laws, draft_tuples
 from engine.speculation import theory
 from engine.speculation.drafting import DRAFT_METHODS
-from engine.speculation.enumeration import conditional_laws, draft_tuples
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES
 from engine.speculation.verification.nss import nss
@@ -27,9 +28,9 @@ def test_expected_rejections(case: dict) -> None:
         return rows[str(prefix[-1]) if prefix else ""]
 
     for batch, stored in case["E_rejections"].items():
-        assert theory.expected_rejections(laws, case["T"], int(batch)) == pytest.approx(stored, abs=1e-9), batch
+        assert bounds.expected_rejections(laws, case["T"], int(batch)) == pytest.approx(stored, abs=1e-9), batch
     for batch, stored in case["brute_force"].items():
-        assert theory.expected_rejections(laws, case["T"], int(batch)) == pytest.approx(stored, abs=1e-9), batch
+        assert bounds.expected_rejections(laws, case["T"], int(batch)) == pytest.approx(stored, abs=1e-9), batch
 
 
 @pytest.mark.parametrize("case", GOLDEN["yin_bias"], ids=lambda c: f"V{len(c['p'])}-{c['TV']:.3f}")
@@ -38,14 +39,14 @@ def test_bias_and_rejection(case: dict) -> None:
     target, draft = torch.from_numpy(p[None]), torch.from_numpy(q[None])
     for text, stored in case["eps"].items():
         epsilon = float(text)
-        accept = theory.over_acceptance(p, q, epsilon)
+        accept = bounds.over_acceptance(p, q, epsilon)
         np.testing.assert_allclose(accept[q > 0], np.array(stored["b"])[q > 0], atol=1e-9)
-        ((rejection, bias),) = theory.pareto_front(p, q, [epsilon])
+        ((rejection, bias),) = bounds.pareto_front(p, q, [epsilon])
         assert rejection == pytest.approx(stored["reject"], abs=1e-9)
         assert bias == pytest.approx(stored["loss_opt"], abs=1e-9)
-        assert theory.pareto_bias(p, q, rejection) == pytest.approx(bias, abs=1e-9)
+        assert bounds.pareto_bias(p, q, rejection) == pytest.approx(bias, abs=1e-9)
         for residual, name in (("optimal", "OPT"), ("target", "UNO")):
-            law = theory.decoding_law(p, q, accept, residual)
+            law = bounds.decoding_law(p, q, accept, residual)
             np.testing.assert_allclose(law, stored[f"law_{name}"], atol=1e-9)
             # What the engine's rule reports for the position.
             mass = accepted_mass(target, draft, epsilon)

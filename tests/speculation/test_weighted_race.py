@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.analysis.enumeration import draft_tuples
 from engine.speculation import theory
-from engine.speculation.enumeration import draft_tuples
 from tests.speculation.test_node_rules import emitted, random_laws
 
 # The package exports the rule under its module's name.

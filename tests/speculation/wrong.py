@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.speculation.enumeration import (
+from engine.analysis.enumeration import (
     EveryChain,
     Model,
     Outcome,
