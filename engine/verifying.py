@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import Draft
-from engine.drafters.model import method_of
+from engine.drafters.draft import Draft, method_of
 from engine.execution.inputs import to_device
 from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
@@ -31,6 +30,7 @@ from engine.speculation.layers import apply_layers
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
+from engine.speculation.verification.rule import draw_residual
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -70,7 +70,10 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
     if draft is None:
         return []
     rows = plan.sampling_rows
-    task = _follow_copies(rows, draft, _target_laws(rows, draft, logits_NV), _noise(draft, logits_NV.device))
+    target = _target_laws(rows, draft, logits_NV)
+    if not plan.has_drafts:
+        return _with_logprobs(rows, draft, logits_NV, _emit_plainly(draft, target))
+    task = _follow_copies(rows, draft, target)
     request_C = draft.layout.request_C[task.origin_C]
     winners: list[Winner | None] = [None] * len(rows)
     parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1], fused.applies(logits_NV)))
@@ -87,13 +90,20 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
     return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])
 
 
-def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable, noise: ChainNoise) -> _Task:
+def _emit_plainly(draft: Draft, target: LawTable) -> list[Winner]:
+    """One token of every row from its law: what every rule does without drafts."""
+    none_C = torch.zeros_like(draft.layout.length)
+    token_C = draw_residual(draft.chains, target, none_C, torch.ones_like(draft.noise.score_C), draft.noise.residual_C)
+    return [Winner(0, Emission((), token, 0)) for token in token_C.tolist()]
+
+
+def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
     """Decide about the copied chains; the rules go on where the walks stop."""
-    layout = draft.layout
+    layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.branching) for row in rows])
     if not any(row.copies for row in rows):
         return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
-    starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
+    starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
     root_C = target.row_CX[:, 0].cpu().numpy()
     walks = _walks(rows, draft, target.law_NV, starts)
@@ -155,15 +165,14 @@ def _with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners
     """The winners, with the logprobs of what they emit where their rows ask for them."""
     if all(row.num_logprobs is None for row in rows):
         return winners
-    result, start = [], 0
-    for row, tree, winner in zip(rows, draft.trees, winners, strict=True):
+    result = []
+    for row, tree, start, winner in zip(rows, draft.trees, draft.starts[:-1].tolist(), winners, strict=True):
         if row.num_logprobs is not None:
             emitted = (*winner.emission.accepted, winner.emission.next_token)
             nodes = [start + node for node in tree.paths[winner.rank][: len(emitted)]]
             logprobs = token_logprobs(logits_NV[nodes], emitted, row.num_logprobs)
             winner = replace(winner, emission=replace(winner.emission, logprobs=logprobs))
         result.append(winner)
-        start += 1 + tree.num_nodes
     return result
 
 
@@ -179,7 +188,7 @@ def observe_gap(
     row, speculation = rows[number], rows[number].speculation
     if not row.branching or row.sampling.is_certain or speculation.over_acceptance:
         return verdict
-    root = sum(1 + tree.num_nodes for tree in draft.trees[:number])
+    root = int(draft.starts[number])
     root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
     p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
     mine = to_device(np.flatnonzero(draft.layout.request_C == number), p_1V.device)
@@ -203,21 +212,19 @@ def observe_gap(
 
 def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
     """The law of every node, and which node lies below the first i tokens of each chain."""
-    counts = [1 + tree.num_nodes for tree in draft.trees]
-    starts = np.cumsum([0, *counts[:-1]])
-    node_CX = np.zeros((draft.layout.num_chains, draft.layout.max_length + 1), dtype=np.int64)
-    chain = 0
-    for row, start, tree in zip(rows, starts, draft.trees, strict=True):
-        for path in tree.paths[: row.first_copy]:
-            node_CX[chain, : len(path)] = path
-            node_CX[chain] += start
-            chain += 1
-    row_N = to_device(np.repeat(np.arange(len(rows)), counts), logits_NV.device)
-    parameters = LawParameters.of([row.sampling for row in rows], logits_NV.device)
+    layout, device = draft.layout, logits_NV.device
+    node_CX = draft.starts[layout.request_C][:, None].repeat(layout.max_length + 1, axis=1)
+    if layout.max_length:
+        chain = 0
+        for row, tree in zip(rows, draft.trees, strict=True):
+            for path in tree.paths[: row.first_copy]:
+                node_CX[chain, : len(path)] += path
+                chain += 1
+    row_N = to_device(np.repeat(np.arange(len(rows)), np.diff(draft.starts)), device)
     edited_NV = edit(logits_NV, _places(rows, draft))
-    law_NV = law(edited_NV, parameters.select(row_N))
+    law_NV = law(edited_NV, draft.parameters.select(row_N))
     _race_stable(rows, draft, law_NV)
-    return LawTable(law_NV, to_device(node_CX, logits_NV.device))
+    return LawTable(law_NV, to_device(node_CX, device))
 
 
 def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
@@ -225,14 +232,11 @@ def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
     samplings: list[Sampling] = []
     indices: list[int] = []
     nodes: list[int] = []
-    start = 0
-    for row, tree in zip(rows, draft.trees, strict=True):
-        count = 1 + tree.num_nodes
+    for row, tree, start in zip(rows, draft.trees, draft.starts[:-1].tolist(), strict=True):
         if row.sampling.seed_stable:
-            samplings += [row.sampling] * count
+            samplings += [row.sampling] * (1 + tree.num_nodes)
             indices += [row.end + depth for depth in (0, *tree.depths)]
-            nodes += range(start, start + count)
-        start += count
+            nodes += range(start, start + 1 + tree.num_nodes)
     if nodes:
         law_NV[nodes] = winners_only(race(law_NV[nodes], samplings, indices))
 
@@ -294,18 +298,6 @@ def _name_of(row: Row) -> str:
     """The rule a row is verified by."""
     # Where laws are certain every rule accepts the longest exact match; this one takes any set of drafts.
     return "nss" if row.sampling.is_certain else row.speculation.rule
-
-
-def _noise(draft: Draft, device: torch.device) -> ChainNoise:
-    layout = draft.layout
-    seed, position, rank = layout.seed_C, layout.position_C, layout.rank_C
-    depth_L = np.arange(layout.max_length)
-
-    once_P1 = [[Purpose.RESIDUAL], [Purpose.SCORE], [Purpose.CHOSEN_RESIDUAL]]
-    each_depth_P11 = [[[Purpose.ACCEPT]], [[Purpose.CHOSEN_ACCEPT]]]
-    once_PC = to_device(uniform(seed, position, once_P1, rank), device)
-    deep_PCL = to_device(uniform(seed[:, None], position[:, None], each_depth_P11, rank[:, None], depth_L), device)
-    return ChainNoise(deep_PCL[0], once_PC[0], once_PC[1], deep_PCL[1], once_PC[2])
 
 
 def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:

@@ -45,8 +45,10 @@ class KVTensors:
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self._has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
-    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer at `slots`, [slots, heads, dim]: valid until the next call, which uses the same memory."""
+    def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer at `slots`, [slots, heads, dim]; valid until the next call, which uses the same memory."""
+        if isinstance(slots, slice):
+            return self.keys[layer][slots], self.values[layer][slots]
         count = len(slots)
         if len(self._gathered[0]) < count:
             keys, values = self.keys, self.values

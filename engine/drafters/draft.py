@@ -1,38 +1,116 @@
-"""What a drafter hands on: the chains of all sampling rows, and their merged trees.
+"""What a drafter hands on: the chains of all sampling rows, their merged trees, and the step's random numbers.
 
-Host-side bookkeeping (which chain belongs to whom, how long it is) is numpy and known before
-anything is drawn; only tokens and laws are tensors.
+Which chain belongs to whom, how long it is and what is drawn below what depends on the rows' shapes alone: a `Layout`
+is made once for rows of these shapes, before anything is drawn, and kept. Only tokens and laws are made in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from engine.plan import Plan, Row
-from engine.speculation.drafting import Chains
+from engine.execution.inputs import to_device
+from engine.plan import Plan, Row, level_widths
+from engine.sampling.law import LawParameters
+from engine.sampling.noise import Purpose, uniform
+from engine.speculation.drafting import MOST_LIKELY, ChainNoise, Chains
 from engine.speculation.topology import Tree, merge_chains
+from engine.speculation.verification import RULES
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+
+_DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
+_ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
+
+
+class ChainShape(NamedTuple):
+    """What a row drafts."""
+
+    branching: tuple[int, ...]
+    """Children of every node by depth; empty when nothing is drawn."""
+    method: str
+    """How several children of a node are drawn."""
+    method_of_one: str
+    """How the only child of a node is drawn."""
+
+    @staticmethod
+    def of(row: Row) -> ChainShape:
+        """The shape of a sampling row."""
+        stable, method = row.sampling.seed_stable, method_of(row)
+        likeliest = stable or (row.sampling.is_greedy and method != "iid")
+        return ChainShape(row.branching, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
+
+    @property
+    def num_chains(self) -> int:
+        """Chains in the layout: one of length 0 for a row that draws none."""
+        return prod(self.branching)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chain."""
+        return len(self.branching)
+
+
+def method_of(row: Row) -> str:
+    """How the children of a row's nodes are drawn: as it asked, or the rule's own way."""
+    return row.speculation.draft_method or RULES[row.speculation.rule].draft_methods[0]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Parents of one level whose children are drawn in one call."""
+
+    method: str
+    parent_N: Tensor | None
+    """Which of the level's parents; None for all of them in order."""
+    chain_NK: Tensor
+    """The first chain through each of their children."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The drafted nodes of one depth, and their parents: the nodes they are drawn below."""
+
+    chain_N: Tensor
+    """The first chain through each parent."""
+    row_N: Ints
+    """Number of each parent's row, among the sampling rows."""
+    laws: slice
+    """Rows of the parents in the table of draft laws."""
+    draws: tuple[Draw, ...]
+    leader_C: Tensor | None
+    """The first chain through each chain's node; None where no two chains share one."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which chains a plan asks for; one chain of length 0 for a row that does not speculate."""
+    """Which chains a step drafts; one chain of length 0 for a row that draws none."""
 
     request_C: Ints
     rank_C: Ints
+    """Number of the chain within its row."""
     length_C: Ints
-    seed_C: Ints
-    position_C: Ints
-    """Index of the first token the chain drafts: the position of its noise."""
+    max_length: int
+    """L."""
     levels: tuple[Level, ...]
-    """What is drawn, by depth."""
+    law_row_of_N: Tensor
+    """Row of each law in the table of draft laws: number among the sampling rows."""
+    # The same for the rules, on the device.
+    request: Tensor
+    length: Tensor
+    law_row_CL: Tensor
+    """Row, in the table of draft laws, of the law below each chain's parent node."""
+    leads_CL: Tensor | None
+    shape: tuple[int, int]
+    """(rows, most chains of one)."""
 
     @property
     def num_chains(self) -> int:
@@ -40,77 +118,85 @@ class Layout:
         return len(self.request_C)
 
     @property
-    def max_length(self) -> int:
-        """L."""
-        return int(self.length_C.max(initial=0))
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> Layout:
-        """The chains of the plan's sampling rows, in order."""
-        counts = [max(1, row.num_drafts) for row in rows]
-        request_C = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-        rank_C = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
-
-        def spread(values: list[int]) -> Ints:
-            return np.repeat(np.asarray(values, dtype=np.int64), counts)
-
-        return Layout(
-            request_C,
-            rank_C,
-            length_C=spread([row.draft_length for row in rows]),
-            seed_C=spread([row.sampling.seed for row in rows]),
-            position_C=spread([row.end for row in rows]),
-            levels=tuple(_levels(rows, np.asarray(counts, dtype=np.int64))),
-        )
+    def num_laws(self) -> int:
+        """Draft laws: one for every node that has drafted children."""
+        return len(self.law_row_of_N)
 
 
-def _levels(rows: Sequence[Row], counts: Ints) -> Iterator[Level]:
-    """Level by level: chains of a row are its leaves in order, so a node's chains lie side by side."""
-    first_C = np.repeat(np.cumsum(counts) - counts, counts)
-    count_C, chain_C = np.repeat(counts, counts), np.arange(int(counts.sum()), dtype=np.int64)
-    row_C = np.repeat(np.arange(len(rows), dtype=np.int64), counts)
-    width_C, start = np.ones_like(chain_C), 0
-    for depth in range(max(row.draft_length for row in rows)):
-        branching = [row.branching[depth] if depth < row.draft_length else 1 for row in rows]
-        active_C = np.repeat([depth < row.draft_length for row in rows], counts)
-        below_C = width_C * np.repeat(np.asarray(branching, dtype=np.int64), counts)
-        parent_C, leader_C = (
-            first_C + (chain_C - first_C) // (count_C // w) * (count_C // w) for w in (width_C, below_C)
-        )
-        parents = np.flatnonzero((parent_C == chain_C) & active_C)
-        number_C = np.zeros_like(chain_C)
-        number_C[parents] = start + np.arange(len(parents))
+@lru_cache(maxsize=1024)
+def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
+    """The chains of sampling rows of these shapes, in order."""
+    counts = np.array([shape.num_chains for shape in shapes], dtype=np.int64)
+    lengths = np.array([shape.length for shape in shapes], dtype=np.int64)
+    request_C, length_C = np.repeat(np.arange(len(shapes)), counts), np.repeat(lengths, counts)
+    chain_C = np.arange(len(request_C))
+    max_length = int(lengths.max())
+    law_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
+    levels = tuple(_levels(shapes, counts, law_row_CL, device))
+    leads_CL = None
+    if any(level.leader_C is not None for level in levels):
+        leaders = [chain_C if level.leader_C is None else level.leader_C.cpu().numpy() for level in levels]
+        leads_CL = (np.stack(leaders, 1) == chain_C[:, None]) & (np.arange(max_length) < length_C[:, None])
+    return Layout(
+        request_C=request_C,
+        rank_C=chain_C - (np.cumsum(counts) - counts)[request_C],
+        length_C=length_C,
+        max_length=max_length,
+        levels=levels,
+        law_row_of_N=to_device(np.concatenate([np.zeros(0, np.int64), *(level.row_N for level in levels)]), device),
+        request=to_device(request_C, device),
+        length=to_device(length_C, device),
+        law_row_CL=to_device(law_row_CL, device),
+        leads_CL=None if leads_CL is None else to_device(leads_CL, device),
+        shape=(len(shapes), int(counts.max())),
+    )
+
+
+def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device: torch.device) -> Iterator[Level]:
+    """Level by level: chains of a row are its leaves in order, so a node's chains lie side by side.
+
+    law_row_CL: is filled in.
+    """
+    first = np.cumsum(counts) - counts
+    num_laws = 0
+    for depth in range(law_row_CL.shape[1]):
+        parents: list[Ints] = []
+        rows: list[int] = []
+        alike: dict[str, dict[int, list[int]]] = {}
+        leader_C = np.arange(len(law_row_CL))
+        shares = False
+        for number, shape in enumerate(shapes):
+            if depth >= shape.length:
+                continue
+            widths = (1, *level_widths(shape.branching))
+            apart, below = shape.num_chains // widths[depth], shape.num_chains // widths[depth + 1]
+            mine = slice(first[number], first[number] + shape.num_chains)
+            law_row_CL[mine, depth] = num_laws + len(rows) + np.arange(shape.num_chains) // apart
+            leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
+            shares |= below > 1
+            count = shape.branching[depth]
+            of_draw = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
+            of_draw += range(len(rows), len(rows) + widths[depth])
+            parents.append(first[number] + np.arange(widths[depth]) * apart)
+            rows += [number] * widths[depth]
+        chain_N = np.concatenate(parents)
+        below_N = np.array([shapes[row].num_chains // level_widths(shapes[row].branching)[depth] for row in rows])
         yield Level(
-            active_C=active_C,
-            leader_C=leader_C,
-            law_row_C=np.where(active_C, number_C[parent_C], 0),
-            parents=parents,
-            row_of_parent=row_C[parents],
-            first_law_row=start,
+            chain_N=to_device(chain_N, device),
+            row_N=np.array(rows),
+            laws=slice(num_laws, num_laws + len(rows)),
+            draws=tuple(
+                Draw(
+                    method,
+                    None if len(numbers) == len(rows) else to_device(np.array(numbers), device),
+                    to_device(chain_N[numbers][:, None] + below_N[numbers][:, None] * np.arange(count), device),
+                )
+                for method, by_count in alike.items()
+                for count, numbers in by_count.items()
+            ),
+            leader_C=to_device(leader_C, device) if shares else None,
         )
-        width_C, start = below_C, start + len(parents)
-
-
-@dataclass(frozen=True)
-class Level:
-    """The drafted nodes of one depth, and the nodes they are drawn below (their parents)."""
-
-    active_C: Bools
-    """Which chains reach this depth."""
-    leader_C: Ints
-    """First chain through the same node."""
-    law_row_C: Ints
-    """Row, in the table of draft laws, of the law below the chain's parent."""
-    parents: Ints
-    """First chain through each parent; their laws are the rows from `first_law_row` on."""
-    row_of_parent: Ints
-    """Index among the sampling rows."""
-    first_law_row: int
-
-    @property
-    def end_law_row(self) -> int:
-        """Row after the last."""
-        return self.first_law_row + len(self.parents)
+        num_laws += len(rows)
 
 
 @dataclass(frozen=True)
@@ -121,14 +207,39 @@ class Draft:
     chains: Chains
     trees: tuple[Tree, ...]
     """One tree per sampling row: its drawn chains, then its copied ones; without nodes where it does not speculate."""
+    parameters: LawParameters
+    """Of the laws of the sampling rows."""
+    noise: ChainNoise
+    """For the rules."""
+
+    @cached_property
+    def starts(self) -> Ints:
+        """Where the root of each sampling row stands among the nodes of all, its nodes behind it; and the end."""
+        return np.cumsum([0, *(1 + tree.num_nodes for tree in self.trees)])
+
+
+def draw_noise(
+    seed_C: Ints, position_C: Ints, rank_C: Ints, length: int, device: torch.device
+) -> tuple[Tensor, ChainNoise]:
+    """([C, L] the numbers that tokens are drafted with, the numbers for the rules).
+
+    position_C: the first index that each chain drafts, which names its numbers.
+    """
+    depths = np.arange(max(1, length))
+    purposes = np.array([*_DEEP, *_ONCE])[:, None, None]
+    numbers = uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
+    draft, accept, chosen_accept, residual, score, chosen_residual = to_device(numbers, device)
+    noise = ChainNoise(
+        accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
+    )
+    return draft[:, :length], noise
 
 
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
     """The tree of every sampling row. The one place of a step where drafted tokens come to the host."""
     chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
-    rows = zip(tokens, layout.request_C, layout.length_C, strict=True)
-    for chain, request, length in rows:
+    for chain, request, length in zip(tokens, layout.request_C.tolist(), layout.length_C.tolist(), strict=True):
         chains[request].append(chain[:length])
     for of_row, row in zip(chains, plan.sampling_rows, strict=True):
         of_row += [list(copy.tokens) for copy in row.copies]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from engine.cache.tensors import KVTensors
-from engine.execution.attention import Segments
+from engine.execution.attention import AttentionMetadata
 from engine.execution.inputs import Ints, PassInput
-from engine.execution.paged import Paged, PagedInput, moved, packed
+from engine.execution.paged import Paged, PagedInput, moved, packed, pages_of
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
 _FEWEST_KEYS = 512
@@ -32,8 +32,8 @@ _WORD = 64
 _LOGIT_BYTES = 256 << 20
 _MOST_SHAPES = 64
 
-Compute = Callable[[Tensor, Tensor, Segments, Tensor], Tensor]
-"""Logits [T, V] from token ids, positions, segments and the wanted rows."""
+Compute = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
+"""Logits [T, V] from token ids, positions, metadata and the wanted rows."""
 
 
 class Shape(NamedTuple):
@@ -79,10 +79,11 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._works = True
 
-    def run(self, host: PagedInput, batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
+    def run(self, batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
         """Logits [N, V] at the wanted rows; None where the pass does not fit the menu."""
         if not self._works:
             return None
+        host = pages_of(batch)
         shape = shape_of(host)
         if shape is None or shape.rows * self._vocab_size * 4 > _LOGIT_BYTES:
             return None
@@ -90,7 +91,9 @@ class Graphs:
         pages = pad(host, shape, rows, self._page_size)
         long = np.zeros((3, shape.rows), dtype=np.int64)
         long[2] = self._spare_slot
-        long[:, rows] = batch.token_ids, batch.positions, batch.slots
+        long[1:, rows] = batch.positions_T, batch.slots_T
+        if drawn_T is None:
+            long[0, rows] = batch.token_ids_T
         recorded = self._recorded.get(shape)
         if recorded is None:
             if len(self._recorded) >= _MOST_SHAPES:
@@ -112,12 +115,12 @@ class Graphs:
             logits = self._run(recorded)
         assert logits is not None
         # A copy: the next replay writes into the same memory.
-        return logits.index_select(0, moved(rows[batch.wanted], self._device))
+        return logits.index_select(0, moved(rows[batch.wanted_N], self._device))
 
     def _run(self, recorded: _Recorded) -> Tensor:
         token_ids, positions, slots = recorded.long
-        segments = Segments(self._storage, slots, [], paged=recorded.paged)
-        return self._compute(token_ids, positions, segments, torch.arange(len(slots), device=self._device))
+        metadata = AttentionMetadata(self._storage, slots, paged=recorded.paged)
+        return self._compute(token_ids, positions, metadata, torch.arange(len(slots), device=self._device))
 
     def _record(self, pages: PagedInput, long: Ints, shape: Shape) -> _Recorded:
         numbers = moved(packed(pages), self._device).clone()

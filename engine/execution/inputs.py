@@ -1,22 +1,20 @@
-"""From rows and trees to the flat batch of a forward pass.
+"""The flat batch of a forward pass, made from the sequences that take part in it.
 
-Layout of a sequence in a pass: its known tokens, then its drafted nodes. Known tokens see
-everything before them; a node sees all known tokens and its own ancestors. Nodes lie in the
-slots behind the last known token, in node order, at position root + depth.
+A pass has T tokens of B sequences. A sequence puts in its known tokens, then its drafted nodes. A known token sees
+everything before it and itself; a node sees all known tokens, its own ancestors and itself. The nodes' K/V lies in the
+slots behind the last known token, in node order; the position of a node is that of the root plus its depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from engine.cache.tensors import slots_of
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -27,6 +25,7 @@ class Nodes:
     """Drafted nodes of one sequence that enter a pass, and those already in the cache."""
 
     tokens: Sequence[int]
+    """Empty where the tokens are on the device only."""
     depths: Sequence[int]
     """Depth of each entering node; the first drafted level has depth 1."""
     cached_depths: Sequence[int]
@@ -54,108 +53,87 @@ class SequenceInput:
 
 
 @dataclass(frozen=True)
-class SegmentInput:
-    """A segment before its tensors are moved to the device."""
-
-    query: slice
-    slots: slice | Ints
-    visible: Bools | None
-    query_positions: Ints
-    key_positions: Ints
-
-
-@dataclass(frozen=True)
 class PassInput:
-    """A flat batch, still on the host."""
+    """A flat batch of T tokens of B sequences, on the host.
 
-    token_ids: Ints
-    positions: Ints
-    slots: Ints
-    segments: list[SegmentInput]
-    """What each sequence's attention sees; none where a kernel works from the pages (`paged.py`)."""
-    wanted: Ints
+    A sequence's keys are numbered like its tokens: the text up to `end_B`, then the nodes behind it.
+    """
+
+    sequences: Sequence[SequenceInput]
+    token_ids_T: Ints
+    """Empty where the tokens are on the device only."""
+    positions_T: Ints
+    slots_T: Ints
+    """Where the K/V of the pass's own tokens is written."""
+    wanted_N: Ints
     """Rows of the batch whose logits are returned, in order."""
+    start_B: Ints
+    """First row of each sequence."""
+    num_known_B: Ints
+    num_rows_B: Ints
+    first_key_B: Ints
+    end_B: Ints
+    """Index after the last known token."""
+    num_keys_B: Ints
+    """Index after the last key."""
+    blocks_BP: Ints
+    """Block ids, padded with 0."""
 
 
-def build(sequences: Sequence[SequenceInput], block_size: int, with_segments: bool = True) -> PassInput:
-    """Concatenate the parts of all sequences; the segments only where they are wanted."""
-    token_ids: list[int] = []
-    positions, slots, wanted, segments = [], [], [], []
-    for part in sequences:
-        start = len(token_ids)
-        token_ids += part.known
-        token_ids += part.nodes.tokens
-        places = _places(part, block_size)
-        positions.append(places.query_positions)
-        slots.append(places.own_slots)
-        if with_segments:
-            segments.append(_segment(part, start, places))
-        wanted.append(np.arange(start, len(token_ids), dtype=np.int64)[part.wanted])
+def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
+    """Concatenate the parts of all sequences."""
+    sizes = [(s.first_index, len(s.known), len(s.nodes.cached_depths), len(s.nodes.depths)) for s in sequences]
+    first_B, num_known_B, num_cached_B, num_entering_B = np.array(sizes, dtype=np.int64).T
+    num_rows_B = num_known_B + num_entering_B
+    start_B = np.cumsum(num_rows_B) - num_rows_B
+    end_B = first_B + num_known_B
+    row_T = np.repeat(np.arange(len(sequences)), num_rows_B)
+    place_T = np.arange(len(row_T)) - start_B[row_T]
+    is_node_T = place_T >= num_known_B[row_T]
+    # Entering nodes lie behind those that are cached.
+    index_T = first_B[row_T] + place_T + is_node_T * num_cached_B[row_T]
+    blocks_BP = _table([s.block_ids for s in sequences])
     return PassInput(
-        np.asarray(token_ids, dtype=np.int64),
-        np.concatenate(positions),
-        np.concatenate(slots),
-        segments,
-        np.concatenate(wanted),
+        sequences=sequences,
+        token_ids_T=np.array(
+            [t for s in sequences for part in (s.known, s.nodes.tokens) for t in part], dtype=np.int64
+        ),
+        positions_T=_positions(sequences, index_T, is_node_T, end_B[row_T]),
+        slots_T=blocks_BP[row_T, index_T // block_size] * block_size + index_T % block_size,
+        wanted_N=np.concatenate(
+            [
+                np.arange(start, start + count, dtype=np.int64)[s.wanted]
+                for s, start, count in zip(sequences, start_B.tolist(), num_rows_B.tolist(), strict=True)
+            ]
+        ),
+        start_B=start_B,
+        num_known_B=num_known_B,
+        num_rows_B=num_rows_B,
+        first_key_B=np.array([s.first_key for s in sequences], dtype=np.int64),
+        end_B=end_B,
+        num_keys_B=end_B + num_cached_B + num_entering_B,
+        blocks_BP=blocks_BP,
     )
 
 
-class _Places(NamedTuple):
-    """Where a part's queries and keys lie."""
-
-    query_positions: Ints
-    key_slots: slice | Ints
-    own_slots: Ints
-    node_positions: Ints
-
-
-def _places(part: SequenceInput, block_size: int) -> _Places:
-    nodes, end = part.nodes, part.first_index + len(part.known)
-    num_cached = len(nodes.cached_depths)
-    node_positions = end - 1 + np.asarray([*nodes.cached_depths, *nodes.depths], dtype=np.int64)
-    query_positions = np.concatenate([np.arange(part.first_index, end, dtype=np.int64), node_positions[num_cached:]])
-    return _Places(query_positions, *_slots(part, end, num_cached, block_size), node_positions)
+def _positions(sequences: Sequence[SequenceInput], index_T: Ints, is_node_T: Bools, end_T: Ints) -> Ints:
+    """A known token's position is its index, a node's that of the root plus its depth."""
+    depths = [depth for s in sequences for depth in s.nodes.depths]
+    if not depths:
+        return index_T
+    positions_T = index_T.copy()
+    positions_T[is_node_T] = end_T[is_node_T] - 1 + np.array(depths, dtype=np.int64)
+    return positions_T
 
 
-def _segment(part: SequenceInput, start: int, places: _Places) -> SegmentInput:
-    end = part.first_index + len(part.known)
-    known_positions = np.arange(part.first_key, end, dtype=np.int64)
-    return SegmentInput(
-        query=slice(start, start + len(places.query_positions)),
-        slots=places.key_slots,
-        visible=_visible(part, end - part.first_key, len(part.nodes.cached_depths)),
-        query_positions=places.query_positions,
-        key_positions=np.concatenate([known_positions, places.node_positions]),
-    )
-
-
-def _visible(part: SequenceInput, num_seen: int, num_cached: int) -> Bools | None:
-    """[queries, keys]; None for a lone decoding token, which sees everything. `num_seen`: keys of known tokens."""
-    num_known, num_nodes = len(part.known), len(part.nodes.tokens)
-    if num_known == 1 and num_nodes == 0 and num_cached == 0:
-        return None
-    visible = np.zeros((num_known + num_nodes, num_seen + num_cached + num_nodes), dtype=np.bool_)
-    if num_known > 1:
-        visible[:num_known, :num_seen] = np.tri(num_known, num_seen, num_seen - num_known, dtype=np.bool_)
-    visible[max(0, num_known - 1) :, :num_seen] = True
-    visible[num_known:, num_seen:] = part.nodes.ancestry
-    return visible
-
-
-def _slots(part: SequenceInput, end: int, num_cached: int, block_size: int) -> tuple[slice | Ints, Ints]:
-    """(slots of all keys, slots of the entering tokens); the keys' as a slice where the blocks follow each other."""
-    last = end + num_cached + len(part.nodes.tokens)
-    blocks = tuple(part.block_ids[: -(-last // block_size)])
-    if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
-        first = blocks[0] * block_size
-        known = np.arange(first + part.first_index, first + end, dtype=np.int64)
-        nodes = np.arange(first + end + num_cached, first + last, dtype=np.int64)
-        own = nodes if not len(known) else known if not len(nodes) else np.concatenate([known, nodes])
-        return slice(first + part.first_key, first + last), own
-    slots = slots_of(blocks, block_size, part.first_key, last)
-    num_seen = end - part.first_key
-    own = np.concatenate([slots[num_seen - len(part.known) : num_seen], slots[num_seen + num_cached :]])
-    return slots, own
+def _table(block_ids: Sequence[Sequence[int]]) -> Ints:
+    """[B, P] block ids, padded with 0."""
+    if len(block_ids) == 1:
+        return np.array(block_ids, dtype=np.int64)
+    table = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int64)
+    for row, ids in zip(table, block_ids, strict=True):
+        row[: len(ids)] = ids
+    return table
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:

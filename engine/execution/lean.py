@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
-from engine.execution.attention import Segments, attend
+from engine.execution.attention import AttentionMetadata, attend
 from engine.execution.packing import Product, is_plain
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -80,13 +80,13 @@ class LeanDecoder:
             down=_joined((mlp.down_proj,)),
         )
 
-    def logits(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
         cos_T1D, sin_T1D = cos_1TD[0].unsqueeze(1), (sin_1TD[0] * self._sign).unsqueeze(1)
         for layer in self._layers:
-            hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, segments)
+            hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, metadata)
             normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
             gate_TM, up_TM = layer.gate_up(normed_TD).chunk(2, -1)
             hidden_TD = hidden_TD + layer.down(silu(gate_TM) * up_TM)
@@ -94,7 +94,7 @@ class LeanDecoder:
         return self._head(hidden_ND)
 
     def _attention(
-        self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, segments: Segments
+        self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.attention_norm, self._eps)
         joined_TX = layer.qkv(normed_TD)
@@ -112,7 +112,7 @@ class LeanDecoder:
             part.transpose(0, 1).unsqueeze(0)
             for part in (rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :], value_THD)
         )
-        attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, segments=segments)
+        attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, metadata=metadata)
         return layer.output(attended[0].flatten(1))
 
 

@@ -7,7 +7,6 @@ bit is set in its words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.inputs import SequenceInput
+from engine.execution.inputs import PassInput
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -117,31 +116,28 @@ def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def pages_of(sequences: Sequence[SequenceInput]) -> PagedInput:
+def pages_of(batch: PassInput) -> PagedInput:
     """The pages and masks of all sequences of a pass."""
-    known = np.array([len(part.known) for part in sequences], dtype=np.int32)
-    entering = np.array([len(part.nodes.tokens) for part in sequences], dtype=np.int32)
-    cached = np.array([len(part.nodes.cached_depths) for part in sequences], dtype=np.int32)
-    ends = np.array([part.first_index for part in sequences], dtype=np.int32) + known
-    counts = known + entering
-    starts = np.cumsum(counts, dtype=np.int32) - counts
-    most_nodes = max(1, int((cached + entering).max(initial=0)))
+    nodes = [sequence.nodes for sequence in batch.sequences]
+    depths = [np.array([*of_one.cached_depths, *of_one.depths], dtype=np.int32) for of_one in nodes]
+    most_nodes = max(1, *map(len, depths))
     num_words = -(-most_nodes // _WORD)
-    pages = np.zeros((len(sequences), max(len(part.block_ids) for part in sequences)), dtype=np.int32)
-    node_positions = np.zeros((len(sequences), most_nodes), dtype=np.int32)
-    limits, positions = (np.empty(int(counts.sum()), dtype=np.int32) for _ in range(2))
-    bits = np.zeros((int(counts.sum()), num_words * _WORD), dtype=np.bool_)
-    for i, part in enumerate(sequences):
-        pages[i, : len(part.block_ids)] = part.block_ids
-        depths = np.asarray([*part.nodes.cached_depths, *part.nodes.depths], dtype=np.int32)
-        node_positions[i, : len(depths)] = ends[i] - 1 + depths
-        middle, stop = starts[i] + known[i], starts[i] + counts[i]
-        positions[starts[i] : middle] = np.arange(part.first_index, ends[i])
-        positions[middle:stop] = node_positions[i, cached[i] : len(depths)]
-        limits[starts[i] : middle] = positions[starts[i] : middle] + 1
-        limits[middle:stop] = ends[i]
-        bits[middle:stop, : len(depths)] = part.nodes.ancestry
+    node_positions = np.zeros((len(nodes), most_nodes), dtype=np.int32)
+    limits = (batch.positions_T + 1).astype(np.int32)
+    bits = np.zeros((len(limits), num_words * _WORD), dtype=np.bool_)
+    for number, own in enumerate(depths):
+        if len(own):
+            end, start = batch.end_B[number], batch.start_B[number]
+            middle, stop = start + batch.num_known_B[number], start + batch.num_rows_B[number]
+            node_positions[number, : len(own)] = end - 1 + own
+            limits[middle:stop] = end
+            bits[middle:stop, : len(own)] = nodes[number].ancestry
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)
-    first_keys = np.array([part.first_key for part in sequences], dtype=np.int32)
-    num_keys = ends + cached + entering
+    pages, starts, counts, first_keys, ends, num_keys, positions = (
+        values.astype(np.int32)
+        for values in (
+            *(batch.blocks_BP, batch.start_B, batch.num_rows_B, batch.first_key_B, batch.end_B, batch.num_keys_B),
+            batch.positions_T,
+        )
+    )
     return PagedInput(pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions)

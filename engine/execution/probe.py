@@ -42,11 +42,6 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     """Shape of the K and V the model hands to the hook, seen by calling it once."""
     seen: dict[int, tuple[int, int, int]] = {}
 
-    class Recorder:
-        """Stands in for the segments of a pass and records what arrives."""
-
-        storage = None
-
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         seen[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None

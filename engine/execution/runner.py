@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cache.tensors import KVShape, KVTensors, Moves
-from engine.execution.attention import Segment, Segments
-from engine.execution.batches import Batch, group
+from engine.execution.attention import AttentionMetadata
 from engine.execution.graphs import Graphs
-from engine.execution.inputs import PassInput, SequenceInput, build, to_device
+from engine.execution.groups import groups_of
+from engine.execution.inputs import Ints, PassInput, SequenceInput, build, to_device
 from engine.execution.lean import LeanDecoder
-from engine.execution.paged import Paged, PagedInput, pages_of
+from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 
 
@@ -68,30 +69,31 @@ class ModelRunner:
         assert drawn_T is None or self._ranks is None, "what is drawn on this device is not known to the other ranks"
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
-        batch = build(sequences, self.block_size, with_segments=not self._paged)
-        pages = pages_of(sequences) if self._paged else None
+        batch = build(sequences, self.block_size)
         if self._num_embeddings < self.vocab_size:
-            batch.token_ids[batch.token_ids >= self._num_embeddings] = 0
+            batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
-        if self._graphs is not None and pages is not None:
-            logits_NV = self._graphs.run(pages, batch, drawn_T)
+        if self._graphs is not None:
+            logits_NV = self._graphs.run(batch, drawn_T)
             if logits_NV is not None:
                 return logits_NV
-        token_ids = to_device(batch.token_ids, self.device) if drawn_T is None else drawn_T
-        positions, wanted = to_device(batch.positions, self.device), to_device(batch.wanted, self.device)
-        return self._compute(token_ids, positions, self._segments(batch, pages), wanted)
+        token_ids = to_device(batch.token_ids_T, self.device) if drawn_T is None else drawn_T
+        positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
+        return self._compute(token_ids, positions, self._metadata(batch), wanted)
 
-    def _compute(self, token_ids_T: Tensor, positions_T: Tensor, segments: Segments, wanted_N: Tensor) -> Tensor:
+    def _compute(
+        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
+    ) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
         if self._lean is not None:
-            logits_NV = self._lean.logits(token_ids_T, positions_T, segments, wanted_N).float()
+            logits_NV = self._lean.logits(token_ids_T, positions_T, metadata, wanted_N).float()
         else:
             output = self.model(
                 input_ids=token_ids_T.unsqueeze(0),
                 position_ids=positions_T.unsqueeze(0),
                 past_key_values=None,
                 use_cache=False,
-                segments=segments,
+                metadata=metadata,
                 logits_to_keep=wanted_N,
             )
             logits_NV = output.logits[0].float()
@@ -107,21 +109,18 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.keep(moves)
 
-    def _segments(self, batch: PassInput, pages: PagedInput | None) -> Segments:
-        slots = to_device(batch.slots, self.device)
-        if pages is not None:
-            return Segments(self.storage, slots, [], paged=Paged.of(pages, self.block_size, self.device))
-        segments = []
-        batches, alone = group(batch.segments, self._layer_bytes)
-        for part in alone:
-            segments.append(
-                Segment(
-                    query=part.query,
-                    slots=part.slots if isinstance(part.slots, slice) else to_device(part.slots, self.device),
-                    visible=None if part.visible is None else to_device(part.visible, self.device),
-                    query_positions=to_device(part.query_positions, self.device),
-                    key_positions=to_device(part.key_positions, self.device),
-                )
-            )
-        together = [Batch.of(part, self.device) for part in batches]
-        return Segments(self.storage, slots, segments, together)
+    def _metadata(self, batch: PassInput) -> AttentionMetadata:
+        slots = _as_slice(batch.slots_T)
+        slots_T = to_device(batch.slots_T, self.device) if slots is None else slots
+        if self._paged:
+            paged = Paged.of(pages_of(batch), self.block_size, self.device)
+            return AttentionMetadata(self.storage, slots_T, paged=paged)
+        groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
+        return AttentionMetadata(self.storage, slots_T, groups)
+
+
+def _as_slice(slots_T: Ints) -> slice | None:
+    """Slots as a slice, where they follow each other."""
+    first, count = int(slots_T[0]), len(slots_T)
+    follow = slots_T[-1] - first == count - 1 and (count < 3 or bool((np.diff(slots_T) == 1).all()))
+    return slice(first, first + count) if follow else None

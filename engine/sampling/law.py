@@ -50,7 +50,7 @@ class LawParameters:
             any_min_p=any(s.min_p > 0 for s in samplings),
         )
 
-    def select(self, index_N: Tensor) -> LawParameters:
+    def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
         return LawParameters(
             self.temperature_N[index_N],

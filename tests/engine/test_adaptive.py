@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence as Many
 from itertools import chain
@@ -83,14 +84,15 @@ def test_joint_law_of_three_tokens(
 
 def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: chains that begin with a certain token are not verified."""
-    noise = verifying._noise
+    target_laws = verifying._target_laws
 
-    def anticipating(draft: Any, device: Any) -> Any:
+    def anticipating(rows: Any, draft: Any, logits_NV: Any) -> Any:
         if draft.layout.max_length:
-            draft.chains.length_C[draft.chains.tokens_CL[:, 0] == 1] = 0
-        return noise(draft, device)
+            length_C = draft.chains.length_C.masked_fill(draft.chains.tokens_CL[:, 0] == 1, 0)
+            object.__setattr__(draft, "chains", dataclasses.replace(draft.chains, length_C=length_C))
+        return target_laws(rows, draft, logits_NV)
 
-    with patch.object(verifying, "_noise", anticipating):
+    with patch.object(verifying, "_target_laws", anticipating):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

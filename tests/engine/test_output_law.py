@@ -228,7 +228,7 @@ def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: 
     with (
         patch("engine.verifying.RULES", rules),
         patch("engine.building.RULES", rules),
-        patch("engine.drafters.model.RULES", rules),
+        patch("engine.drafters.draft.RULES", rules),
     ):
         counts = sample(pair, drafts("wrong", num_drafts), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
@@ -249,14 +249,13 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
-    import engine.drafters.model as drafter
-    import engine.verifying as stepping
+    from engine.drafters import draft
     from engine.sampling.noise import uniform
 
     def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
         return uniform(seed, position + depth, purpose, chain)
 
-    with patch.object(drafter, "uniform", by_index), patch.object(stepping, "uniform", by_index):
+    with patch.object(draft, "uniform", by_index):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

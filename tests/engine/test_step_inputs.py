@@ -22,8 +22,8 @@ from torch import Tensor
 
 import engine.engine as engine_module
 from engine import verifying
-from engine.drafters.draft import Draft
-from engine.drafters.model import method_of
+from engine.drafters import draft as draft_module
+from engine.drafters.draft import Draft, method_of
 from engine.execution.loading import LoadedModel
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
@@ -119,10 +119,9 @@ class Checked:
     def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[verifying.Winner]) -> None:
         rows = plan.sampling_rows
         target = verifying._target_laws(rows, draft, logits_NV.clone())
-        noise = verifying._noise(draft, logits_NV.device)
-        chains = draft.chains
+        noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
-        assert (chains.leads_CL is not None) == any(row.speculation.tree for row in rows if row.branching)
+        assert (chains.leads_CL is not None) == any(max(row.branching[1:], default=1) > 1 for row in rows)
         self.walks(draft, rows, target, winners)
         first = 0
         for number, (row, winner) in enumerate(zip(rows, winners, strict=True)):
@@ -390,9 +389,11 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
 
 
 def test_numbers_of_another_purpose_are_found_out(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = verifying.uniform
+    named = draft_module.uniform
     monkeypatch.setattr(
-        verifying, "uniform", lambda seed, position, purpose, *more: named(seed, position, np.add(purpose, 1), *more)
+        draft_module,
+        "uniform",
+        lambda seed, position, purpose, *more: named(seed, position, np.add(purpose, 1), *more),
     )
     with pytest.raises(AssertionError):
         run_all()

@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 from engine.execution import graphs
 from engine.execution.graphs import Graphs, Shape, pad, rows_of, shape_of
-from engine.execution.inputs import NO_NODES, SequenceInput
+from engine.execution.inputs import NO_NODES, SequenceInput, build
 from engine.execution.paged import PagedInput, pages_of
 from engine.execution.probe import find_kv_shape
 from engine.execution.runner import ModelRunner
 from tests.engine import tiny
-from tests.execution.test_batches import CONFIGS, passes
+from tests.execution.test_groups import CONFIGS, passes
 from tests.execution.test_lean import randomised
 
 PAGE = 4
@@ -129,10 +129,10 @@ def test_padding_writes_where_nobody_reads() -> None:
 
 def test_shapes_are_few() -> None:
     _, steps = passes()
-    shapes = {shape_of(pages_of(steps[:count])) for count in range(1, 10)}
+    shapes = {shape_of(pages_of(build(steps[:count], PAGE))) for count in range(1, 10)}
     assert {shape.sequences for shape in shapes if shape} == {1, 2, 4, 8, 16}
     assert all(shape.keys == 512 and shape.words == 1 for shape in shapes if shape)
-    host = pages_of(steps[:3])
+    host = pages_of(build(steps[:3], PAGE))
     shape = shape_of(host)
     assert shape is not None
     rows = rows_of(host, shape)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +15,7 @@ import transformers
 from engine.building import assemble, build_engine, check_speculation
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError, LoadError
-from engine.execution import inputs, probe, runner
+from engine.execution import groups, inputs, probe, runner
 from engine.execution.loading import check_config, choose_device, load
 from tests.engine import tiny
 
@@ -184,26 +185,27 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     loaded = tiny.load_model(config, seed=1)
     shape = probe.find_kv_shape(loaded)
     assert probe.probe(loaded, shape) < 1e-4
-    original = inputs._visible
+    visible = groups._visible
 
-    def causal(part, end, num_cached):  # type: ignore[no-untyped-def]
-        visible = original(part, end, num_cached)
-        if visible is not None:
-            size = len(part.nodes.tokens)
-            visible[len(part.known) :, end:] = torch.ones(size, size).tril().bool().numpy()
-        return visible
+    def causal(batch, numbers, is_row_BQ, num_keys):  # type: ignore[no-untyped-def]
+        """Nodes see those of other branches that lie before them."""
+        found = visible(batch, numbers, is_row_BQ, num_keys)
+        (number,) = numbers
+        known, end = batch.num_known_B[number], batch.end_B[number]
+        size = num_keys - end
+        found[0, known : known + size, end:] = np.tri(size, dtype=np.bool_)
+        return found
 
-    def flat(part, block_size):  # type: ignore[no-untyped-def]
+    def flat(sequences, index_T, is_node_T, end_T):  # type: ignore[no-untyped-def]
         """Tree nodes numbered one after the other instead of by their depth."""
-        found, first = places(part, block_size), part.first_index
-        return found._replace(query_positions=torch.arange(first, first + len(found.query_positions)).numpy())
+        return index_T
 
-    places = inputs._places
+    bias = groups.Group.bias
     patches = {
-        "causal": patch.object(inputs, "_visible", causal),
-        "positions": patch.object(inputs, "_places", flat),
+        "causal": patch.object(groups, "_visible", causal),
+        "positions": patch.object(inputs, "_positions", flat),
         "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),
-        "window": patch("engine.execution.attention.Segment.mask", lambda self, window: self.visible),
+        "window": patch.object(groups.Group, "bias", lambda self, window, *rest: bias(self, None, *rest)),
     }
     with patches[fault], pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)

@@ -12,6 +12,7 @@ import transformers
 triton_attention = pytest.importorskip("engine.execution.triton_attention")
 
 from engine.cache.tensors import KVShape, KVTensors  # noqa: E402
+from engine.execution.groups import _group  # noqa: E402
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build  # noqa: E402
 from engine.execution.paged import Paged, pages_of  # noqa: E402
 from engine.execution.probe import find_kv_shape, probe  # noqa: E402
@@ -20,7 +21,7 @@ from engine.execution.scaled import Kind  # noqa: E402
 from engine.speculation.topology import merge_chains  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.execution.test_architectures import COMMON  # noqa: E402
-from tests.execution.test_batches import CONFIGS, passes  # noqa: E402
+from tests.execution.test_groups import CONFIGS, passes  # noqa: E402
 from tests.execution.test_lean import randomised  # noqa: E402
 
 PAGE = 4
@@ -71,7 +72,7 @@ def operands(
     storage = KVTensors(shape, len(blocks) * PAGE, dtype, tiny.DEVICE)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator).to(dtype))
-    count = len(build(parts, PAGE).token_ids)
+    count = len(build(parts, PAGE).positions_T)
     query = torch.randn((1, 6, count, 24), generator=generator).to(dtype).to(tiny.DEVICE)
     return parts, storage, query, window
 
@@ -80,18 +81,17 @@ def reference(parts: Any, storage: KVTensors, query: torch.Tensor, window: int |
     """In float64, with a mask for every pair of query and key."""
     host = build(parts, PAGE)
     outputs = []
-    for segment in host.segments:
-        slots = torch.as_tensor(np.r_[segment.slots] if isinstance(segment.slots, slice) else segment.slots)
+    for group in (_group(host, np.array([number]), PAGE, torch.device("cpu")) for number in range(len(parts))):
+        slots = torch.as_tensor(np.r_[group.slots] if isinstance(group.slots, slice) else group.slots)
         keys, values = (t[0].cpu()[slots].double().repeat_interleave(3, 1) for t in (storage.keys, storage.values))
-        scores = torch.einsum("hqd,khd->hqk", query[0, :, segment.query].cpu().double(), keys) * 24**-0.5
+        scores = torch.einsum("hqd,khd->hqk", query[0, :, group.rows].cpu().double(), keys) * 24**-0.5
         if kind.softcap is not None:
             scores = kind.softcap * torch.tanh(scores / kind.softcap)
         visible = torch.ones(scores.shape[1:], dtype=torch.bool)
-        if segment.visible is not None:
-            visible = torch.from_numpy(segment.visible)
+        if group.visible is not None:
+            visible = group.visible[0]
         if window is not None:
-            distance = torch.from_numpy(segment.query_positions[:, None] - segment.key_positions[None, :])
-            visible = visible & (distance < window)
+            visible = visible & (group.query_positions[0, :, None] - group.key_positions[0] < window)
         scores = scores.masked_fill(~visible, -torch.inf)
         if kind.sinks is not None:
             column = kind.sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)
@@ -136,7 +136,7 @@ def test_keys_before_the_first_are_not_seen() -> None:
 
 def check(case: tuple[Any, ...], kind: Kind, tolerance: float) -> None:
     parts, storage, query, window = case
-    paged = Paged.of(pages_of(parts), PAGE, tiny.DEVICE)
+    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
     found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
     assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
 
@@ -144,7 +144,7 @@ def check(case: tuple[Any, ...], kind: Kind, tolerance: float) -> None:
 @pytest.mark.parametrize("wrong", ["words", "limits", "node_positions", "pages", "ends"])
 def test_the_comparison_has_teeth(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
-    paged = Paged.of(pages_of(parts), PAGE, tiny.DEVICE)
+    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
     spoilt = getattr(paged, wrong)
     spoilt.copy_(spoilt.flip(-1) if wrong == "pages" else spoilt * 0 + (-1 if wrong == "words" else 3))
     found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()

@@ -9,15 +9,13 @@ target's own (`served.py`). Seeds are fixed, so every test is deterministic; wro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from engine import verifying
 from engine.analysis.enumeration import Outcome
-from engine.drafters.draft import Layout
+from engine.drafters.draft import draw_noise
 from engine.sampling import fused
 from engine.speculation import verification
 from engine.speculation.drafting import ChainNoise, Chains
@@ -144,8 +142,7 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     chain_C = np.arange(len(request_C))
     rank_C = chain_C - np.maximum.accumulate(np.where(first, chain_C, 0))
     position_C = np.full_like(request_C, 17 + step)
-    layout = Layout(request_C, rank_C, chains.length_C.numpy(), 1000 + request_C, position_C, levels=())
-    return verifying._noise(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
+    return draw_noise(1000 + request_C, position_C, rank_C, chains.max_length, torch.device("cpu"))[1]
 
 
 @pytest.mark.parametrize("rule", ["bv_race", "traversal", "rrs"])

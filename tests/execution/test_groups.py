@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from engine.execution import batches, runner
-from engine.execution.batches import BatchInput, group
-from engine.execution.inputs import NO_NODES, Nodes, SegmentInput, SequenceInput
+from engine.execution import runner
+from engine.execution.groups import Group, _group, groups_of
+from engine.execution.inputs import NO_NODES, Nodes, PassInput, SequenceInput, build
 from engine.execution.probe import find_kv_shape
 from engine.execution.runner import ModelRunner
 from engine.speculation.topology import merge_chains
@@ -20,6 +21,7 @@ from tests.execution.test_architectures import COMMON
 from tests.execution.test_lean import randomised
 
 BLOCK_SIZE = 4
+Spoil = Callable[[Group], Group]
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**COMMON),
     "window and softcap": transformers.Gemma2Config(
@@ -47,15 +49,19 @@ def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
     return prompts, steps
 
 
-def logits(loaded: Any, alone: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    made: list[BatchInput] = []
+def logits(
+    loaded: Any, alone: bool, monkeypatch: pytest.MonkeyPatch, spoil: Spoil = lambda group: group
+) -> torch.Tensor:
+    made: list[Group] = []
 
-    def grouped(segments: list[SegmentInput], token_bytes: int) -> Any:
-        found, rest = ([], list(segments)) if alone else group(segments, token_bytes)
-        made.extend(found)
-        return found, rest
+    def grouped(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+        if alone:
+            return [_group(batch, np.array([number]), block_size, device) for number in range(len(batch.sequences))]
+        groups = groups_of(batch, block_size, token_bytes, device)
+        made.extend(group for group in groups if group.shape[0] > 1)
+        return [spoil(group) if group.shape[0] > 1 else group for group in groups]
 
-    monkeypatch.setattr(runner, "group", grouped)
+    monkeypatch.setattr(runner, "groups_of", grouped)
     model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, BLOCK_SIZE, loaded.vocab_size)
     prompts, steps = passes()
     model.forward(prompts)
@@ -72,11 +78,16 @@ def test_attending_together_changes_no_number(name: str, monkeypatch: pytest.Mon
     assert torch.allclose(alone, together, atol=1e-4, rtol=1e-4)
 
 
-WRONG = {
-    "padding keys are seen": lambda batch: replace(batch, visible=np.ones_like(batch.visible)),
-    "slots of the neighbour": lambda batch: replace(batch, slots=np.roll(batch.slots, batch.shape[2])),
-    "positions by index": lambda batch: replace(
-        batch, query_positions=batch.query_positions * 0 + np.arange(batch.shape[1])
+def rolled(group: Group) -> Group:
+    assert isinstance(group.slots, torch.Tensor)
+    return replace(group, slots=group.slots.roll(group.shape[2]))
+
+
+WRONG: dict[str, Spoil] = {
+    "padding keys are seen": lambda group: replace(group, visible=None),
+    "slots of the neighbour": rolled,
+    "positions by index": lambda group: replace(
+        group, query_positions=group.query_positions * 0 + torch.arange(group.shape[1])
     ),
 }
 
@@ -85,26 +96,28 @@ WRONG = {
 def test_the_comparison_has_teeth(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = randomised(CONFIGS["window"], seed=5)
     alone = logits(loaded, True, monkeypatch)
-    pad = batches._pad
-    monkeypatch.setattr(batches, "_pad", lambda members: WRONG[wrong](pad(members)))
-    assert not torch.allclose(alone, logits(loaded, False, monkeypatch), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(alone, logits(loaded, False, monkeypatch, WRONG[wrong]), atol=1e-4, rtol=1e-4)
 
 
-def segment(start: int, num_queries: int, num_keys: int) -> SegmentInput:
-    return SegmentInput(
-        slice(start, start + num_queries),
-        np.arange(num_keys),
-        None,
-        np.arange(num_keys - num_queries, num_keys),
-        np.arange(num_keys),
-    )
+def sequence(num_queries: int, num_keys: int) -> SequenceInput:
+    return SequenceInput([0] * num_queries, num_keys - num_queries, range(num_keys), NO_NODES, slice(0))
 
 
 def test_what_attends_together_is_alike_and_fits_the_buffer() -> None:
     sizes = [(1, 100)] * 5 + [(1, 90), (1, 1000), (6, 100), (7, 100), (200, 300), (1, 40)]
-    segments = [segment(i, *size) for i, size in enumerate(sizes)]
-    found, alone = group(segments, token_bytes=8)
-    assert sorted(batch.shape for batch in found) == [(2, 7, 100), (6, 1, 100)]
-    assert sorted(len(s.key_positions) for s in alone) == [40, 300, 1000]
-    found, _ = group(segments[:5], token_bytes=(4 << 20) // 250)
-    assert [batch.shape[0] for batch in found] == [2, 2]
+    sequences = [sequence(*size) for size in sizes]
+    found = groups_of(build(sequences, 1), 1, 8, torch.device("cpu"))
+    assert sorted(group.shape for group in found) == [(1, 1, 40), (1, 1, 1000), (1, 200, 300), (2, 7, 100), (6, 1, 100)]
+    found = groups_of(build(sequences[:5], 1), 1, (4 << 20) // 250, torch.device("cpu"))
+    assert sorted(group.shape[0] for group in found) == [1, 2, 2]
+
+
+def test_a_lone_sequence_is_read_where_it_lies() -> None:
+    nodes = Nodes((1, 1), (1, 2), (), np.tri(2, dtype=np.bool_))
+    for blocks, expected in (([3, 4, 5], slice(12, 21)), ([3, 5, 4], [12, 13, 14, 15, 20, 21, 22, 23, 16])):
+        batch = build([SequenceInput([1], 6, blocks, nodes, slice(0))], 4)
+        (group,) = groups_of(batch, 4, 8, torch.device("cpu"))
+        assert group.shape == (1, 3, 9)
+        assert group.rows == slice(0, 3)
+        slots = group.slots if isinstance(group.slots, slice) else group.slots.tolist()
+        assert slots == expected
