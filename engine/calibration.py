@@ -335,10 +335,10 @@ def middle_steps(engine: Engine, plans: Sequence[Plan], tell: Tell = _nobody) ->
         for plan, of_plan in zip(plans, runs, strict=True):
             if turn < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _POINT_BUDGET_S:
                 if not of_plan or of_plan[-1][0] < _SHORT_S:
-                    engine.run_parts(plan)  # behind another plan's step, which no step of a server is for long
-                engine.stopwatch.start()
-                engine.run_parts(plan)
-                of_plan.append(engine.stopwatch.stop())
+                    engine.carry_out(plan)  # behind another plan's step, which no step of a server is for long
+                engine.telemetry.stopwatch.start()
+                engine.carry_out(plan)
+                of_plan.append(engine.telemetry.stopwatch.stop())
         spent_s = [_POINT_BUDGET_S if turn + 1 == _MAX_REPEATS else sum(wall_s for wall_s, _ in one) for one in runs]
         tell(sum(min(1.0, one_s / _POINT_BUDGET_S) for one_s in spent_s) / len(plans))
     return [_middle(of_plan) for of_plan in runs]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 PHASES = ("draft", "target", "verify", "keep", "host")
 _PARTS = "parts"
@@ -72,7 +69,7 @@ def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> f
 
 
 class Stopwatch:
-    """Times the phases of a step from outside, so that the step itself reads as the algorithm."""
+    """Times a step and its phases."""
 
     def __init__(self) -> None:
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
@@ -85,18 +82,14 @@ class Stopwatch:
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
         self.started = time.perf_counter()
 
-    def timed(self, phase: str, call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """`call`, with its duration added to `phase`."""
-
-        @wraps(call)
-        def measured(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            began = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._phases_s[phase] += time.perf_counter() - began
-
-        return measured
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs inside counts for this phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases_s[name] += time.perf_counter() - began
 
     def stop(self) -> tuple[float, dict[str, float]]:
         """(duration of the step, duration by phase); `host` is whatever no phase claims."""

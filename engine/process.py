@@ -140,7 +140,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
         plain, costs = measure(engine, config, speculation, progress)
-        engine.pace = Pace(plain)
+        engine.telemetry.pace = Pace(plain)
         if costs is not None:
             engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:

@@ -123,7 +123,7 @@ class Arm:
     def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
         """Steps until so much has been done since the beginning (`Turn.work`)."""
         turn = Turn()
-        self.engine.pause()
+        self.engine.telemetry.pause()
         while self.done.work(of_read) < aim:
             step = self.step(concurrency)
             turn, self.done = turn.plus(step), self.done.plus(step)
@@ -210,10 +210,10 @@ def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
-        own.pace = pace
+        own.telemetry.pace = pace
         speculation = speculation_of(name)
         if speculation.adaptive:
-            own.pace = Pace(costs.plain)
+            own.telemetry.pace = Pace(costs.plain)
             scheduler.controller = Controller(costs, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
     return arms

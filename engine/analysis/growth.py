@@ -89,11 +89,11 @@ def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> in
     """Most resident memory of this process while it makes steps of so many chains, without what loading took."""
     engine = load(options)
     plan = made_up_plan(engine, 1, context, shape(num_drafts))
-    engine.run_parts(plan)
+    engine.carry_out(plan)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     with torch.inference_mode():
         for _ in range(_PEAK_STEPS):
-            engine.run_parts(plan)
+            engine.carry_out(plan)
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) * 1024

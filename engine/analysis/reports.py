@@ -46,7 +46,7 @@ def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, 
     while open_arms:
         aim += _TURN_TOKENS
         for name in order.sample(open_arms, len(open_arms)):
-            arms[name].engine.pause()
+            arms[name].engine.telemetry.pause()
             while num_tokens[name] < aim:
                 step = arms[name].step(1)
                 seconds[name] += step.seconds

@@ -101,11 +101,3 @@ def _padded(moves: Sequence[Moves]) -> npt.NDArray[np.int64]:
     for of_sequence, row in zip(moves, result, strict=True):
         row[: len(of_sequence)] = of_sequence
     return result
-
-
-def slots_of(block_ids: Sequence[int], block_size: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Slots of the tokens at indices [start, stop) of a sequence that holds `block_ids`."""
-    index = np.arange(start, stop, dtype=np.int64)
-    blocks = np.asarray(block_ids, dtype=np.int64)
-    slots: npt.NDArray[np.int64] = blocks[index // block_size] * block_size + index % block_size
-    return slots

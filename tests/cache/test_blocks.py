@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.cache.blocks import BlockPool
-from engine.cache.tensors import KVShape, KVTensors, slots_of
+from engine.cache.tensors import KVShape, KVTensors
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -69,10 +69,6 @@ def test_a_block_cannot_be_given_back_twice() -> None:
     pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.release(blocks)
-
-
-def test_slots_follow_the_block_table() -> None:
-    assert slots_of([7, 2], 4, 2, 6).tolist() == [30, 31, 8, 9]
 
 
 def test_moves_read_everything_before_they_write() -> None:

@@ -41,9 +41,9 @@ def test_measured_grid_fits_the_pool_and_disturbs_nothing() -> None:
     text = tiny.prompts(101, [20])[0]
     request = tiny.request("0", text, Speculation(rule="bv_race", num_drafts=3, draft_length=3), temperature=1.0)
     before = tiny.run(tiny.build(target, draft, max_num_seqs=4), [request]).tokens
-    engine.pace = Pace(measure_plain(engine))
-    assert engine.pace.plain.num_rows == (1, 2, 4)
-    assert all(seconds > 0 for row in engine.pace.plain.seconds for seconds in row)
+    engine.telemetry.pace = Pace(measure_plain(engine))
+    assert engine.telemetry.pace.plain.num_rows == (1, 2, 4)
+    assert all(seconds > 0 for row in engine.telemetry.pace.plain.seconds for seconds in row)
     engine.scheduler.check_invariants()
     assert tiny.run(engine, [request]).tokens == before
 
@@ -67,7 +67,7 @@ class Steps:
 def test_what_a_prompt_takes_beside_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.llama(seed=1)
     engine = tiny.build(target, None)
-    engine.pace = Pace(PlainTimes((1, 64), (1,), ((0.5,), (0.5,))))
+    engine.telemetry.pace = Pace(PlainTimes((1, 64), (1,), ((0.5,), (0.5,))))
     steps = Steps(monkeypatch)
     engine.submit(tiny.request("0", [1, 2, 3], max_tokens=5))
     known = [engine.run_step().stats for _ in range(3)]
@@ -82,7 +82,7 @@ def test_prompts_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is the draft model's is not the prompt's; before steps have drafted without one, nothing is known."""
     target = tiny.llama(seed=1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-    engine.pace = Pace(PlainTimes((1, 64), (1,), ((1e-3,), (1e-3,))))
+    engine.telemetry.pace = Pace(PlainTimes((1, 64), (1,), ((1e-3,), (1e-3,))))
     steps = Steps(monkeypatch)
     drafting = Speculation(rule="block", num_drafts=1, draft_length=2)
     known = []
@@ -148,7 +148,7 @@ def test_what_the_controller_takes_is_not_plain_decodings(monkeypatch: pytest.Mo
     plain = PlainTimes((1,), (1,), ((1e-3,),))
     curve = Curve([(0, 0.0), (9, 0.0)])
     engine.scheduler.controller = Controller(StepCosts(plain, NodeCosts({1: curve}), curve, curve), 3)
-    engine.pace = Pace(plain)
+    engine.telemetry.pace = Pace(plain)
     adaptive = Speculation(rule="block", num_drafts=1, draft_length=3, adaptive=True)
     engine.submit(tiny.request("0", [1, 2, 3], adaptive, max_tokens=30))
     known = [engine.run_step().stats for _ in range(8)]
@@ -279,10 +279,10 @@ class FakeSteps:
     """An engine whose steps take as long as their plan says, three times that while the machine is busy."""
 
     def __init__(self, busy: range) -> None:
-        self.busy, self.num_runs, self.stopwatch = busy, 0, self
+        self.busy, self.num_runs, self.telemetry, self.stopwatch = busy, 0, self, self
         self.elapsed = 0.0
 
-    def run_parts(self, plan: Any) -> None:
+    def carry_out(self, plan: Any) -> None:
         self.elapsed += plan * (3 if self.num_runs in self.busy else 1)
         self.num_runs += 1
 
