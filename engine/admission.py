@@ -9,9 +9,10 @@ from math import prod
 
 import msgspec
 
-from engine.config import MODEL, PREDICTION, PROMPT_LOOKUP, EngineFacts, RuleFacts, SpeculationConfig
+from engine.config import MODEL, PREDICTION, EngineFacts, RuleFacts, SpeculationConfig
 from engine.errors import ConfigError, RequestError
 from engine.request import Request, Speculation
+from engine.text_drafters import TEXT_DRAFTERS
 
 MAX_LOGPROBS = 20
 """Most alternatives reported beside a token."""
@@ -45,10 +46,10 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
 def _check_copies(request: Request, facts: EngineFacts) -> None:
     """Drafts that are not drawn: known sources, and a rule that they go with."""
     speculation = request.speculation
-    if unknown := [name for name in speculation.drafters if name not in (MODEL, PROMPT_LOOKUP, PREDICTION)]:
+    known = (MODEL, *TEXT_DRAFTERS)
+    if unknown := [name for name in speculation.drafters if name not in known]:
         raise RequestError(
-            f"unknown drafter {unknown[0]!r}; choose from {MODEL}, {PROMPT_LOOKUP}, {PREDICTION}",
-            "speculation.drafters",
+            f"unknown drafter {unknown[0]!r}; choose from {', '.join(sorted(known))}", "speculation.drafters"
         )
     if request.prediction and PREDICTION not in speculation.drafters:
         raise RequestError(

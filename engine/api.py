@@ -16,7 +16,6 @@ from engine.admission import check_request, default_speculation, unknown_rule, w
 from engine.config import (
     MODEL,
     PREDICTION,
-    PROMPT_LOOKUP,
     CacheConfig,
     Device,
     Dtype,
@@ -157,7 +156,6 @@ __all__ = [
     "MODEL",
     "PHASES",
     "PREDICTION",
-    "PROMPT_LOOKUP",
     "Abort",
     "Accepted",
     "CacheConfig",

@@ -13,7 +13,7 @@ import torch
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
-from engine.config import MODEL, PROMPT_LOOKUP, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
+from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -22,10 +22,10 @@ from engine.execution.packing import Choices, pack, take_over
 from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
-from engine.scheduling.copying import most_copied
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
+from engine.text_drafters import TEXT_DRAFTERS, most_copied
 
 _DEFAULT_CPU_BYTES = 1 << 30
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
@@ -153,8 +153,9 @@ def check_speculation(config: EngineConfig) -> None:
         raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULES)}")
     if wanted.draft_method and wanted.draft_method not in DRAFT_METHODS:
         raise ConfigError(f"--draft-method {wanted.draft_method}: unknown; choose one of {', '.join(DRAFT_METHODS)}")
-    if not wanted.drafters or not set(wanted.drafters) <= {MODEL, PROMPT_LOOKUP}:
-        raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {MODEL}, {PROMPT_LOOKUP}")
+    usable = [MODEL, *(name for name, source in TEXT_DRAFTERS.items() if source.for_every_request)]
+    if not wanted.drafters or not set(wanted.drafters) <= set(usable):
+        raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {', '.join(usable)}")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
         raise ConfigError(
             f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}, or raise "

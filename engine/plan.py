@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
+from engine.text_drafters import Copy
 
 
 @lru_cache(maxsize=1024)
@@ -62,15 +63,6 @@ class Text:
     ends: tuple[int, ...] = ()
     """Tokens that would end the answer; they are held back before `min_tokens`."""
     grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A chain that is not drawn: its tokens were found somewhere."""
-
-    source: str
-    """Which drafter found it."""
-    tokens: tuple[int, ...]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from engine.api import (
-    PROMPT_LOOKUP,
+    MODEL,
     ConfigError,
     EngineConfig,
     EngineFacts,
@@ -263,8 +263,7 @@ def _drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
         up_to = "up to " if usual.adaptive else ""
         drafts = "draft" if usual.num_drafts == 1 else "drafts"
         parts.append(f"{up_to}{usual.num_drafts} {drafts} of {usual.draft_length} tokens")
-    if PROMPT_LOOKUP in usual.drafters:
-        parts.append("prompt lookup")
+    parts += [name.replace("_", " ") for name in usual.drafters if name != MODEL]
     if not parts:
         return "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
     return f"{usual.rule}, {' and '.join(parts)}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from engine.plan import Copy, Row, Text, level_widths
+from engine.plan import Row, Text, level_widths
 from engine.scheduling.lag import draft_from
 from engine.scheduling.sequence import Sequence
+from engine.text_drafters import Copy
 
 # Prompt tokens a step computes of a row that reports their logprobs.
 _PROMPT_LOGPROBS = 64

@@ -22,11 +22,11 @@ from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.controller import Controller
-from engine.scheduling.copying import most_copied
 from engine.scheduling.lag import CatchingUp
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.rows import Part, ending_prompts, part_of, row_of
 from engine.scheduling.sequence import Sequence
+from engine.text_drafters import most_copied
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
 _MOST_SHARING = 8

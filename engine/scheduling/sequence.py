@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.cache.store import Key, next_key, root_key
 from engine.plan import Grammar, TargetLayer
 from engine.request import Request, TokenLogprob
-from engine.scheduling.copying import Copier
+from engine.text_drafters import Copier
 
 
 class Sequence:
@@ -44,8 +44,7 @@ class Sequence:
         self.arrival = sequence_id
         self.request = request
         self.grammar = grammar
-        drafters, prompt = request.speculation.drafters, request.prompt_token_ids
-        self.copier = Copier(drafters, len(prompt), request.prediction)
+        self.copier = Copier(request)
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0

@@ -21,7 +21,7 @@ from engine.analysis.enumeration import Model, Path, Rows
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import SequenceInput
-from engine.plan import Copy, Emission, Plan, Row
+from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
@@ -29,6 +29,7 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
+from engine.text_drafters import Copy
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 
 ALPHA = 1e-6

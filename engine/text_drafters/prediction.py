@@ -1,0 +1,69 @@
+"""Predictions: the client says what the answer will probably be.
+
+The chain is what follows in the prediction: from its beginning; where the answer has left it, from the place where the
+answer's last tokens are in it again, or, after a good run, one token further on. A chain is the longer, the longer the
+prediction has been right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MATCH = 3
+_TRUST = 8
+
+
+class PredictionDrafter:
+    """Follows where an answer is in its prediction."""
+
+    def __init__(self, prediction: Sequence[int], num_prompt: int) -> None:
+        """num_prompt: tokens of the text before the answer."""
+        self.prediction = tuple(prediction)
+        self._num_prompt = num_prompt
+        self._ends_of: dict[tuple[int, ...], list[int]] = {}
+        for stop in range(_MATCH, len(self.prediction) + 1):
+            self._ends_of.setdefault(self.prediction[stop - _MATCH : stop], []).append(stop)
+        self.position: int | None = 0
+        """Index of the prediction's token that should come next; None where the answer is not in it."""
+        self._last = 0
+        self._run = 0
+        self._num_seen = 0
+
+    def chain(self, text: Sequence[int]) -> tuple[int, ...]:
+        """What the prediction says comes after the text, which ends with the answer so far."""
+        answer = text[self._num_prompt :]
+        for end in range(self._num_seen + 1, len(answer) + 1):
+            self._follow(answer, end)
+        self._num_seen = max(self._num_seen, len(answer))
+        if self.position is None:
+            return ()
+        return self.prediction[self.position :][: _TRUST + 2 * self._run]
+
+    def _follow(self, answer: Sequence[int], end: int) -> None:
+        """Take the answer's token before `end`."""
+        if self.position is not None and self.prediction[self.position : self.position + 1] == (answer[end - 1],):
+            self.position += 1
+            self._run += 1
+            return
+        if self.position is not None:
+            self._last = self.position
+        ends = self._ends_of.get(tuple(answer[max(0, end - _MATCH) : end]), [])
+        if ends:
+            self.position, self._run = next((stop for stop in ends if stop >= self._last), ends[0]), _MATCH
+        elif self._run >= _MATCH:
+            # One token may have been replaced.
+            self.position, self._run = self._last + 1, 0
+        else:
+            self.position, self._run = None, 0
+
+    def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
+        """How many of the tokens emitted behind the text the prediction has foreseen."""
+        self.chain(text)
+        if self.position is None:
+            return 0
+        count = 0
+        for token, expected in zip(emitted, self.prediction[self.position :], strict=False):
+            if token != expected:
+                break
+            count += 1
+        return count
