@@ -9,8 +9,9 @@ Not for: drawing (`draw.py`), penalties and masks (`edits.py` changes the logits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,41 +28,28 @@ class LawParameters:
     """Sampling parameters of N law rows, as tensors on the logits' device."""
 
     temperature_N: Tensor
-    top_k_N: Tensor
-    top_p_N: Tensor
-    min_p_N: Tensor
+    """0 where the law is the most likely token."""
     any_greedy: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
+    values: Mapping[str, Tensor]
+    """[N] parameters of the filters that change the law of any row, by name."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> LawParameters:
         """Parameters of one row per entry of `samplings`."""
         temperatures = [0.0 if s.is_greedy else s.temperature for s in samplings]
+        values = {}
+        for one in FILTERS:
+            of_rows = [getattr(s, one.name) for s in samplings]
+            if any(map(one.changes, of_rows)):
+                values[one.name] = _moved(torch.tensor(of_rows), device)
         return LawParameters(
-            temperature_N=_moved(torch.tensor(temperatures, dtype=torch.float32), device),
-            top_k_N=_moved(torch.tensor([s.top_k for s in samplings]), device),
-            top_p_N=_moved(torch.tensor([s.top_p for s in samplings], dtype=torch.float32), device),
-            min_p_N=_moved(torch.tensor([s.min_p for s in samplings], dtype=torch.float32), device),
-            any_greedy=0.0 in temperatures,
-            any_top_k=any(s.top_k > 0 for s in samplings),
-            any_top_p=any(s.top_p < 1 for s in samplings),
-            any_min_p=any(s.min_p > 0 for s in samplings),
+            _moved(torch.tensor(temperatures, dtype=torch.float32), device), 0.0 in temperatures, values
         )
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
-        return LawParameters(
-            self.temperature_N[index_N],
-            self.top_k_N[index_N],
-            self.top_p_N[index_N],
-            self.min_p_N[index_N],
-            self.any_greedy,
-            self.any_top_k,
-            self.any_top_p,
-            self.any_min_p,
-        )
+        values = {name: value_N[index_N] for name, value_N in self.values.items()}
+        return LawParameters(self.temperature_N[index_N], self.any_greedy, values)
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
@@ -71,29 +59,40 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 
 def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:
     """Probabilities (float32, same shape) of the law that each row's request samples from."""
-    if fused.applies(logits_NV) and not (parameters.any_greedy or parameters.any_min_p or parameters.any_top_k):
+    filters = [one for one in FILTERS if one.name in parameters.values]
+    if fused.applies(logits_NV) and not parameters.any_greedy and all(one.of_probabilities for one in filters):
         law_NV = fused.softmax(logits_NV, parameters.temperature_N)
-        return _top_p(law_NV, parameters.top_p_N) if parameters.any_top_p else law_NV
-    logits_NV = logits_NV.to(torch.float32)
-    greedy_N1 = (parameters.temperature_N == 0).unsqueeze(-1)
-    scale_N1 = torch.where(greedy_N1, 1.0, parameters.temperature_N.unsqueeze(-1))
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N1
-    if parameters.any_min_p:
-        floor_N1 = parameters.min_p_N.log().unsqueeze(-1)
-        scaled_NV = scaled_NV.masked_fill(scaled_NV < floor_N1, -torch.inf)
-    if parameters.any_top_k:
-        scaled_NV = _top_k(scaled_NV, parameters.top_k_N)
-    law_NV = scaled_NV.softmax(-1)
-    if parameters.any_top_p:
-        law_NV = _top_p(law_NV, parameters.top_p_N)
+    else:
+        law_NV = _softmax(logits_NV.to(torch.float32), parameters, filters)
+    for one in filters:
+        if one.of_probabilities:
+            law_NV = one.apply(law_NV, parameters.values[one.name])
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(law_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
-        law_NV = torch.where(greedy_N1, peak_NV, law_NV)
+        law_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, law_NV)
     return law_NV
 
 
+def _softmax(logits_NV: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:
+    """The law before the filters of probabilities; greedy rows get any."""
+    scale_N = parameters.temperature_N
+    if parameters.any_greedy:
+        scale_N = torch.where(scale_N == 0, 1.0, scale_N)
+    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N.unsqueeze(-1)
+    for one in filters:
+        if not one.of_probabilities:
+            scaled_NV = one.apply(scaled_NV, parameters.values[one.name])
+    return scaled_NV.softmax(-1)
+
+
+def _min_p(scaled_NV: Tensor, min_p_N: Tensor) -> Tensor:
+    """Drop tokens below this share of the most likely token's probability."""
+    return scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
+
+
 def _top_k(scaled_NV: Tensor, top_k_N: Tensor) -> Tensor:
+    """Keep the k most likely tokens; 0 keeps all."""
     num_tokens = scaled_NV.shape[-1]
     wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
     widest = int(torch.where(wanted_N < num_tokens, wanted_N, 1).max())
@@ -119,3 +118,24 @@ def _top_p(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
     kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)
     kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
     return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, law_NV)
+
+
+class Filter(NamedTuple):
+    """A change of the law that a request asks for."""
+
+    name: str
+    """Field of `Sampling` that has its parameter."""
+    changes: Callable[[float], bool]
+    """Whether the law changes at this value of the parameter."""
+    apply: Callable[[Tensor, Tensor], Tensor]
+    """[N, V] from [N, V] and the parameters [N]; a row whose parameter changes nothing stays as it is."""
+    of_probabilities: bool
+    """Whether it takes and gives probabilities; else logits over temperature, the largest of each row 0."""
+
+
+FILTERS = (
+    Filter("min_p", lambda value: value > 0, _min_p, of_probabilities=False),
+    Filter("top_k", lambda value: value > 0, _top_k, of_probabilities=False),
+    Filter("top_p", lambda value: value < 1, _top_p, of_probabilities=True),
+)
+"""In the order in which they apply. A new one is a function, a line here, and its field of `Sampling`."""
