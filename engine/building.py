@@ -18,7 +18,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
-from engine.execution.packing import Choices, pack, take_over
+from engine.execution.packing import Choices
 from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
@@ -67,7 +67,7 @@ def assemble(
             num_blocks,
             config.cache.block_size,
             target.vocab_size,
-            lean=way.lean,
+            backend=way.backend,
             ranks=model.ranks,
             paged=way.paged,
             # What ranks exchange in a pass is not recorded.
@@ -126,10 +126,7 @@ def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack, choice
     """Pack the weights a model is run by; the memory that takes."""
     if loaded.ranks is not None:
         return 0  # what is not split of it would be packed, and tried, here alone
-    if way.lean is not None:
-        return pack(way.lean.products, wanted, choices=choices)
-    # Some model's code may look at weights that a packed layer has not.
-    return pack(take_over(loaded.model), wanted, lambda: runs(loaded, shape, way), choices)
+    return way.backend.pack(wanted, choices, lambda: runs(loaded, shape, way))
 
 
 def rule_facts() -> dict[str, RuleFacts]:

@@ -9,7 +9,7 @@ the same hook. Which models it takes is looked up in their modules; every start 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
+from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
-from engine.execution.packing import Product, is_plain
+from engine.execution.packing import Choices, Product, is_plain, pack
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -57,11 +58,11 @@ class LeanDecoder:
         self._sign = torch.cat([-half, half])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
-    @property
-    def products(self) -> list[Product]:
-        """Everything it multiplies by."""
+    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:  # noqa: ARG002
+        """Pack the weights of its products: nothing else looks at them, so they need not be tried."""
         layers = self._layers
-        return [self._head, *(part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down))]
+        products = [self._head, *(part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down))]
+        return pack(products, wanted, choices=choices)
 
     @staticmethod
     def _layer(number: int, layer: Any) -> _Layer:

@@ -8,6 +8,7 @@ its own eager attention. A difference means that the model would be served wrong
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from engine.cache.tensors import KVShape
 from engine.errors import LoadError
 from engine.execution.attention import HOOK
+from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.lean import LeanDecoder, is_lean
 from engine.execution.loading import LoadedModel
@@ -33,9 +35,24 @@ _LONG_PROMPT = 140
 class Way(NamedTuple):
     """How a model is run."""
 
-    lean: LeanDecoder | None
+    backend: Backend
     paged: bool
     """Whether the Triton kernel attends."""
+
+
+class _Kind(NamedTuple):
+    """A backend that there is."""
+
+    name: str
+    takes: Callable[[Any], bool]
+    make: Callable[[Any], Backend]
+
+
+BACKENDS = (
+    _Kind("lean decoder", is_lean, lambda model: LeanDecoder(model)),
+    _Kind("transformers", lambda _: True, TransformersBackend),
+)
+"""The fastest first; the last takes any model."""
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
@@ -62,31 +79,29 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
 
 def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
     """The fastest way to run the model that gives its numbers; raises LoadError when there is none."""
-    ways = [(lean, paged) for paged in (True, False) for lean in (True, False)]
-    if not has_kernel(torch.device(loaded.model.device)):
-        ways = ways[2:]
-    for lean, paged in ways:
-        if lean and not is_lean(loaded.model):
-            continue
+    kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
+    attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
+    ways = [(kind, paged) for paged in attends for kind in kinds]
+    for kind, paged in ways:
         try:
-            way = Way(LeanDecoder(loaded.model) if lean else None, paged)
-            probe(loaded, shape, way.lean, paged)
+            way = Way(kind.make(loaded.model), paged)
+            probe(loaded, shape, way.backend, paged)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles as large as any: a device may lack the memory for them.
-                probe(loaded, shape, way.lean, paged, _LONG_PROMPT)
+                probe(loaded, shape, way.backend, paged, _LONG_PROMPT)
             return way
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
-            if not lean and not paged:
+            if (kind, paged) == ways[-1]:
                 raise
-            kind = "attention kernel" if paged else "lean decoder"
-            print(f"{loaded.name}: runs without the {kind}: {error}", file=sys.stderr)
+            without = "attention kernel" if paged else kind.name
+            print(f"{loaded.name}: runs without the {without}: {error}", file=sys.stderr)
     raise AssertionError("the last way works or raises")
 
 
 def runs(loaded: LoadedModel, shape: KVShape, way: Way) -> bool:
     """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
     try:
-        probe(loaded, shape, way.lean, way.paged)
+        probe(loaded, shape, way.backend, way.paged)
     except Exception:  # whatever the model's own code raises
         return False
     return True
@@ -100,7 +115,7 @@ def has_kernel(device: torch.device) -> bool:
 def probe(
     loaded: LoadedModel,
     shape: KVShape,
-    lean: LeanDecoder | None = None,
+    backend: Backend | None = None,
     paged: bool = False,
     prompt_length: int = _PROMPT_LENGTH,
 ) -> float:
@@ -113,7 +128,7 @@ def probe(
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
     num_blocks = prompt_length // 8 + 6
     replayed = paged and loaded.model.device.type == "cuda" and loaded.ranks is None
-    runner = ModelRunner(loaded.model, shape, num_blocks, 8, loaded.vocab_size, lean, paged=paged, replayed=replayed)
+    runner = ModelRunner(loaded.model, shape, num_blocks, 8, loaded.vocab_size, backend, paged=paged, replayed=replayed)
     computed = _paged_logits(runner, prompt, chains, rest[5])
     worst = 0.0
     with _attention(loaded.model, "eager"), torch.inference_mode():

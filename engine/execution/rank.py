@@ -37,7 +37,7 @@ def main() -> int:
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
     shape: KVShape | None = None
-    way = Way(None, False)
+    way: Way | None = None
     runner: ModelRunner | None = None
     while True:
         try:
@@ -49,9 +49,10 @@ def main() -> int:
             way = probe_ways(loaded, shape)
             continue
         assert shape is not None
+        assert way is not None
         if name == "runner":
             num_blocks, block_size, vocab_size = arguments
-            runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, paged=way.paged)
+            runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
             continue
         assert runner is not None
         if name == "forward":

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.cache.tensors import KVShape, KVTensors, Moves
 from engine.execution.attention import AttentionMetadata
+from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.graphs import Graphs
 from engine.execution.groups import groups_of
 from engine.execution.inputs import Ints, PassInput, SequenceInput, build, to_device
-from engine.execution.lean import LeanDecoder
 from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 
@@ -37,19 +37,19 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         vocab_size: int,
-        lean: LeanDecoder | None = None,
+        backend: Backend | None = None,
         ranks: Ranks | None = None,
         paged: bool = False,
         replayed: bool = False,
     ) -> None:
-        """lean: what runs the model's layers instead of transformers; ranks: who holds the rest of a split model;
+        """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
         paged: attend by the Triton kernel; replayed: small passes as CUDA graphs (needs `paged`)."""
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
             ranks.tell("runner", num_blocks, block_size, vocab_size)
         self.model = model
-        self._lean = lean
+        self._backend = backend or TransformersBackend(model)
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -85,18 +85,7 @@ class ModelRunner:
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
-        if self._lean is not None:
-            logits_NV = self._lean.logits(token_ids_T, positions_T, metadata, wanted_N).float()
-        else:
-            output = self.model(
-                input_ids=token_ids_T.unsqueeze(0),
-                position_ids=positions_T.unsqueeze(0),
-                past_key_values=None,
-                use_cache=False,
-                metadata=metadata,
-                logits_to_keep=wanted_N,
-            )
-            logits_NV = output.logits[0].float()
+        logits_NV = self._backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from engine.execution import lean, probe
+from engine.execution.backend import TransformersBackend
 from engine.execution.lean import LeanDecoder, is_lean
 from engine.execution.probe import find_kv_shape, probe_ways
 from tests.engine import tiny
@@ -59,7 +60,7 @@ def test_it_gives_transformers_numbers(name: str) -> None:
     assert is_lean(loaded.model)
     assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 1e-4
     assert probe.probe(loaded, find_kv_shape(loaded)) < 1e-4
-    assert probe_ways(loaded, find_kv_shape(loaded)).lean is not None
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, LeanDecoder)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -77,7 +78,7 @@ def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: py
         self._sign = -self._sign
 
     monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
-    assert probe_ways(loaded, find_kv_shape(loaded)).lean is None
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
 
 
 def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pyte
 
     loaded = randomised(LEAN["llama"], seed=3)
     monkeypatch.setattr(lean.LeanDecoder, "__init__", failing)
-    assert probe_ways(loaded, find_kv_shape(loaded)).lean is None
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
 
 
 def test_joining_weights_stores_nothing_twice() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.execution import packing
+from engine.execution.lean import LeanDecoder
 from engine.execution.packing import Product, choose_from, choose_sizes, pack, take_over
 from engine.execution.probe import find_kv_shape, probe, probe_ways
 from engine.request import Speculation
@@ -24,8 +25,7 @@ BLOCK = Speculation(rule="block", num_drafts=1, draft_length=3)
 @pytest.mark.parametrize("name", LEAN)
 def test_a_lean_decoder_runs_packed(name: str) -> None:
     loaded = randomised(LEAN[name], seed=3)
-    decoder = probe_ways(loaded, find_kv_shape(loaded)).lean
-    assert decoder is not None
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, LeanDecoder)
     plain_bytes = loaded.weight_bytes
     runs = [tiny.run(tiny.build(loaded, None), [tiny.request("a", range(5, 25))]).tokens]
     loaded = randomised(LEAN[name], seed=3)

@@ -1,0 +1,53 @@
+"""How the passes of a model are run: what every way must do, and the way that takes any model.
+
+To add a way: a file with a class like these, and a line in `BACKENDS` (`probe.py`), which are tried in their
+order. Each is compared with plain transformers at every start; where it gives other numbers, the next one serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.config import Prepack
+from engine.execution.attention import AttentionMetadata
+from engine.execution.packing import Choices, pack, take_over
+
+
+class Backend(Protocol):
+    """Runs the passes of one model."""
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype; K/V goes where `metadata` says."""
+
+    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
+        """Pack weights where that makes products faster; the memory that packed weights take, in bytes.
+
+        works: tells of the model with packed weights whether it still gives its numbers.
+        """
+
+
+class TransformersBackend:
+    """A transformers model behind the attention hook, as it is."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        output = self._model(
+            input_ids=token_ids_T.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
+            past_key_values=None,
+            use_cache=False,
+            metadata=metadata,
+            logits_to_keep=wanted_N,
+        )
+        logits_NV: Tensor = output.logits[0]
+        return logits_NV
+
+    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
+        """Pack the weights of its linear layers; some model's code may look at weights that a packed layer has not."""
+        return pack(take_over(self._model), wanted, works, choices)
