@@ -131,16 +131,7 @@ def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack, choice
 
 def rule_facts() -> dict[str, RuleFacts]:
     """What admission must know of every rule."""
-    return {
-        name: RuleFacts(
-            max_drafts=rule.max_drafts,
-            draft_methods=rule.draft_methods,
-            trees=rule.trees,
-            changes_targets=rule.changes_targets,
-            max_vocabulary=rule.max_vocabulary,
-        )
-        for name, rule in RULES.items()
-    }
+    return {name: rule.facts for name, rule in RULES.items()}
 
 
 def check_speculation(config: EngineConfig) -> None:

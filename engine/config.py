@@ -130,14 +130,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must respect to use a rule."""
 
-    max_drafts: int | None
+    max_drafts: int | None = None
     """Most children of a node the rule can use; None is no limit."""
-    draft_methods: tuple[str, ...]
+    draft_methods: tuple[str, ...] = ("iid",)
     """Draft methods for which it is exact; the first is its own."""
     trees: bool = False
-    """Whether nodes below the root may have several children."""
+    """Whether nodes below the root may have several children; else chains must be independent."""
     changes_targets: bool = False
-    """Whether its steps change the targets of later positions: prompt lookup and predictions do not go with it."""
+    """Whether its steps change the targets of later positions (`speculation/layers.py`): then the draft law below a
+    text must stay what it was, and no copied chains may come before the rule's own."""
     max_vocabulary: int | None = None
     """Largest vocabulary it can be computed for; None is no limit."""
 

@@ -38,8 +38,8 @@ Bools = npt.NDArray[np.bool_]
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
 _CHAIN_BYTES = 32
-# Rules that the kernels of `sampling.fused` serve keep sums of tiles only.
-_BY_TILES = frozenset(RULES[name].verify for name in ("token", "block", "bv_race"))
+# Rules that keep sums of tiles only, where kernels serve them.
+_BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 
 
 @dataclass(frozen=True)

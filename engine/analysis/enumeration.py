@@ -30,9 +30,9 @@ from engine.speculation.verification.greedy_block import (
     next_token_weights,
     selection_at,
 )
-from engine.speculation.verification.node import NodeRule, TopDown
+from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.race import score_bounds
-from engine.speculation.verification.rule import residual
+from engine.speculation.verification.rule import NodeRule, residual
 from engine.speculation.verification.token import token_acceptance
 from engine.speculation.verification.traversal import Stops, traverse
 

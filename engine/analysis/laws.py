@@ -47,7 +47,7 @@ def analyze_law(entry: Any, where: str) -> dict[str, Any]:
     acceptance: dict[str, float | None] = {}
     for name in RULES:
         try:
-            acceptance[name] = theory.ACCEPTANCE[name](p, q, n)
+            acceptance[name] = RULES[name].acceptance(p, q, n)
         except ValueError:
             acceptance[name] = None
     return {

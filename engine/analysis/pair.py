@@ -39,7 +39,7 @@ from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation import theory
 from engine.speculation.drafting import children
-from engine.speculation.gap import acceptance, has_closed_form, optimum
+from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
 
 _MOST_QUADRATURES = 100_000
@@ -311,7 +311,7 @@ def _position(
         if best is not None:
             optima.setdefault(f"{method}/{count}", []).append(best)
     for rule, method, count in sorted({(shape.rule, shape.method, shape.first_drafts) for shape in shapes}):
-        times = 1 if has_closed_form(rule, method, count) else _DRAWS
+        times = 1 if RULES[rule].has_closed_form(method, count) else _DRAWS
         numbers = torch.from_numpy(uniform(0, number, Purpose.DRAFT, np.arange(count), np.arange(times)[:, None]))
         drawn = children(method, torch.from_numpy(q).expand(times, -1), numbers).tolist()
         values = [acceptance(rule, method, p, q, drafted) for drafted in drawn]

@@ -14,19 +14,11 @@ import torch
 
 from engine.speculation import theory
 from engine.speculation.theory import Law
-from engine.speculation.verification.node import NodeRule
-from engine.speculation.verification.nss import nss
-from engine.speculation.verification.rrs import rrs_without_replacement
+from engine.speculation.verification import RULES
+from engine.speculation.verification.rule import NodeRule
 
 # The optimum without replacement is a quadrature per token: above this (vocabulary x drafts) it would stall a step.
 _MOST_QUADRATURES = 20_000
-
-# Rules whose acceptance has no closed form, or none for this way of drafting.
-_GIVEN_DRAFTS: dict[str, NodeRule] = {
-    "nss": nss,
-    "rrs_without_replacement": rrs_without_replacement,
-    "traversal": rrs_without_replacement,
-}
 
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:
@@ -56,20 +48,13 @@ def _without_tail(q: Law) -> Law:
     return tailless
 
 
-def has_closed_form(rule: str, method: str, count: int) -> bool:
-    """Whether the acceptance of `count` drafts is known without drawing them."""
-    if rule == "nss":
-        return method == "iid" or count == 1
-    return rule not in _GIVEN_DRAFTS or count == 1
-
-
 def acceptance(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float:
     """The rule's acceptance at one position: in closed form, else given these drafts."""
-    if not has_closed_form(rule, method, len(drafted)):
-        return _acceptance_given(_GIVEN_DRAFTS[rule], p, q, drafted)
-    if len(drafted) == 1 and rule != "nss":
-        return theory.accept_token(p, q, 1)
-    return theory.ACCEPTANCE[rule](p, q, len(drafted))
+    known, count = RULES[rule], len(drafted)
+    if not known.has_closed_form(method, count):
+        assert known.node_rule is not None, rule
+        return _acceptance_given(known.node_rule, p, q, drafted)
+    return known.acceptance_of_one(p, q, 1) if count == 1 else known.acceptance(p, q, count)
 
 
 def _acceptance_given(rule: NodeRule, p: Law, q: Law, drafted: Sequence[int]) -> float:

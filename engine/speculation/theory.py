@@ -10,8 +10,6 @@ Not for: running anything (`verification`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 import numpy.typing as npt
 
@@ -174,22 +172,3 @@ def accept_rrs_without_replacement(p: Law, q: Law, n: int) -> float:
 
     # Tokens drafted and rejected may still be emitted by a later residual; these are drafts, too.
     return accepted(p, q, n)
-
-
-ACCEPTANCE: Mapping[str, Callable[[Law, Law, int], float]] = {
-    "token": accept_token,
-    "nss": accept_nss,
-    "rrs": accept_rrs,
-    "rrs_without_replacement": accept_rrs_without_replacement,
-    "kseq": accept_kseq,
-    "spechub": accept_spechub,
-    "greedy": alpha_star_greedy,
-    "weighted_race": alpha_star_iid,
-    "ot_lp": alpha_star_iid,
-    "block": accept_token,
-    "greedy_block": accept_token,
-    "bv_race": accept_score_race,
-    "spectr_gbv": accept_selected_block,
-    "traversal": accept_rrs_without_replacement,
-}
-"""Acceptance of every rule at one position with the drafts it is made for, by its name in RULES."""

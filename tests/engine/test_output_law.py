@@ -224,7 +224,7 @@ def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
 
 @pytest.mark.parametrize(("wrong", "num_drafts"), [(always_longest, 4), (reused_uniform, 1)])
 def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: object, num_drafts: int) -> None:
-    rules = {**RULES, "wrong": Rule("wrong", wrong, None)}  # type: ignore[arg-type]
+    rules = {**RULES, "wrong": Rule("wrong", wrong, RULES["bv_race"].acceptance)}  # type: ignore[arg-type]
     with (
         patch("engine.verifying.RULES", rules),
         patch("engine.building.RULES", rules),

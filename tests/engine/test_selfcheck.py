@@ -18,7 +18,7 @@ from engine.speculation.verification import RULES, Rule
 from tests.engine import tiny
 from tests.engine.test_output_law import always_longest
 
-WRONG = Rule("bv_race", always_longest)
+WRONG = Rule("bv_race", always_longest, RULES["bv_race"].acceptance)
 
 
 @pytest.fixture(scope="module")

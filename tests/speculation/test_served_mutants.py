@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ block, greedy_block, kseq, ot_lp, race, token, traversal, weighted_race = (
 
 def verifying(rule: str, verify: Callable[[Chains, LawTable, ChainNoise], ChainVerdict]) -> Patch:
     """Another function in the rule's place."""
-    return patch.object(verification, "RULES", {**RULES, rule: replace(RULES[rule], verify=verify)})
+    return patch.object(verification, "RULES", {**RULES, rule: msgspec.structs.replace(RULES[rule], verify=verify)})
 
 
 def at_nodes(rule: str, node_rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Patch:

@@ -2,6 +2,7 @@
 
 A rule takes the drafted chains, the target laws at their nodes and the noise, and returns for every
 request which chain it follows, how far, and one token more. Node rules (`node.py`) are composed top-down.
+To add a rule: a file, and a line here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from engine.speculation import theory
 from engine.speculation.verification.block import verify_block
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
@@ -27,25 +29,45 @@ from engine.speculation.verification.weighted_race import weighted_race
 _EVERY_METHOD = ("iid", "without_replacement", "greedy", "spechub")
 
 _ALL = (
-    Rule("token", verify_token, max_drafts=1),
-    Rule("nss", TopDown(nss), draft_methods=_EVERY_METHOD, trees=True),
-    Rule("rrs", TopDown(rrs), trees=True),
+    Rule("token", verify_token, theory.accept_token, max_drafts=1, by_tiles=True),
+    Rule(
+        "nss",
+        TopDown(nss),
+        theory.accept_nss,
+        draft_methods=_EVERY_METHOD,
+        trees=True,
+        acceptance_of_one=theory.accept_nss,
+        closed_form_of=("iid",),
+        node_rule=nss,
+    ),
+    Rule("rrs", TopDown(rrs), theory.accept_rrs, trees=True),
     Rule(
         "rrs_without_replacement",
         TopDown(rrs_without_replacement),
+        theory.accept_rrs_without_replacement,
         draft_methods=("without_replacement", "iid"),
         trees=True,
+        closed_form_of=(),
+        node_rule=rrs_without_replacement,
     ),
-    Rule("kseq", TopDown(kseq), trees=True),
-    Rule("spechub", TopDown(spechub), max_drafts=2, draft_methods=("spechub",), trees=True),
-    Rule("greedy", TopDown(greedy), draft_methods=("greedy",), trees=True),
-    Rule("weighted_race", TopDown(weighted_race), trees=True),
-    Rule("ot_lp", TopDown(ot_lp), trees=True, max_vocabulary=MAX_VOCABULARY),
-    Rule("block", verify_block, max_drafts=1),
-    Rule("greedy_block", verify_greedy_block, max_drafts=1, changes_targets=True),
-    Rule("bv_race", verify_bv_race),
-    Rule("spectr_gbv", verify_spectr_gbv, changes_targets=True),
-    Rule("traversal", verify_traversal, draft_methods=("without_replacement", "iid"), trees=True),
+    Rule("kseq", TopDown(kseq), theory.accept_kseq, trees=True),
+    Rule("spechub", TopDown(spechub), theory.accept_spechub, max_drafts=2, draft_methods=("spechub",), trees=True),
+    Rule("greedy", TopDown(greedy), theory.alpha_star_greedy, draft_methods=("greedy",), trees=True),
+    Rule("weighted_race", TopDown(weighted_race), theory.alpha_star_iid, trees=True),
+    Rule("ot_lp", TopDown(ot_lp), theory.alpha_star_iid, trees=True, max_vocabulary=MAX_VOCABULARY),
+    Rule("block", verify_block, theory.accept_token, max_drafts=1, by_tiles=True),
+    Rule("greedy_block", verify_greedy_block, theory.accept_token, max_drafts=1, changes_targets=True),
+    Rule("bv_race", verify_bv_race, theory.accept_score_race, by_tiles=True),
+    Rule("spectr_gbv", verify_spectr_gbv, theory.accept_selected_block, changes_targets=True),
+    Rule(
+        "traversal",
+        verify_traversal,
+        theory.accept_rrs_without_replacement,
+        draft_methods=("without_replacement", "iid"),
+        trees=True,
+        closed_form_of=(),
+        node_rule=rrs_without_replacement,
+    ),
 )
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in _ALL})

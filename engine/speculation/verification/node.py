@@ -10,25 +10,12 @@ composition is lossless for every node rule that is, also when the token came fr
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict, chain_table
-
-
-class NodeRule(Protocol):
-    """The law of the emitted token given the drafts at N nodes."""
-
-    def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-        """[N, V] law of the emitted token, float64.
-
-        drafted_NK: drafted tokens in the order they were drawn, duplicates included; those that exist come first.
-        present_NK: which of them exist; a node without drafts emits from the target law.
-        """
+from engine.speculation.verification.rule import ChainVerdict, NodeRule, chain_table
 
 
 def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:

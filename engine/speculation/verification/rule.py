@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.config import RuleFacts
 from engine.sampling import fused
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
+from engine.speculation.theory import Law, accept_token
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,45 @@ class ChainVerdict:
 Verify = Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A named verification rule."""
+class NodeRule(Protocol):
+    """The law of the emitted token given the drafts at N nodes."""
+
+    def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
+        """[N, V] law of the emitted token, float64.
+
+        drafted_NK: drafted tokens in the order they were drawn, duplicates included; those that exist come first.
+        present_NK: which of them exist; a node without drafts emits from the target law.
+        """
+
+
+Acceptance = Callable[[Law, Law, int], float]
+"""Probability that the first emitted token is a draft: of target law, draft law and number of drafts."""
+
+
+class Rule(RuleFacts, frozen=True):
+    """A verification rule: how it verifies, what it can be used for, and what is known of its acceptance."""
 
     name: str
     verify: Verify
-    max_drafts: int | None = None
-    """Most children of a node the rule can use; None is no limit."""
-    draft_methods: tuple[str, ...] = ("iid",)
-    """Draft methods for which the rule is exact; the first is its own."""
-    trees: bool = False
-    """Whether nodes below the root may have several children; else chains must be independent."""
-    changes_targets: bool = False
-    """Whether a step leaves changes of the targets of later positions behind (`layers.py`): then the draft law below a
-    text must stay what it was, and no copied chains may come before the rule's own."""
-    max_vocabulary: int | None = None
-    """Largest vocabulary the rule can be computed for; None is no limit."""
+    acceptance: Acceptance
+    """In closed form at one position, or by enumeration; ValueError where that would take too long."""
+    acceptance_of_one: Acceptance = accept_token
+    """The same of a single draft."""
+    closed_form_of: tuple[str, ...] | None = None
+    """Draft methods for which the acceptance of several drafts has a closed form; None is all of them."""
+    node_rule: NodeRule | None = None
+    """Acceptance given the drafts at one node, where there is no closed form."""
+    by_tiles: bool = False
+    """Whether the kernels of `sampling.fused` serve it, so that it keeps sums of tiles only."""
+
+    def has_closed_form(self, method: str, count: int) -> bool:
+        """Whether the acceptance of `count` drafts is known without drawing them."""
+        return count == 1 or self.closed_form_of is None or method in self.closed_form_of
+
+    @property
+    def facts(self) -> RuleFacts:
+        """What admission must know."""
+        return RuleFacts(**{name: getattr(self, name) for name in RuleFacts.__struct_fields__})
 
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
