@@ -42,21 +42,23 @@ class KVTensors:
         layout = (shape.num_layers, num_slots, shape.num_kv_heads)
         self.keys = torch.zeros((*layout, shape.key_dim), dtype=dtype, device=device)
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
+        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
+        """(keys, values) of each layer: views."""
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self._has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer at `slots`, [slots, heads, dim]; valid until the next call, which uses the same memory."""
+        keys, values = self.layers[layer]
         if isinstance(slots, slice):
-            return self.keys[layer][slots], self.values[layer][slots]
+            return keys[slots], values[slots]
         count = len(slots)
         if len(self._gathered[0]) < count:
-            keys, values = self.keys, self.values
-            self._gathered = (keys.new_empty((count, *keys.shape[2:])), values.new_empty((count, *values.shape[2:])))
-        keys, values = self._gathered[0][:count], self._gathered[1][:count]
-        torch.index_select(self.keys[layer], 0, slots, out=keys)
-        torch.index_select(self.values[layer], 0, slots, out=values)
-        return keys, values
+            self._gathered = (keys.new_empty((count, *keys.shape[1:])), values.new_empty((count, *values.shape[1:])))
+        gathered = self._gathered[0][:count], self._gathered[1][:count]
+        torch.index_select(keys, 0, slots, out=gathered[0])
+        torch.index_select(values, 0, slots, out=gathered[1])
+        return gathered
 
     def keep(self, moves: Sequence[Moves]) -> None:
         """Move K/V by sequence: all of one's are read before any is written, and no two share a slot."""

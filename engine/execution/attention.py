@@ -53,8 +53,9 @@ def attend(
     """The hook. query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
     assert metadata is not None, "the model was called without metadata"
     storage, layer, kind = metadata.storage, module.layer_idx, Kind(softcap, s_aux)
-    storage.keys[layer][metadata.slots_T] = key[0].transpose(0, 1)
-    storage.values[layer][metadata.slots_T] = value[0].transpose(0, 1)
+    keys, values = storage.layers[layer]
+    keys[metadata.slots_T] = key[0].transpose(0, 1)
+    values[metadata.slots_T] = value[0].transpose(0, 1)
     if metadata.paged is not None:
         from engine.execution.triton_attention import attend_paged  # Triton is there where a kernel was chosen
 
