@@ -1,13 +1,14 @@
 """The table of a mutation run (`make mutants`): of every module, how many changes of its code the tests notice.
 
 `python -m tests.mutants` reads what mutmut has left under `mutants/` and writes docs/results/mutants.{json,md}; a
-module that was not run again keeps its row there while its source is the same. Changes that nothing can notice are in
-`harmless_mutants.toml`, with the reason of each; all others that survive are gaps. `python -m tests.mutants --skip` has
-mutmut leave out those of them that it has made and not run yet.
+module that was not run again keeps its row there while its functions are the same, comments and docstrings aside.
+Changes that nothing can notice are in `harmless_mutants.toml`, with the reason of each; all others that survive are
+gaps. `python -m tests.mutants --skip` has mutmut leave out those of them that it has made and not run yet.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -49,7 +50,7 @@ class Module:
     counts: Counter[str] = field(default_factory=Counter)
     survivors: list[Survivor] = field(default_factory=list)
     source: str = ""
-    """SHA-256 of the file that was mutated."""
+    """SHA-256 of the functions that were mutated (`fingerprint`)."""
 
     @property
     def num_run(self) -> int:
@@ -69,6 +70,18 @@ class Module:
         """Share that is noticed of those that can be."""
         can_be = self.num_run - self.num_harmless
         return self.num_noticed / can_be if can_be else None
+
+
+def fingerprint(source: str) -> str:
+    """SHA-256 of a module's functions and methods, without their docstrings: all that mutmut changes."""
+    functions = []
+    for top in ast.parse(source).body:
+        for one in [top, *(top.body if isinstance(top, ast.ClassDef) else [])]:
+            if isinstance(one, ast.FunctionDef):
+                if ast.get_docstring(one) is not None:
+                    del one.body[0]
+                functions.append(ast.dump(one))
+    return sha256("\n".join(functions).encode()).hexdigest()
 
 
 def change_of(mutant: str, path: Path) -> tuple[str, str]:
@@ -104,7 +117,7 @@ def skip(path: Path) -> int:
 def read(path: Path) -> Module:
     known = SourceFileMutationData(path=path)
     known.load()
-    module = Module(str(path), source=sha256(path.read_bytes()).hexdigest())
+    module = Module(str(path), source=fingerprint(path.read_text()))
     for mutant, exit_code in known.exit_code_by_key.items():
         status = "not run" if exit_code in (None, 2) else status_by_exit_code[exit_code]
         module.counts[status] += 1
@@ -129,9 +142,9 @@ def kept() -> dict[str, Module]:
 
 
 def latest(path: Path, before: dict[str, Module]) -> Module:
-    """What is known of a module: from the table where more of the same source was run then than now."""
+    """What is known of a module: from the table where more of the same functions was run then than now."""
     now = read(path) if Path("mutants", path).exists() else Module(str(path))
-    source = sha256(path.read_bytes()).hexdigest()
+    source = fingerprint(path.read_text())
     then = before.get(str(path))
     return then if then is not None and then.source == source and then.num_run > now.num_run else now
 
