@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.cache.tensors import Moves
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, merge
-from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
+from engine.execution.inputs import NO_NODES, Nodes, PassInput, SequenceInput, to_device
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.edits import Place, edit
@@ -35,8 +35,12 @@ class ModelDrafter:
     @torch.inference_mode()
     def draw(self, plan: Plan) -> Draft | None:
         """Compute the draft K/V the plan asks for, and draft its chains; None when no row samples."""
-        root_NV = self._catch_up(plan)
         rows = plan.sampling_rows
+        # Which tokens enter which pass is known before any is drawn.
+        passes = self._prepare(plan)
+        root_NV = torch.empty((0, self.vocab_size), device=self.device)
+        if self.runner is not None and passes:
+            root_NV = self.runner.run(passes[0])
         if not rows:
             return None
         layout = layout_of(tuple(map(ChainShape.of, rows)), self.device)
@@ -44,7 +48,7 @@ class ModelDrafter:
         end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
         uniform_CL, noise = draw_noise(seed_C, end_C, layout.rank_C, layout.max_length, self.device)
         parameters = LawParameters.of([row.sampling for row in rows], self.device)
-        tokens_CL, law_NV = self._draw_levels(rows, layout, parameters, uniform_CL, root_NV)
+        tokens_CL, law_NV = self._draw_levels(rows, layout, parameters, uniform_CL, root_NV, passes)
         chains = Chains(
             tokens_CL,
             layout.length,
@@ -73,8 +77,8 @@ class ModelDrafter:
         nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
         return max(row.draft_start, nearest)
 
-    def _catch_up(self, plan: Plan) -> Tensor:
-        """Logits below the root of every speculating row, after computing all missing known tokens."""
+    def _prepare(self, plan: Plan) -> list[PassInput]:
+        """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
         parts = [
             SequenceInput(
                 row.draft_known,
@@ -88,21 +92,47 @@ class ModelDrafter:
             if row.draft_known
         ]
         if not parts:
-            return torch.empty((0, self.vocab_size), device=self.device)
+            return []
         assert self.runner is not None, "a row speculates without a draft model"
-        return self.runner.forward(parts)
+        passes = [parts]
+        for depth in range(1, max(row.draft_length for row in plan.rows)):
+            passes.append(
+                [
+                    SequenceInput(
+                        (),
+                        row.end,
+                        row.block_ids,
+                        _level_nodes(row.branching[:depth]),
+                        slice(None),
+                        self._first_key(row),
+                    )
+                    for row in plan.rows
+                    if row.draft_length > depth
+                ]
+            )
+        return self.runner.prepare(passes)
 
     def _draw_levels(
-        self, rows: Sequence[Row], layout: Layout, parameters: LawParameters, uniform_CL: Tensor, root_NV: Tensor
+        self,
+        rows: Sequence[Row],
+        layout: Layout,
+        parameters: LawParameters,
+        uniform_CL: Tensor,
+        logits_NV: Tensor,
+        passes: Sequence[PassInput],
     ) -> tuple[Tensor, Tensor]:
-        """Draw all chains level by level; the tokens [C, L] and the laws they came from."""
+        """Draw all chains level by level; the tokens [C, L] and the laws they came from.
+
+        logits_NV: below the root of every row that draws; passes: the step's passes, the first of which gave them.
+        """
         tokens_CL = torch.zeros_like(uniform_CL, dtype=torch.int64)
         law_NV = torch.empty((layout.num_laws, self.vocab_size), device=self.device)
         of_law = parameters.select(layout.law_row_of_N)
-        logits_NV = root_NV
         for depth, level in enumerate(layout.levels):
             if depth > 0:
-                logits_NV = self._next_level(rows, tokens_CL[level.chain_N, depth - 1], depth)
+                assert self.runner is not None
+                # Tokens stay on the device.
+                logits_NV = self.runner.run(passes[depth], tokens_CL[level.chain_N, depth - 1])
             logits_NV = edit(logits_NV, _places(rows, level, tokens_CL, depth))
             below_NV = law_NV[level.laws]
             below_NV.copy_(law(logits_NV, of_law.select(level.laws)))
@@ -115,18 +145,6 @@ class ModelDrafter:
             if level.leader_C is not None:
                 tokens_C.copy_(tokens_C[level.leader_C])
         return tokens_CL, law_NV
-
-    def _next_level(self, rows: Sequence[Row], tokens_N: Tensor, depth: int) -> Tensor:
-        """Logits below the nodes of `depth` of every row whose chains reach deeper; their tokens stay on the device."""
-        assert self.runner is not None
-        parts = [
-            SequenceInput(
-                (), row.end, row.block_ids, _level_nodes(row.branching[:depth]), slice(None), self._first_key(row)
-            )
-            for row in rows
-            if row.draft_length > depth
-        ]
-        return self.runner.forward(parts, tokens_N)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ neither padded nor, where their blocks follow each other, gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,10 +38,8 @@ class Group:
     """[B * K] slots of the keys; a slice is read without a copy."""
     visible: Tensor | None
     """[B, Q, K]; None when every query sees every key. A padding query sees one key, and nobody sees a padding key."""
-    query_positions: Tensor
-    """[B, Q]"""
-    key_positions: Tensor
-    """[B, K]"""
+    positions: Callable[[], tuple[Tensor, Tensor]]
+    """([B, Q] positions of the queries, [B, K] of the keys); asked for where there are sliding windows."""
     real: Tensor | None
     """Which of the B * Q queries are no padding; None for all."""
     _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
@@ -59,7 +57,8 @@ class Group:
         if (window, heads) not in self._bias:
             visible = self.visible
             if window is not None:
-                near = self.query_positions.unsqueeze(2) - self.key_positions.unsqueeze(1) < window
+                query_BQ, key_BK = self.positions()
+                near = query_BQ.unsqueeze(2) - key_BK.unsqueeze(1) < window
                 visible = near if visible is None else visible & near
             bias = None
             if visible is not None:
@@ -78,10 +77,10 @@ def attend_group(
     num_kv_heads = keys.shape[1]
     heads = query.shape[1] // num_kv_heads
     rows = group.rows
-    own = query[0][:, rows] if isinstance(rows, slice) else query[0].index_select(1, rows)
+    own = query[0, :, rows] if isinstance(rows, slice) else query[0].index_select(1, rows)
     keys = keys.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     values = values.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
-    if num_queries > _MOST_QUERIES:
+    if num_batch == 1:
         bias = group.bias(window, 1, query.dtype)
         return scaled_attention(own.unsqueeze(0), keys, values, bias, scaling, kind)[0].transpose(0, 1)
     # Query heads that share keys become further queries of one head.
@@ -97,7 +96,12 @@ def groups_of(batch: PassInput, block_size: int, token_bytes: int, device: torch
     """The groups of a pass; `token_bytes`: K and V of one token in one layer."""
     num_queries, num_keys = batch.num_rows_B.tolist(), (batch.num_keys_B - batch.first_key_B).tolist()
     members = _alike(num_queries, num_keys, token_bytes)
-    return [_group(batch, np.array(numbers), block_size, device) for numbers in members]
+    return [
+        _lone(batch, numbers[0], block_size, device)
+        if len(numbers) == 1
+        else _group(batch, np.array(numbers), block_size, device)
+        for numbers in members
+    ]
 
 
 def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int) -> Iterator[list[int]]:
@@ -124,6 +128,34 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
     yield sorted(members)
 
 
+def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) -> Group:
+    """The group of one sequence: `_group` without what is of several only, as most steps of few requests have it."""
+    sequence = batch.sequences[number]
+    blocks, num_rows = sequence.block_ids, int(batch.num_rows_B[number])
+    first_key, num_keys = int(batch.first_key_B[number]), int(batch.num_keys_B[number])
+    first, last = first_key // block_size, (num_keys - 1) // block_size
+    # Blocks that follow each other are read without a copy.
+    in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
+    numbers, key_1K = np.array([number]), np.arange(first_key, num_keys)[None]
+    start, shift = int(batch.start_B[number]), (blocks[first] - first) * block_size
+    visible_1QK = None
+    if num_rows > 1 or not (sequence.known or sequence.nodes.all_seen):
+        visible_1QK = _visible(batch, numbers, np.ones((1, num_rows), dtype=np.bool_), num_keys - first_key)
+    return Group(
+        shape=(1, num_rows, num_keys - first_key),
+        rows=slice(start, start + num_rows),
+        slots=slice(shift + first_key, shift + num_keys)
+        if in_order
+        else _slots(batch.blocks_BP[numbers], key_1K, block_size, device),
+        visible=None if visible_1QK is None or visible_1QK.all() else to_device(visible_1QK, device),
+        positions=lambda: (
+            to_device(batch.positions_T[None, start : start + num_rows], device),
+            to_device(_key_positions(batch, numbers, key_1K), device),
+        ),
+        real=None,
+    )
+
+
 def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.device) -> Group:
     """The group of the sequences of these numbers."""
     num_rows_B, first_key_B = batch.num_rows_B[numbers], batch.first_key_B[numbers]
@@ -142,8 +174,10 @@ def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.devic
         rows=slice(begin, begin + len(rows)) if together else to_device(rows, device),
         slots=_slots(batch.blocks_BP[numbers], key_BK, block_size, device),
         visible=None if visible_BQK.all() else to_device(visible_BQK, device),
-        query_positions=to_device(batch.positions_T[row_BQ], device),
-        key_positions=to_device(_key_positions(batch, numbers, key_BK), device),
+        positions=lambda: (
+            to_device(batch.positions_T[row_BQ], device),
+            to_device(_key_positions(batch, numbers, key_BK), device),
+        ),
         real=None if is_row_BQ.all() else to_device(np.flatnonzero(is_row_BQ), device),
     )
 
@@ -179,12 +213,7 @@ def _key_positions(batch: PassInput, numbers: Ints, key_BK: Ints) -> Ints:
     return positions_BK
 
 
-def _slots(blocks_BP: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor | slice:
-    """[B * K] slots of keys; a slice where a lone sequence's blocks follow each other."""
+def _slots(blocks_BP: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor:
+    """[B * K] slots of keys."""
     slots_BK = np.take_along_axis(blocks_BP, key_BK // block_size, 1) * block_size + key_BK % block_size
-    if len(slots_BK) == 1:
-        first, last = int(slots_BK[0, 0]), int(slots_BK[0, -1])
-        blocks = blocks_BP[0, key_BK[0, 0] // block_size : key_BK[0, -1] // block_size + 1]
-        if last - first == slots_BK.shape[1] - 1 and bool((np.diff(blocks) == 1).all()):
-            return slice(first, last + 1)
     return to_device(slots_BK.reshape(-1), device)

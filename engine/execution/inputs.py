@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ class Nodes:
     """Depth of the nodes whose K/V earlier passes of this step wrote."""
     ancestry: Bools
     """[entering, cached + entering]: which nodes each entering node may see."""
+
+    @cached_property
+    def all_seen(self) -> bool:
+        """Whether each entering node sees every node."""
+        return bool(self.ancestry.all())
 
 
 NO_NODES = Nodes((), (), (), np.zeros((0, 0), dtype=np.bool_))
@@ -78,6 +84,35 @@ class PassInput:
     """Index after the last key."""
     blocks_BP: Ints
     """Block ids, padded with 0."""
+
+    def part(self, begin: int, end: int) -> PassInput:
+        """The batch of the sequences of these numbers alone."""
+        sequences = slice(begin, end)
+        first = int(self.start_B[begin])
+        tokens = slice(first, int(self.start_B[end - 1] + self.num_rows_B[end - 1]))
+        wanted = slice(*np.searchsorted(self.wanted_N, (tokens.start, tokens.stop)).tolist())
+        # Tokens that are on the device only have no numbers here; they come after those that have.
+        return PassInput(
+            sequences=self.sequences[sequences],
+            token_ids_T=self.token_ids_T[tokens],
+            positions_T=self.positions_T[tokens],
+            slots_T=self.slots_T[tokens],
+            wanted_N=self.wanted_N[wanted] - first,
+            start_B=self.start_B[sequences] - first,
+            num_known_B=self.num_known_B[sequences],
+            num_rows_B=self.num_rows_B[sequences],
+            first_key_B=self.first_key_B[sequences],
+            end_B=self.end_B[sequences],
+            num_keys_B=self.num_keys_B[sequences],
+            blocks_BP=self.blocks_BP[sequences],
+        )
+
+
+def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[PassInput]:
+    """The batches of several passes; all but the first may have tokens that are on the device only."""
+    whole = build([sequence for one in passes for sequence in one], block_size)
+    ends = np.cumsum([len(one) for one in passes]).tolist()
+    return [whole.part(end - len(one), end) for one, end in zip(passes, ends, strict=True)]
 
 
 def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:

@@ -17,7 +17,7 @@ from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.graphs import Graphs
 from engine.execution.groups import groups_of
-from engine.execution.inputs import Ints, PassInput, SequenceInput, build, to_device
+from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all, to_device
 from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 
@@ -60,16 +60,20 @@ class ModelRunner:
         self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)
         self._graphs = Graphs(self._compute, self.storage, block_size, num_slots, vocab_size) if replayed else None
 
-    @torch.inference_mode()
-    def forward(self, sequences: Sequence[SequenceInput], drawn_T: Tensor | None = None) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order.
-
-        drawn_T: tokens of the whole pass that are known on the device only; those of the sequences are not read then.
-        """
-        assert drawn_T is None or self._ranks is None, "what is drawn on this device is not known to the other ranks"
+    def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
-        batch = build(sequences, self.block_size)
+        return self.run(build(sequences, self.block_size))
+
+    def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[PassInput]:
+        """Several passes, of which the tokens of all but the first may be known on the device only; for `run`."""
+        assert self._ranks is None, "what is drawn on this device is not known to the other ranks"
+        return build_all(passes, self.block_size)
+
+    @torch.inference_mode()
+    def run(self, batch: PassInput, drawn_T: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_T: its tokens, where the device has them."""
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)

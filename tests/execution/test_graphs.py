@@ -89,8 +89,8 @@ def test_tokens_drawn_on_the_device_take_the_place_of_the_hosts() -> None:
         runner.forward(prompts)
     count = sum(len(part.known) + len(part.nodes.tokens) for part in steps)
     drawn = torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
-    assert agree(replayed.forward(steps, drawn), plain.forward(steps, drawn))
-    assert not agree(replayed.forward(steps, drawn), replayed.forward(steps))
+    assert agree(replayed.run(build(steps, PAGE), drawn), plain.run(build(steps, PAGE), drawn))
+    assert not agree(replayed.run(build(steps, PAGE), drawn), replayed.forward(steps))
 
 
 WRONG: dict[str, Callable[[PagedInput], None]] = {

@@ -87,7 +87,7 @@ WRONG: dict[str, Spoil] = {
     "padding keys are seen": lambda group: replace(group, visible=None),
     "slots of the neighbour": rolled,
     "positions by index": lambda group: replace(
-        group, query_positions=group.query_positions * 0 + torch.arange(group.shape[1])
+        group, positions=lambda: (torch.arange(group.shape[1]).expand(group.shape[:2]), group.positions()[1])
     ),
 }
 

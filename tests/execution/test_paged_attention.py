@@ -91,7 +91,8 @@ def reference(parts: Any, storage: KVTensors, query: torch.Tensor, window: int |
         if group.visible is not None:
             visible = group.visible[0]
         if window is not None:
-            visible = visible & (group.query_positions[0, :, None] - group.key_positions[0] < window)
+            queries, keys = group.positions()
+            visible = visible & (queries[0, :, None] - keys[0] < window)
         scores = scores.masked_fill(~visible, -torch.inf)
         if kind.sinks is not None:
             column = kind.sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)

@@ -76,7 +76,10 @@ class LookedUp:
     paths: dict[int, list[Path]] = field(default_factory=dict)
     """Nodes that are in the cache, by sequence."""
 
-    def forward(self, parts: Sequence[SequenceInput], tokens_N: Tensor | None = None) -> Tensor:
+    def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> Sequence[Sequence[SequenceInput]]:
+        return passes
+
+    def run(self, parts: Sequence[SequenceInput], tokens_N: Tensor | None = None) -> Tensor:
         tokens = iter([] if tokens_N is None else tokens_N.tolist())
         wanted: list[Path] = []
         for part in parts:
