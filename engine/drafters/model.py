@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.cache.tensors import Moves
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, merge
-from engine.execution.inputs import NO_NODES, Nodes, PassInput, SequenceInput, to_device
-from engine.execution.runner import ModelRunner
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
+from engine.execution.runner import ModelRunner, Pass
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
@@ -77,7 +77,7 @@ class ModelDrafter:
         nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
         return max(row.draft_start, nearest)
 
-    def _prepare(self, plan: Plan) -> list[PassInput]:
+    def _prepare(self, plan: Plan) -> list[Pass]:
         """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
         parts = [
             SequenceInput(
@@ -119,7 +119,7 @@ class ModelDrafter:
         parameters: LawParameters,
         uniform_CL: Tensor,
         logits_NV: Tensor,
-        passes: Sequence[PassInput],
+        passes: Sequence[Pass],
     ) -> tuple[Tensor, Tensor]:
         """Draw all chains level by level; the tokens [C, L] and the laws they came from.
 

@@ -94,6 +94,8 @@ def attend_group(
 
 def groups_of(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
     """The groups of a pass; `token_bytes`: K and V of one token in one layer."""
+    if len(batch.sequences) == 1:
+        return [_lone(batch, 0, block_size, device)]
     num_queries, num_keys = batch.num_rows_B.tolist(), (batch.num_keys_B - batch.first_key_B).tolist()
     members = _alike(num_queries, num_keys, token_bytes)
     return [
@@ -136,21 +138,25 @@ def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) 
     first, last = first_key // block_size, (num_keys - 1) // block_size
     # Blocks that follow each other are read without a copy.
     in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
-    numbers, key_1K = np.array([number]), np.arange(first_key, num_keys)[None]
     start, shift = int(batch.start_B[number]), (blocks[first] - first) * block_size
     visible_1QK = None
     if num_rows > 1 or not (sequence.known or sequence.nodes.all_seen):
-        visible_1QK = _visible(batch, numbers, np.ones((1, num_rows), dtype=np.bool_), num_keys - first_key)
+        is_row_1Q = np.ones((1, num_rows), dtype=np.bool_)
+        visible_1QK = _visible(batch, np.array([number]), is_row_1Q, num_keys - first_key)
+
+    def keys() -> Ints:
+        return np.arange(first_key, num_keys)[None]
+
     return Group(
         shape=(1, num_rows, num_keys - first_key),
         rows=slice(start, start + num_rows),
         slots=slice(shift + first_key, shift + num_keys)
         if in_order
-        else _slots(batch.blocks_BP[numbers], key_1K, block_size, device),
+        else _slots(batch.blocks_BP[number : number + 1], keys(), block_size, device),
         visible=None if visible_1QK is None or visible_1QK.all() else to_device(visible_1QK, device),
         positions=lambda: (
             to_device(batch.positions_T[None, start : start + num_rows], device),
-            to_device(_key_positions(batch, numbers, key_1K), device),
+            to_device(_key_positions(batch, np.array([number]), keys()), device),
         ),
         real=None,
     )

@@ -6,7 +6,7 @@ The runner owns the model's K/V tensors; which slots hold what is the scheduler'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,14 @@ from engine.execution.groups import groups_of
 from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all, to_device
 from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
+
+
+class Pass(NamedTuple):
+    """A pass that is about to run."""
+
+    batch: PassInput
+    metadata: AttentionMetadata | None = None
+    """None where it is made when the pass runs."""
 
 
 class ModelRunner:
@@ -64,16 +72,19 @@ class ModelRunner:
         """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
         if self._ranks is not None:
             self._ranks.tell("forward", sequences)
-        return self.run(build(sequences, self.block_size))
+        return self.run(Pass(build(sequences, self.block_size)))
 
-    def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[PassInput]:
+    def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
         """Several passes, of which the tokens of all but the first may be known on the device only; for `run`."""
         assert self._ranks is None, "what is drawn on this device is not known to the other ranks"
-        return build_all(passes, self.block_size)
+        batches = build_all(passes, self.block_size)
+        # A recorded pass has its metadata already.
+        return [Pass(batch, None if self._graphs is not None else self._metadata(batch)) for batch in batches]
 
     @torch.inference_mode()
-    def run(self, batch: PassInput, drawn_T: Tensor | None = None) -> Tensor:
+    def run(self, of: Pass, drawn_T: Tensor | None = None) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_T: its tokens, where the device has them."""
+        batch = of.batch
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
@@ -83,7 +94,7 @@ class ModelRunner:
                 return logits_NV
         token_ids = to_device(batch.token_ids_T, self.device) if drawn_T is None else drawn_T
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
-        return self._compute(token_ids, positions, self._metadata(batch), wanted)
+        return self._compute(token_ids, positions, of.metadata or self._metadata(batch), wanted)
 
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor

@@ -96,6 +96,10 @@ class LawTable:
         row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
         return self.law_NV[row_C, token_C].double()
 
+    def along(self, token_CL: Tensor) -> Tensor:
+        """[C, L] float64 probability of every chain's tokens, each below those before it."""
+        return self.law_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
+
     def select(self, index: Tensor) -> LawTable:
         """The laws of the chains at `index`."""
         return LawTable(self.law_NV, self.row_CX[index])

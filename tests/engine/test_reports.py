@@ -34,7 +34,8 @@ class FakeArm:
 
     @property
     def engine(self) -> Any:
-        return SimpleNamespace(pause=lambda: None, scheduler=SimpleNamespace(has_work=self.left > 0))
+        telemetry = SimpleNamespace(pause=lambda: None)
+        return SimpleNamespace(telemetry=telemetry, scheduler=SimpleNamespace(has_work=self.left > 0))
 
     def forget(self) -> None:
         assert self.left == 0

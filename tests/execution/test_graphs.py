@@ -19,7 +19,7 @@ from engine.execution.graphs import Graphs, Shape, pad, rows_of, shape_of
 from engine.execution.inputs import NO_NODES, SequenceInput, build
 from engine.execution.paged import PagedInput, pages_of
 from engine.execution.probe import find_kv_shape
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import ModelRunner, Pass
 from tests.engine import tiny
 from tests.execution.test_groups import CONFIGS, passes
 from tests.execution.test_lean import randomised
@@ -89,8 +89,8 @@ def test_tokens_drawn_on_the_device_take_the_place_of_the_hosts() -> None:
         runner.forward(prompts)
     count = sum(len(part.known) + len(part.nodes.tokens) for part in steps)
     drawn = torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
-    assert agree(replayed.run(build(steps, PAGE), drawn), plain.run(build(steps, PAGE), drawn))
-    assert not agree(replayed.run(build(steps, PAGE), drawn), replayed.forward(steps))
+    assert agree(replayed.run(Pass(build(steps, PAGE)), drawn), plain.run(Pass(build(steps, PAGE)), drawn))
+    assert not agree(replayed.run(Pass(build(steps, PAGE)), drawn), replayed.forward(steps))
 
 
 WRONG: dict[str, Callable[[PagedInput], None]] = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification.rule import ChainVerdict, draw_residual, surplus_sum
@@ -36,30 +37,22 @@ class Blocks:
 
 
 def blocks(chains: Chains, target: LawTable) -> Blocks:
-    """Walk down every chain once; memory is a few [C, V] rows at a time."""
-    start_C = torch.zeros(chains.num_chains, dtype=torch.float64, device=chains.length_C.device)
-    log_ratios, log_ceilings, weights = [start_C], [start_C], [torch.ones_like(start_C)]
-    accepts: list[Tensor] = []
-    for depth in range(chains.max_length):
-        if depth > 0:
-            accepts.append(_accept(chains, target, depth, weights[-1]))
-        depth_C = torch.full_like(chains.length_C, depth)
-        token_C = chains.tokens_CL[:, depth]
-        target_C = target.probability(depth_C, token_C)
-        log_ratio_C = log_ratios[-1] + chains.draft.probability(depth_C, token_C).log() - target_C.log()
-        alive_C = (target_C > 0) & torch.isfinite(log_ratios[-1])
-        log_ratio_C = torch.where(alive_C, log_ratio_C, torch.inf)
-        log_ceiling_C = torch.minimum(log_ceilings[-1], log_ratio_C)
-        log_ratios.append(log_ratio_C)
-        log_ceilings.append(log_ceiling_C)
-        weights.append(torch.where(alive_C, (log_ceiling_C - log_ratio_C).exp(), 0.0))
-    accepts.append(weights[-1])
+    """All prefixes of every chain; of whole laws, memory is a few [C, V] rows at a time."""
+    target_CL, draft_CL = target.along(chains.tokens_CL), chains.draft.along(chains.tokens_CL)
+    # A prefix is dead behind a token that the target never emits, or a ratio of 0.
+    never_CL, free_CL = target_CL <= 0, draft_CL <= 0
+    dead_CL = never_CL.cumsum(1) + free_CL.cumsum(1) - free_CL.long() > 0
+    step_CL = torch.where(dead_CL, 0.0, draft_CL.log() - target_CL.log())
+    log_ratio_CL1 = pad(torch.where(dead_CL, torch.inf, step_CL.cumsum(1)), (1, 0))
+    log_ceiling_CL1 = log_ratio_CL1.cummin(1).values
+    weight_CL1 = torch.where(pad(dead_CL, (1, 0)), 0.0, (log_ceiling_CL1 - log_ratio_CL1).exp())
+    inner = [_accept(chains, target, depth, weight_CL1[:, depth]) for depth in range(1, chains.max_length)]
+    accept_CL = torch.stack([*inner, weight_CL1[:, -1]], 1)[:, : chains.max_length]
     depth_L = torch.arange(1, chains.max_length + 1, device=chains.length_C.device)
-    accept_CL = torch.stack(accepts, 1)[:, : chains.max_length]
     return Blocks(
-        torch.stack(log_ratios, 1),
-        torch.stack(log_ceilings, 1).exp(),
-        torch.stack(weights, 1),
+        log_ratio_CL1,
+        log_ceiling_CL1.exp(),
+        weight_CL1,
         torch.where(depth_L <= chains.length_C.unsqueeze(1), accept_CL, 0.0),
     )
 
@@ -74,7 +67,7 @@ def _accept(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> T
 def accepted_length(accept_CL: Tensor, uniform_CL: Tensor) -> Tensor:
     """[C] the largest i with uniform_i < accept_i; 0 where there is none."""
     depth_L1 = torch.arange(accept_CL.shape[1] + 1, device=accept_CL.device)
-    passed_CL1 = torch.nn.functional.pad(uniform_CL < accept_CL, (1, 0), value=True)
+    passed_CL1 = pad(uniform_CL < accept_CL, (1, 0), value=True)
     return torch.where(passed_CL1, depth_L1, 0).amax(1)
 
 
