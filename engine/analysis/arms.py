@@ -35,6 +35,7 @@ from engine.analysis.turns import (
     SEEDED,
     Turn,
     beside_best,
+    chart,
     markdown,
     price,
     rate,
@@ -330,6 +331,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="of plain decoding in a cell; the other arms do as much (default 20)",
     )
+    parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
@@ -376,6 +378,8 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     }
     print(markdown(result), file=sys.stderr)
     write(result, options.output)
+    if options.chart:
+        chart(result, options.chart)
     return result
 
 

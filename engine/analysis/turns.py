@@ -7,6 +7,7 @@ beside one that it gives. By tokens of answers alone it would be chance how many
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +105,58 @@ def markdown(result: dict[str, Any]) -> str:
         row += [f"{_shown(best)} {best['arm']}", _reported(arms[ADAPTIVE])] if best else ["-", "-"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def summary_markdown(result: dict[str, Any]) -> str:
+    """A row per cell, for somebody who is new: plain decoding, the best of one chain and of several, adaptive."""
+    head = ["prompts", "requests at once", "plain tokens/s", "one draft", "several drafts", "adaptive"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell in result["cells"]:
+        arms = cell["arms"]
+        shown = [_best(arms, several=False), _best(arms, several=True), _shown(arms[ADAPTIVE]["ratio_to_off"])]
+        plain = f"{arms[OFF]['tokens_per_second']:.0f}"
+        lines.append("| " + " | ".join([cell["prompts"], str(cell["concurrency"]), plain, *shown]) + " |")
+    return "\n".join(lines)
+
+
+def is_shape(name: str) -> bool:
+    """Whether an arm has a fixed shape (`rule:KxL`)."""
+    return ":" in name
+
+
+def _best(arms: Mapping[str, Any], several: bool) -> str:
+    """The fastest arm that drafts one chain, or several."""
+    known = {name: arm["ratio_to_off"] for name, arm in arms.items() if is_shape(name)}
+    known = {name: found for name, found in known.items() if (not name.partition(":")[2].startswith("1x")) == several}
+    if not known:
+        return "-"
+    best = max(known, key=lambda name: known[name]["ratio"])
+    return f"{_shown(known[best])} {best.partition(':')[2]}"
+
+
+def chart(result: dict[str, Any], file: Path) -> None:
+    """Draw every arm's rate over plain decoding, by cell, with intervals."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    cells = result["cells"]
+    names = [name for name in cells[0]["arms"] if name == ADAPTIVE or is_shape(name)]
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = [cell["arms"][name]["ratio_to_off"] for cell in cells]
+        places = np.arange(len(cells)) + (number - (len(names) - 1) / 2) * width
+        heights = np.array([one["ratio"] for one in found])
+        errors = np.array([[one["ratio"] - one["low"], one["high"] - one["ratio"]] for one in found]).T
+        axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}, {cell['concurrency']} at once" for cell in cells])
+    axes.set_ylabel("speed over plain decoding")
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
 
 
 def reported_markdown(result: dict[str, Any]) -> str:
