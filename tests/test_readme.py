@@ -58,7 +58,7 @@ def test_the_openai_client_example_runs(url: str) -> None:
 
 
 def test_the_table_is_the_committed_result() -> None:
-    result = json.loads((ROOT / "docs/results/arms-cpu.json").read_text())
+    result = json.loads((ROOT / "docs/results/arms-several-cpu.json").read_text())
     shown = re.search(r"<!-- arms:begin -->\n(.*?)\n<!-- arms:end -->", README, re.DOTALL)
     assert shown is not None
     assert shown.group(1).strip() == turns.summary_markdown(result)
@@ -78,6 +78,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("honesty", "honesty-cpu", honesty.markdown),
         ("reports", "reports-cpu", honesty.markdown),
         ("arms", "arms-cpu", turns.markdown),
+        ("arms-several", "arms-several-cpu", turns.markdown),
         ("reported", "arms-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),

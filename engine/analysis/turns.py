@@ -152,9 +152,9 @@ def chart(result: dict[str, Any], file: Path) -> None:
         errors = np.array([[one["ratio"] - one["low"], one["high"] - one["ratio"]] for one in found]).T
         axes.bar(places, heights, width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}, {cell['concurrency']} at once" for cell in cells])
+    axes.set_xticks(np.arange(len(cells)), [f"{cell['prompts']}\n{cell['concurrency']} at once" for cell in cells])
     axes.set_ylabel("speed over plain decoding")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=len(names))
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
