@@ -123,7 +123,7 @@ class Layout:
         return len(self.law_row_of_N)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # a layout of many rows takes a tenth of a megabyte
 def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
     """The chains of sampling rows of these shapes, in order."""
     counts = np.array([shape.num_chains for shape in shapes], dtype=np.int64)
