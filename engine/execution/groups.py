@@ -63,7 +63,7 @@ class Group:
             bias = None
             if visible is not None:
                 bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-                bias = bias.repeat(1, heads, 1).unsqueeze(1)
+                bias = (bias.repeat(1, heads, 1) if heads > 1 else bias).unsqueeze(1)
             self._bias[window, heads] = bias
         return self._bias[window, heads]
 
@@ -116,10 +116,10 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
     members: list[int] = []
     for number in sorted(range(len(num_queries)), key=size):
         if members:
-            octave, most_keys = (num_queries[members[0]] - 1).bit_length(), num_keys[members[0]]
+            most_keys = num_keys[members[0]]
             joins = (
                 num_queries[number] <= _MOST_QUERIES
-                and size(number)[0] == octave
+                and size(number)[0] == size(members[0])[0]
                 and num_keys[number] >= most_keys * (1 - _PADDING)
                 and (len(members) + 1) * most_keys * token_bytes <= _GATHERED_BYTES
             )

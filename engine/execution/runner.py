@@ -82,9 +82,9 @@ class ModelRunner:
         return [Pass(batch, None if self._graphs is not None else self._metadata(batch)) for batch in batches]
 
     @torch.inference_mode()
-    def run(self, of: Pass, drawn_T: Tensor | None = None) -> Tensor:
+    def run(self, prepared: Pass, drawn_T: Tensor | None = None) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_T: its tokens, where the device has them."""
-        batch = of.batch
+        batch = prepared.batch
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
@@ -94,7 +94,7 @@ class ModelRunner:
                 return logits_NV
         token_ids = to_device(batch.token_ids_T, self.device) if drawn_T is None else drawn_T
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
-        return self._compute(token_ids, positions, of.metadata or self._metadata(batch), wanted)
+        return self._compute(token_ids, positions, prepared.metadata or self._metadata(batch), wanted)
 
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
