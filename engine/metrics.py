@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,8 +21,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """What a plain decoding step of the rows that emit takes, at their contexts; None where it or `prompt_s` is not
-    known."""
+    """What a plain decoding step of the rows that emit takes, at their contexts; None where no steps were measured."""
     prompt_s: float
     """How much of this step went into prompts, which plain decoding would have to read as well; by chance below 0."""
     phases_s: dict[str, float]
@@ -37,35 +35,6 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_hits: int
     """Those of them whose K/V was there."""
     num_steps: int
-
-
-class PlainTimes:
-    """How long a plain decoding step takes, by batch and context: measured points, linear in between."""
-
-    def __init__(self, num_rows: Sequence[int], contexts: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
-        """`seconds[i][j]` belongs to `num_rows[i]` and `contexts[j]`, both ascending."""
-        self.num_rows = tuple(num_rows)
-        self.contexts = tuple(contexts)
-        self.seconds = tuple(tuple(row) for row in seconds)
-        self.factor = 1.0
-        """What steps take at this start over what they took when they were measured."""
-
-    def step_s(self, num_rows: int, context: float) -> float:
-        """Duration for `num_rows` rows of `context` tokens each, at this start."""
-        return self.factor * self.measured_s(num_rows, context)
-
-    def measured_s(self, num_rows: int, context: float) -> float:
-        """Duration when it was measured; beyond the last point the slope goes on."""
-        by_rows = [_interpolate(self.contexts, row, context) for row in self.seconds]
-        return _interpolate(self.num_rows, by_rows, num_rows)
-
-
-def _interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
-    if len(points) == 1 or at <= points[0]:
-        return values[0]
-    upper = min(bisect_left(points, at), len(points) - 1)
-    share = (at - points[upper - 1]) / (points[upper] - points[upper - 1])
-    return values[upper - 1] + share * (values[upper] - values[upper - 1])
 
 
 class Stopwatch:

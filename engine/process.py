@@ -32,7 +32,6 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.engine import Engine, Failures
 from engine.errors import ConfigError, LoadError, RequestError
-from engine.pace import Pace
 
 _IDLE_POLL_MS = 500
 _GRAMMAR_POLL_MS = 2
@@ -139,10 +138,9 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
-        plain, costs = measure(engine, config, speculation, progress)
-        engine.telemetry.pace = Pace(plain)
-        if costs is not None:
-            engine.scheduler.controller = Controller(costs, config.speculation.max_draft_length)
+        engine.telemetry.times = times = measure(engine, config, speculation, progress)
+        if speculation.adaptive and speculation.num_drafts:
+            engine.scheduler.controller = Controller(times, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         from engine.analysis.law_check import short_check  # scipy.stats takes a while to import
 

@@ -1,15 +1,14 @@
 """What each step took, and what plain decoding would have taken: everything that is measured of a running engine.
 
-The engine says when a step begins and ends and which part of it runs; nothing here changes what a step does. The
-controller hears how long steps took, answers and dashboards get the figures of a step.
+The engine says when a step begins and ends and which part of it runs; nothing here changes what a step does. The model
+of step times learns from every step; answers and dashboards get the figures of a step.
 """
 
 from __future__ import annotations
 
 from engine.metrics import Overhead, StepStats, Stopwatch
-from engine.pace import Pace, Step
-from engine.scheduling.controller import added
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_time import StepTimes, Work
 
 
 class Telemetry:
@@ -18,8 +17,8 @@ class Telemetry:
     def __init__(self, scheduler: Scheduler) -> None:
         self.stopwatch = Stopwatch()
         self.phase = self.stopwatch.phase
-        self.pace: Pace | None = None
-        """How long plain decoding takes; None where it was not measured."""
+        self.times: StepTimes | None = None
+        """How long steps take; None where none were measured."""
         self.num_steps = 0
         self._scheduler = scheduler
         self._overhead = Overhead()
@@ -35,8 +34,7 @@ class Telemetry:
         self.num_steps += 1
         # Planning and messages cost plain decoding the same; the controller does not run then.
         around_s = self._overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
-        self._tell_controller(wall_s)
-        plain_s, prompt_s = self._compare(around_s.usual, self.stopwatch.parts_s - phases_s["draft"])
+        plain_s, prompt_s = self._learn(phases_s["draft"], self.stopwatch.parts_s - phases_s["draft"], around_s.usual)
         return self.stats(num_read, wall_s + around_s.before, plain_s, prompt_s, phases_s)
 
     def pause(self) -> None:
@@ -73,40 +71,19 @@ class Telemetry:
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
-    def _tell_controller(self, wall_s: float) -> None:
-        """Tell the controller how long a step took that only decoded: no prompts, copied tokens, catching up."""
-        controller, plan = self._scheduler.controller, self._scheduler.last_plan
-        if (
-            controller is None
-            or not plan.rows
-            or plan.has_prefill
-            or plan.is_behind
-            or any(row.copies for row in plan.rows)
-        ):
-            return
-        drafting = [row.widths for row in plan.rows if row.branching]
-        num_text = sum(row.end for row in plan.rows)
-        controller.note_time(len(plan.rows), len(drafting), added(drafting), wall_s, num_text)
-
-    def _compare(self, around_s: float, seconds: float) -> tuple[float | None, float]:
+    def _learn(self, draft_s: float, rest_s: float, around_s: float) -> tuple[float | None, float]:
         """Duration of a plain step over the rows of the last plan that emit, and of what that plan's prompts took;
-        (None, 0) where that is not known.
+        (None, 0) where no times were measured or nothing was emitted.
 
-        around_s: usual time between the parts of two steps; seconds: of the last step's parts, without drafting.
+        draft_s, rest_s: what the parts of the step took; around_s: usual time between the parts of two steps.
         """
-        plan = self._scheduler.last_plan
-        rows = plan.sampling_rows
-        if self.pace is None or not rows:
+        times, plan = self.times, self._scheduler.last_plan
+        if times is None or not plan.sampling_rows:
             return None, 0.0
-        beside = self.pace.add(
-            Step(
-                started=self.stopwatch.started,
-                seconds=seconds,
-                num_rows=len(rows),
-                context=sum(row.end for row in rows) / len(rows),
-                num_nodes=sum(row.num_nodes for row in rows),
-                has_prompts=plan.has_prefill,
-                is_behind=plan.is_behind,
-            )
-        )
-        return (beside.plain_s + around_s, beside.prompt_s) if beside is not None else (None, 0.0)
+        work = Work.of(plan)
+        plain_s = times.rest_s(work.plain) + around_s
+        # By chance below 0: over many steps it is the sum that counts.
+        prompt_s = rest_s - times.rest_s(work.without_prompts) if work.prompt else 0.0
+        times.host_s = around_s
+        times.observe(work, draft_s, rest_s, self.stopwatch.started)
+        return plain_s, prompt_s

@@ -44,18 +44,17 @@ from engine.analysis.turns import (
 )
 from engine.building import build_engine
 from engine.cache.store import BlockStore
-from engine.calibration import measure_costs, measure_plain
+from engine.calibration import measure_points
 from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.execution.host import keep_freed_memory
-from engine.pace import Pace
 from engine.plan import level_widths
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
-from engine.scheduling.costs import StepCosts
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_time import Point, StepTimes
 
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""
@@ -200,32 +199,37 @@ def speculation_of(name: str) -> Speculation:
     return with_kept_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
 
 
-def make_arms(engine: Engine, names: Sequence[str], costs: StepCosts, load: Load) -> dict[str, Arm]:
+def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:
     """Engines around the models of one, each with its part of the blocks."""
     arms = {}
     # Fixed shapes report what the plain arms' steps tell too, as beside other requests; adaptive has its own.
-    pace = Pace(costs.plain)
+    shared = StepTimes(points)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
-        own.telemetry.pace = pace
         speculation = speculation_of(name)
+        own.telemetry.times = StepTimes(points) if speculation.adaptive else shared
         if speculation.adaptive:
-            own.telemetry.pace = Pace(costs.plain)
-            scheduler.controller = Controller(costs, _LIMITS.max_draft_length)
+            scheduler.controller = Controller(own.telemetry.times, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
     return arms
 
 
 def measure(
-    engine: Engine, names: Sequence[str], costs: StepCosts, load: Load, concurrency: int, seconds: float, progress: Any
+    engine: Engine,
+    names: Sequence[str],
+    points: Sequence[Point],
+    load: Load,
+    concurrency: int,
+    seconds: float,
+    progress: Any,
 ) -> dict[str, Any]:
     """A cell: all arms at one concurrency, doing what plain decoding does in about so many seconds."""
     # Not on the arms that are measured: what they learn would be of another temperature.
-    others = make_arms(engine, names, costs, load)
+    others = make_arms(engine, names, points, load)
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
@@ -234,7 +238,7 @@ def measure(
     # Where a step does more than a turn holds, there are turns without one: longer ones, as far as that leaves enough.
     most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
     turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
-    arms = make_arms(engine, names, costs, load)
+    arms = make_arms(engine, names, points, load)
     order = random.Random(concurrency)
     num_warm_up = max(1, round(_WARM_UP_S / turn_s))
     for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
@@ -361,13 +365,13 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     loads = {kind: Load(prompts_of(kind, options), options.tokens, options.temperature) for kind in kinds}
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
-    costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
+    points = measure_points(engine, speculation_of(ADAPTIVE))
     total = (options.seconds + _WARM_UP_S) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
-                cell = measure(engine, names, costs, load, concurrency, options.seconds, progress)
+                cell = measure(engine, names, points, load, concurrency, options.seconds, progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
     result = {

@@ -22,13 +22,14 @@ from tqdm import tqdm
 from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
 from engine.analysis.loading import environment, random_prompts
 from engine.building import build_engine
-from engine.calibration import measure_costs, measure_plain
+from engine.calibration import measure_points
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.host import keep_freed_memory
 from engine.execution.loading import choose_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
+from engine.scheduling.step_time import StepTimes
 
 Prompts = list[list[int]]
 Answers = list[list[int]]
@@ -49,8 +50,8 @@ class Own:
         self.engine: Engine = build_engine(config)
         self.num_tokens = options.tokens
         adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
-        costs = measure_costs(self.engine, adaptive, measure_plain(self.engine))
-        self.engine.scheduler.controller = Controller(costs, speculation.max_draft_length)
+        self.engine.telemetry.times = times = StepTimes(measure_points(self.engine, adaptive))
+        self.engine.scheduler.controller = Controller(times, speculation.max_draft_length)
         self._adaptive = adaptive
         self._number = 0
 

@@ -27,7 +27,7 @@ from engine.analysis.arms import (
 )
 from engine.analysis.loading import environment, prompts_of, write
 from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
-from engine.calibration import measure_costs, measure_plain
+from engine.calibration import measure_points
 from engine.errors import ConfigError
 
 _TURN_TOKENS = 12
@@ -118,8 +118,8 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
     engine = load_engine(options, len(names))
     load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
     check_room(engine.facts, names, load, 1)
-    costs = measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine))
-    cell = compare(make_arms(engine, names, costs, load), options.answers)
+    points = measure_points(engine, speculation_of(ADAPTIVE))
+    cell = compare(make_arms(engine, names, points, load), options.answers)
     shown = ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads")
     result = {
         "what": "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",

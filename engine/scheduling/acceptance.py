@@ -1,16 +1,20 @@
-"""How often drafted tokens are accepted, learned from the steps."""
+"""What drafts and answers have been like: how often drafted tokens are accepted, how long answers get."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
-# What is believed before anything is seen: acceptance of one chain's token, and how it grows with K.
-_BELIEF, _GROWTH = 0.7, 0.25
-_BELIEF_WEIGHT = 6.0
+_BELIEF, _BELIEF_WEIGHT, _BELIEF_STD, _GROWTH = 0.7, 6.0, 0.15, 0.25
+"""Before anything is seen: acceptance of one chain's token, its weight in observations, how uncertain the tokens of a
+step are (of their logarithm), and how acceptance grows with K."""
 _KEEP = 0.998
-"""Share of what is known that is kept from step to step; old observations fade."""
+"""Share of the observations' weight that a step leaves."""
+_ANSWER, _KEEP_ANSWERS = 128.0, 0.95
+"""Tokens of an answer before any has ended; share of the answers' weight that another one leaves."""
 
 
 def with_chains(acceptance: float, num_drafts: int) -> float:
@@ -19,7 +23,8 @@ def with_chains(acceptance: float, num_drafts: int) -> float:
 
 
 class Acceptance:
-    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before."""
+    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before; and
+    the lengths of prompts and answers."""
 
     def __init__(self, longest: int) -> None:
         self._taken: dict[int, Numbers] = {}
@@ -28,6 +33,21 @@ class Acceptance:
         self._new: dict[tuple[int, int, int], int] = {}
         self._known: dict[int, Numbers] = {}
         self._totals: dict[int, list[float]] = {}
+        self._answers = np.array([0.0, _ANSWER, 1.0])
+
+    @property
+    def usual_answer(self) -> float:
+        """Tokens of an answer, in the mean."""
+        return float(self._answers[1] / self._answers[2])
+
+    @property
+    def prompt_share(self) -> float:
+        """Prompt tokens for each token of an answer, in the mean."""
+        return float(self._answers[0] / self._answers[1])
+
+    def note_answer(self, num_prompt: int, num_emitted: int) -> None:
+        """An answer has ended: how many tokens of its prompt a draft model must read, and how many it has itself."""
+        self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
 
     def fade(self, num_steps: int = 1) -> None:
         """So many steps have passed: take in what they have shown, and let what lies further back fade."""
@@ -52,6 +72,11 @@ class Acceptance:
         if num_drafts not in self._totals:
             self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
         return self._totals[num_drafts][num_tried]
+
+    def log_std(self, num_drafts: int) -> float:
+        """How uncertain the tokens are that chains of this number give: standard deviation of their logarithm."""
+        tried = float(self._tried[num_drafts].sum()) if num_drafts in self._tried else 0.0
+        return _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
 
     def by_position(self, num_drafts: int) -> Numbers:
         """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""

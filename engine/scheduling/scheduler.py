@@ -391,7 +391,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         controller = self._controller_of(sequence)
         if controller is not None:
-            controller.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
+            controller.acceptance.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
         num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
         self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
         del self._running[sequence.sequence_id]

@@ -7,6 +7,9 @@ from engine.plan import Grammar, TargetLayer
 from engine.request import Request, TokenLogprob
 from engine.text_drafters import Copier
 
+_RATIO_WEIGHT = 10.0
+"""Tokens that it takes to believe how a request's drafts compare with all."""
+
 
 class Sequence:
     """Running state of one request: its text so far, and how much of it has K/V."""
@@ -15,7 +18,6 @@ class Sequence:
         "_arrived_s",
         "_drafts_expected",
         "_drafts_taken",
-        "_drafts_weight",
         "_keys",
         "arrival",
         "block_ids",
@@ -64,7 +66,6 @@ class Sequence:
         """Prompt tokens whose K/V was there at the first admission; -1 before it."""
         self._keys: list[Key] = []
         self._drafts_taken = self._drafts_expected = 0.0
-        self._drafts_weight = 1.0
         self.last_step = -1
         self.prompt_logprobs: list[TokenLogprob] = []
         self.layers: tuple[TargetLayer, ...] = ()
@@ -98,15 +99,14 @@ class Sequence:
         return self.request.num_prompt_logprobs is not None and not self.num_emitted
 
     @property
-    def skill(self) -> float:
+    def acceptance_ratio(self) -> float:
         """Drafted tokens accepted over those expected of any request; near 1 while little is known."""
-        return (self._drafts_taken + self._drafts_weight) / (self._drafts_expected + self._drafts_weight)
+        return (self._drafts_taken + _RATIO_WEIGHT) / (self._drafts_expected + _RATIO_WEIGHT)
 
-    def note_drafts(self, num_taken: int, expected: float, weight: float) -> None:
-        """Drafts have been verified; what lies further back fades. `weight`: how much it takes to believe it."""
+    def note_drafts(self, num_taken: int, expected: float) -> None:
+        """Drafts have been verified: so many tokens were accepted, so many were expected; older drafts count less."""
         self._drafts_taken = 0.95 * self._drafts_taken + num_taken
         self._drafts_expected = 0.95 * self._drafts_expected + expected
-        self._drafts_weight = weight
 
     def block_keys(self, count: int, block_size: int) -> list[Key]:
         """Keys of the first `count` blocks of its text, all of them full."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence as Many
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -18,40 +17,37 @@ from engine.admission import with_kept_shape
 from engine.config import SpeculationConfig
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
-from engine.metrics import PlainTimes
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
-from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.lag import draft_from
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_time import StepTimes, Work
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+from tests.scheduling.machine import Machine
 
 __all__ = ["pair"]
 
-COSTS = StepCosts(
-    PlainTimes((1,), (1,), ((1.0,),)),
-    NodeCosts({1: Curve([(0, 0.0), (10, 1.0)])}),
-    Curve([(1, 0.05)]),
-    Curve([(0, 0.0)]),
-)
+TIMES = StepTimes(Machine().points())
 
 
 class Restless(Controller):
     """Another shape at every step, by the last token and the number of running requests; texts are not always read."""
 
     def __init__(self) -> None:
-        super().__init__(COSTS, 16)
+        super().__init__(TIMES, 16)
+        self.num_steps = self.num_emitting = 0
 
     def choose(self, *asked: Any) -> None:
         super().choose(*asked)
-        self.reads = self._step % 3 > 0
+        self.num_steps, self.num_emitting = self.num_steps + 1, len(asked[0])
+        self.reads = self.num_steps % 3 > 0
 
     def branching(self, sequence: Sequence) -> tuple[int, ...]:
         most = sequence.request.speculation.num_drafts
         shapes = [(), (1, 1), (most, 1), (most,), (1,), (most, 1, 1)]
-        return shapes[(sequence.tokens[-1] + len(sequence.tokens) + len(self.choice.of[0])) % len(shapes)]
+        return shapes[(sequence.tokens[-1] + len(sequence.tokens) + self.num_emitting) % len(shapes)]
 
 
 def adaptive(rule: str, num_drafts: int) -> Speculation:
@@ -185,16 +181,18 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
     chosen it reads nothing, afterwards a piece in every step. The wrong variant reads on as if it had read the rest."""
 
     class Told(Controller):
+        num_steps = 0
+
         def choose(self, *_: Any) -> None:
-            self._step += 1
-            self.reads = self._step > 12
+            self.num_steps += 1
+            self.reads = self.num_steps > 12
 
         def branching(self, sequence: Sequence) -> tuple[int, ...]:
             return (1, 1, 1) if self.reads else ()
 
     def run(begins: Any) -> list[bool]:
         engine = tiny.build(TARGET, TARGET, budget=64)
-        engine.scheduler.controller = Told(COSTS, 16)
+        engine.scheduler.controller = Told(TIMES, 16)
         requests = [tiny.request(str(n), range(5, 5 + n), adaptive("block", 1), 80) for n in (12, 33)]
         with patch("engine.scheduling.rows.draft_from", begins):
             found = tiny.run(engine, requests)
@@ -210,55 +208,44 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
     assert not all(wrong)
 
 
-class AsPredicted(Controller):
-    """Every step takes what was measured at start."""
-
-    def note_time(
-        self, num_rows: int, num_drafting: int, nodes_by_depth: Many[int], seconds: float, num_text: int = 0
-    ) -> None:
-        seconds = self.costs.step_s(num_rows, num_drafting, nodes_by_depth, num_text)
-        super().note_time(num_rows, num_drafting, nodes_by_depth, seconds, num_text)
-
-
 def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """End to end: with free nodes it drafts, with dear ones it stops."""
-    for node_s, drafts_much in ((0.0, True), (50.0, False)):
+    """End to end: with free nodes it drafts, with dear ones it stops; this machine's own times decide nothing."""
+    for node_s, drafts_much in ((1e-6, True), (0.5, False)):
         engine = tiny.build(TARGET, DRAFT)
-        nodes, draft_pass = NodeCosts({1: Curve([(0, 0.0), (10, node_s)])}), Curve([(1, 1e-5)])
-        costs = StepCosts(PlainTimes((1,), (1,), ((1e-2,),)), nodes, draft_pass, COSTS.reading)
-        # What this machine's steps take must not decide a test.
-        engine.scheduler.controller = AsPredicted(costs, 5)
+        engine.scheduler.controller = Controller(StepTimes(Machine(node_s=node_s).points()), 5)
         outcomes = chain(*tiny.run(engine, wishes(4)).outcomes.values())
         share = np.mean([outcome.draft_length > 0 for outcome in outcomes])
         assert (share > 0.8) if drafts_much else (share < 0.2)
 
 
-def test_the_controller_is_told_how_long_texts_are() -> None:
-    """Of those it decides about and those beside them, as they are when a step begins."""
-    told: list[int] = []
+def test_the_controller_and_the_step_times_are_told_how_long_texts_are() -> None:
+    """Of requests it decides about and those beside them, as they are when a step begins."""
+    beside: list[int] = []
+    seen: list[int] = []
 
     class Spy(Controller):
         def choose(self, *asked: Any) -> None:
             if len(asked[0]) == 1 and len(asked[1]) == 1:
-                told.append(asked[3])
+                beside.append(asked[3])
             super().choose(*asked)
 
-        def note_time(self, *noted: Any) -> None:
-            told.append(noted[4])
+    class Times(StepTimes):
+        def observe(self, work: Work, *times: Any) -> None:
+            seen.append(work.text)
 
     engine = tiny.build(TARGET, DRAFT)
-    engine.scheduler.controller = Spy(COSTS, 5)
+    engine.telemetry.times = times = Times(Machine().points())
+    engine.scheduler.controller = Spy(times, 5)
     lengths = {"adapts": 5, "beside": 21}
     engine.submit(tiny.request("adapts", range(5, 10), adaptive("block", 1), 40))
     engine.submit(tiny.request("beside", range(5, 26), Speculation(num_drafts=1, draft_length=2), 40))
-    expected: list[int] = []
-    for step in range(12):
-        # The first step has prompts, and tells nothing of its duration.
-        expected += [lengths["beside"], sum(lengths.values())] if step else [lengths["beside"]]
+    expected = []
+    for _ in range(12):
+        expected.append((lengths["beside"], sum(lengths.values())))
         for outcome in engine.run_step().outcomes:
             lengths[outcome.request_id] += len(outcome.token_ids)
             assert outcome.finish_reason is None
-    assert told == expected
+    assert list(zip(beside, seen, strict=True)) == expected
 
 
 def test_a_plan_without_a_controller_drafts_all_it_may() -> None:

@@ -34,7 +34,7 @@ from engine.analysis.turns import (
     summary_markdown,
     works,
 )
-from engine.calibration import measure_costs, measure_plain
+from engine.calibration import measure_points
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.request import Request
@@ -54,7 +54,7 @@ def answers_of(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
 
 
 def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
-    return make_arms(engine, NAMES, measure_costs(engine, speculation_of(ADAPTIVE), measure_plain(engine)), load)
+    return make_arms(engine, NAMES, measure_points(engine, speculation_of(ADAPTIVE)), load)
 
 
 def test_arms_do_not_touch_each_others_blocks() -> None:

@@ -12,14 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
-from engine.metrics import PlainTimes
 from engine.plan import Emission, Plan, Verdict
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.controller import Choice, Controller
-from engine.scheduling.corrections import PLAIN
-from engine.scheduling.costs import Curve, NodeCosts, StepCosts
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_time import PLAIN, StepTimes
+from tests.scheduling.machine import Machine
 
 BLOCK_SIZE = 4
 
@@ -125,8 +124,7 @@ class Whims(Controller):
     """A controller that is told what to choose."""
 
     def __init__(self) -> None:
-        flat = Curve([(1, 1.0)])
-        super().__init__(StepCosts(PlainTimes((1,), (1,), ((1.0,),)), NodeCosts({1: flat}), flat, flat), 16)
+        super().__init__(StepTimes(Machine().points()), 16)
 
     def tell(self, num_drafts: int, draft_length: int, most_newcomers: int = 10**6) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)

@@ -1,0 +1,330 @@
+"""How long a step takes: one regression over the sizes of its work, fitted at start, updated by every step.
+
+    rest  = machine * shape * sum of (rate * size)     the target's pass, verification, K/V moves
+    draft = machine * sum of (rate * size)             drawing the drafts
+
+Sizes are numbers of tokens, rows and passes; how a pass grows with its rows is piecewise linear. Calibration fits the
+rates (non-negative least squares). From then on the logarithms of the rates, of the machine's factor and of a factor
+for each shape are the state of an extended Kalman filter. The machine's factor drifts, so that steps of one shape tell
+how fast all others are now; the rest of the state returns slowly to what calibration found. A plain step is the same
+model without nodes: what is chosen and what is reported come from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from engine.plan import Plan
+
+Numbers = npt.NDArray[np.float64]
+Shape = tuple[int, int]
+"""(chains, tokens in a chain)."""
+
+PLAIN: Shape = (0, 0)
+MIXED: Shape = (0, 1)
+"""Stands for steps whose requests draft different shapes."""
+
+_KNOTS = 2.0 ** np.arange(11)
+"""Rows of a pass between which its duration grows linearly."""
+_MACHINE_STD, _MACHINE_DRIFT = 0.1, 0.03
+"""Of the machine's logarithm: at start, and what a second adds (times the square root of the seconds)."""
+_RATE_STD, _SHAPE_STD, _POINT_STD, _STEP_STD = 0.3, 0.07, 0.03, 0.15
+"""Standard deviations of logarithms: of a fitted rate, of a shape's own factor, of a step that calibration has
+measured, and of a step that is served. Served steps resemble their neighbours, so that one alone tells less."""
+_BEND_WEIGHT = 0.1
+"""How much a bend of the piecewise linear costs weighs against errors of the points."""
+_FORGET_S = 1800.0
+"""Seconds after which a third of what steps have told is still believed."""
+_MOST_SHAPES = 16
+_LONGEST_PAUSE_S = 60.0
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step computes, in the numbers that its duration depends on."""
+
+    rows: int
+    """Requests that emit."""
+    text: int
+    """Tokens of their texts together."""
+    nodes: int = 0
+    """Drafted tokens that the target verifies."""
+    drafting: int = 0
+    """Requests that have drafted tokens."""
+    passes: tuple[int, ...] = ()
+    """Rows of each pass of the draft model."""
+    prompt: int = 0
+    """Prompt tokens that the target computes."""
+    prompt_text: int = 0
+    """Tokens before each prompt token, summed over them."""
+    read: int = 0
+    """Tokens that the draft model computes beside the last one of each request that drafts."""
+    shape: Shape = PLAIN
+
+    @staticmethod
+    def of(plan: Plan) -> Work:
+        """The work of a plan."""
+        rows = plan.sampling_rows
+        drafting = [row for row in rows if row.branching or row.copies]
+        widths = [row.widths for row in rows if row.branching]
+        prompt = prompt_text = 0
+        for row in plan.rows:
+            chunk = len(row.known) - row.samples
+            prompt += chunk
+            prompt_text += chunk * (row.first_index + chunk // 2)
+        branchings = {() if row.copies else row.branching for row in drafting}
+        (branching,) = branchings if len(branchings) == 1 else ((),)
+        shape = (branching[0], len(branching)) if branching and set(branching[1:]) <= {1} else MIXED
+        return Work(
+            rows=len(rows),
+            text=sum(row.end for row in rows),
+            nodes=sum(row.num_nodes for row in drafting),
+            drafting=len(drafting),
+            passes=draft_passes(widths),
+            prompt=prompt,
+            prompt_text=prompt_text,
+            read=sum(len(row.draft_known) for row in plan.rows) - len(widths),
+            shape=shape if drafting else PLAIN,
+        )
+
+    @property
+    def plain(self) -> Work:
+        """The same requests decoded plainly, without prompts beside them."""
+        return Work(rows=self.rows, text=self.text)
+
+    @property
+    def without_prompts(self) -> Work:
+        """The same without what is computed of prompts."""
+        return msgspec.structs.replace(self, prompt=0, prompt_text=0)
+
+
+def draft_passes(widths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows of each pass of the draft model, for requests with so many nodes by depth: one row a request at first, then
+    the nodes of each depth but the last, from which nothing is drawn."""
+    longest = max(map(len, widths), default=0)
+    first = (len(widths),) if widths else ()
+    return first + tuple(
+        sum(of_row[depth] for of_row in widths if depth + 1 < len(of_row)) for depth in range(longest - 1)
+    )
+
+
+Point = tuple[Work, float, float]
+"""A measured step: its work, the seconds of drafting, and those of the rest."""
+
+
+def _ramps(rows: float) -> Numbers:
+    """[knots] how far a pass of so many rows is between each knot and the next; the last goes on beyond 1."""
+    shares = (rows - _KNOTS[:-1]) / np.diff(_KNOTS)
+    shares[:-1] = shares[:-1].clip(max=1.0)
+    return shares.clip(min=0.0)
+
+
+_NUM_RAMPS = len(_KNOTS) - 1
+# Places of the terms; those of texts are filled in by `sizes_of`.
+_TEXT, _NODE_TEXT, _PROMPT_TEXT = _NUM_RAMPS + 6, _NUM_RAMPS + 7, _NUM_RAMPS + 8
+_NUM_REST = _NUM_RAMPS + 9
+_DRAFT_TEXT = _NUM_REST + _NUM_RAMPS + 3
+_NUM_TERMS = _DRAFT_TEXT + 1
+
+
+@lru_cache(maxsize=4096)
+def _sizes_without_texts(
+    rows: int, nodes: int, drafting: int, passes: tuple[int, ...], has_prompt: bool, prompt: int, read: int
+) -> Numbers:
+    sizes = np.zeros(_NUM_TERMS)
+    sizes[0] = 1.0
+    sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
+    sizes[1 + _NUM_RAMPS : _TEXT] = rows, bool(nodes), drafting, nodes, has_prompt
+    if passes or read:
+        of_passes = sizes[_NUM_REST:_DRAFT_TEXT]
+        of_passes[0] = 1.0
+        of_passes[1] = len(passes)
+        of_passes[2] = read
+        for rows_of_pass in passes:
+            of_passes[3:] += _ramps(rows_of_pass)
+    return sizes
+
+
+def sizes_of(work: Work, window: int) -> Numbers:
+    """[terms] the sizes that the rates are multiplied with. window: tokens that the draft model sees; 0 is all."""
+    sizes = _sizes_without_texts(
+        work.rows, work.nodes, work.drafting, work.passes, work.prompt > 0, work.prompt, work.read
+    ).copy()
+    length = work.text / max(1, work.rows)
+    seen = min(length, window) if window else length
+    sizes[[_TEXT, _NODE_TEXT, _PROMPT_TEXT, _DRAFT_TEXT]] = (
+        work.text,
+        work.nodes * length,
+        work.prompt_text,
+        len(work.passes) * work.drafting * seen,
+    )
+    return sizes
+
+
+def _by_part(work: Work, draft_s: float, rest_s: float) -> tuple[float, float]:
+    """(seconds of drafting, of the rest): a step in which the draft model does nothing has only a rest."""
+    return (draft_s, rest_s) if work.passes or work.read else (0.0, draft_s + rest_s)
+
+
+def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Numbers:
+    """[terms] non-negative rates for sizes [points, terms] and seconds [points].
+
+    Where points leave open how a pass grows with its rows, the slope changes as little as possible between the knots.
+    rows: of the points' passes, [points].
+    """
+    order = np.argsort(rows)
+    usual_s = np.interp(_KNOTS[1:-1], rows[order], np.maximum.accumulate(seconds[order]))
+    bends = np.zeros((_NUM_RAMPS - 1, sizes.shape[1]))
+    slopes = _BEND_WEIGHT * _KNOTS[1:-1, None] / usual_s[:, None] / np.diff(_KNOTS)
+    before = np.arange(_NUM_RAMPS - 1)
+    of_ramps = bends[:, ramps]
+    of_ramps[before, before], of_ramps[before, before + 1] = -slopes[before, before], slopes[before, before + 1]
+    system = np.concatenate([sizes / seconds[:, None], bends])
+    scale = np.maximum(abs(system).max(0), 1e-300)  # sizes differ by many orders of magnitude
+    rates, _ = nnls(system / scale, np.concatenate([np.ones(len(seconds)), np.zeros(len(bends))]))
+    result: Numbers = rates / scale
+    return result
+
+
+class StepTimes:
+    """Predicts how long steps take, and learns from those that were made."""
+
+    def __init__(self, points: Sequence[Point], window: int = 0, drift: float = _MACHINE_DRIFT) -> None:
+        """points: what calibration measured; window: tokens that the draft model sees, 0 is all.
+
+        drift: standard deviation that a second adds to the logarithm of the machine's factor.
+        """
+        self.points = points
+        self.host_s = 0.0
+        """What usually passes between the parts of two steps: planning and messages."""
+        self._window = window
+        self._drift = drift
+        self._slots = {PLAIN: 1 + _NUM_TERMS, MIXED: 2 + _NUM_TERMS}
+        """Places of the shapes' factors in the state."""
+        self._started: float | None = None
+        self._last_shape: Shape | None = None
+        num_states = 1 + _NUM_TERMS + _MOST_SHAPES
+        self._rates = np.zeros(_NUM_TERMS)
+        self._state = np.zeros(num_states)
+        self._variance = np.zeros((num_states, num_states))
+        terms, slots = slice(1, 1 + _NUM_TERMS), slice(1 + _NUM_TERMS, None)
+        np.fill_diagonal(self._variance[terms, terms], _RATE_STD**2)
+        self._fit(points)
+        # Served steps differ from those of calibration, by shape.
+        np.fill_diagonal(self._variance[slots, slots], _SHAPE_STD**2)
+        self._fitted, self._fitted_variance = self._state.copy(), self._variance.copy()
+        self._variance[0, 0] = _MACHINE_STD**2
+
+    def _fit(self, points: Sequence[Point]) -> None:
+        """Rates whose relative errors over the points are least; what the points leave open stays in the variance."""
+        sizes = np.array([sizes_of(work, self._window) for work, _, _ in points])
+        drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
+        rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, _NUM_TERMS)
+        rows = np.array([work.rows + work.nodes + work.prompt for work, _, _ in points])
+        self._rates[rest] = _fitted(sizes[:, rest], rests_s, slice(1, 1 + _NUM_RAMPS), rows)
+        has_passes = np.array([bool(work.passes) for work, _, _ in points])
+        if has_passes.any():
+            rows = np.array([max(work.passes) for work, _, _ in points if work.passes])
+            ramps = slice(3, 3 + _NUM_RAMPS)
+            self._rates[draft] = _fitted(sizes[has_passes, draft], drafts_s[has_passes], ramps, rows)
+        for work, draft_s, rest_s in points:
+            self._learn(work, draft_s, rest_s, _POINT_STD)
+
+    # -- predicting ---------------------------------------------------------------------------------------------------
+
+    def rest_s(self, work: Work) -> float:
+        """Seconds of a step but for drafting."""
+        return float(self._seconds([work])[1][0])
+
+    def read_s(self, tokens: int) -> float:
+        """What so many tokens more add to a pass of the draft model."""
+        return tokens * float(self._rates[_NUM_REST + 2] * math.exp(self._state[0] + self._state[_NUM_REST + 3]))
+
+    def step_s(self, works: Sequence[Work]) -> Numbers:
+        """[steps] seconds of whole steps, with what passes between two of them."""
+        drafts_s, rests_s, _ = self._seconds(works)
+        return drafts_s + rests_s + self.host_s
+
+    def log_covariance(self, works: Sequence[Work]) -> Numbers:
+        """[steps, steps] covariance of the logarithms of the steps' durations."""
+        drafts_s, rests_s, parts = self._seconds(works)
+        slopes = np.zeros((len(works), len(self._state)))
+        slopes[:, 0] = drafts_s + rests_s
+        slopes[:, 1 : 1 + _NUM_TERMS] = parts
+        slopes[np.arange(len(works)), [self._slot(work.shape) for work in works]] = rests_s
+        slopes /= slopes[:, :1]
+        covariance: Numbers = slopes @ self._variance @ slopes.T
+        return covariance
+
+    def _seconds(self, works: Sequence[Work]) -> tuple[Numbers, Numbers, Numbers]:
+        """(seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
+        sizes = np.array([sizes_of(work, self._window) for work in works])
+        parts = sizes * (self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS]))
+        parts[:, :_NUM_REST] *= np.exp(self._state[[self._slot(work.shape) for work in works]])[:, None]
+        return parts[:, _NUM_REST:].sum(1), parts[:, :_NUM_REST].sum(1), parts
+
+    def _slot(self, shape: Shape) -> int:
+        """The place of a shape's factor; shapes met when all places are taken share that of mixed ones."""
+        if shape not in self._slots and len(self._slots) < _MOST_SHAPES:
+            self._slots[shape] = 1 + _NUM_TERMS + len(self._slots)
+        return self._slots.get(shape, self._slots[MIXED])
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def scale(self, factor: float) -> None:
+        """The machine now takes so many times as long as when the points were measured."""
+        self._state[0] = self._fitted[0] = math.log(factor)
+
+    def observe(self, work: Work, draft_s: float, rest_s: float, started: float) -> None:
+        """A step was made. started: when, on a clock of seconds.
+
+        The first step of a shape behind others tells nothing: it finds other weights in the caches, and something may
+        have to warm up.
+        """
+        if self._started is not None:
+            self._pass_time(min(max(0.0, started - self._started), _LONGEST_PAUSE_S))
+        self._started = started
+        is_usual, self._last_shape = work.shape == self._last_shape, work.shape
+        if is_usual and work.rows:
+            self._learn(work, draft_s, rest_s, _STEP_STD)
+
+    def _pass_time(self, seconds: float) -> None:
+        """The machine drifts; of all else a little more gives way to what calibration found."""
+        keep = math.exp(-seconds / _FORGET_S)
+        machine = self._variance[0, 0] + self._drift**2 * seconds
+        self._state[1:] += (1 - keep) * (self._fitted[1:] - self._state[1:])
+        self._variance[1:, 1:] *= keep**2
+        self._variance[1:, 1:] += (1 - keep**2) * self._fitted_variance[1:, 1:]
+        self._variance[0, 1:] *= keep
+        self._variance[1:, 0] *= keep
+        self._variance[0, 0] = machine
+
+    def _learn(self, work: Work, draft_s: float, rest_s: float, std: float) -> None:
+        draft_s, rest_s = _by_part(work, draft_s, rest_s)
+        drafts_s, rests_s, parts = self._seconds([work])
+        slopes = np.zeros(len(self._state))
+        slopes[0] = 1.0
+        slopes[1 : 1 + _NUM_REST] = parts[0, :_NUM_REST] / rests_s
+        slopes[self._slot(work.shape)] = 1.0
+        self._update(slopes, rest_s / float(rests_s[0]), std)
+        if draft_s > 0 and drafts_s[0] > 0:
+            slopes = np.zeros(len(self._state))
+            slopes[0] = 1.0
+            slopes[1 + _NUM_REST : 1 + _NUM_TERMS] = parts[0, _NUM_REST:] / drafts_s
+            self._update(slopes, draft_s / float(drafts_s[0]), std)
+
+    def _update(self, slopes: Numbers, ratio: float, std: float) -> None:
+        """One observation: a part of a step took `ratio` times what was predicted."""
+        covariance = self._variance @ slopes
+        known = float(slopes @ covariance) + std**2
+        gain = covariance / known
+        # A slow step may have met another process: it changes no more than what is known leaves open.
+        most = min(1.0, known / math.sqrt(max(known - std**2, 1e-12)))
+        self._state += gain * min(most, max(-0.5, ratio - 1.0))
+        self._variance -= np.outer(gain, covariance)
