@@ -119,8 +119,6 @@ class Controller:
         self._chosen_for: tuple[frozenset[int], tuple[Branching, ...]] = (frozenset(), ())
         self._resting: frozenset[int] = frozenset()
         """Adaptive requests that were chosen not to draft."""
-        self._newcomers: set[int] = set()
-        self._most_newcomers = 0
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -147,9 +145,6 @@ class Controller:
             text = text_beside + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)
             self._chosen_for = ids, beside
-        num_drafting = len(self.choice.drafting)
-        self._newcomers.clear()
-        self._most_newcomers = max(1, num_drafting // _FEW if adaptive else num_drafting)
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Branching, ...]) -> bool:
@@ -226,17 +221,9 @@ class Controller:
         return _Options(shapes, works, rates, drafting)
 
     def branching(self, sequence: Sequence) -> Branching:
-        """What a sequence drafts in the step chosen for.
-
-        One that has just come takes a place the first time it is asked for, and keeps it for the step.
-        """
+        """What a sequence drafts in the step chosen for; one that has come since the choice drafts like the others."""
         num_drafts, length = self.choice.shape
-        drafts = sequence.sequence_id in self.choice.drafting
-        if length and sequence.sequence_id not in self._chosen_for[0]:
-            # Those that have just come draft like the others, but few of them beside those that were chosen for.
-            if len(self._newcomers) < self._most_newcomers:
-                self._newcomers.add(sequence.sequence_id)
-            drafts = sequence.sequence_id in self._newcomers
+        drafts = sequence.sequence_id in self.choice.drafting or sequence.sequence_id not in self._chosen_for[0]
         if not length or not drafts:
             return ()
         # What is chosen for all may be more than this one asked for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.plan import Row, Text, level_widths
@@ -37,29 +36,6 @@ class Part(NamedTuple):
     def num_tokens(self) -> int:
         """Most tokens it puts into a pass."""
         return max(self.num_known + self.num_nodes, self.draft_end - self.draft_first)
-
-
-def ending_prompts(
-    running: Iterable[Sequence], shares: Mapping[int, int], admitted: Iterable[Sequence], budget: int
-) -> list[Sequence]:
-    """Of prompts that are being read, each with its share of `budget`, and then of those that will be, those that end.
-
-    What is cached of a text that waits is not known yet, nor how many nodes there will be.
-    """
-    ending = []
-    for sequence in running:
-        share = _most_known(sequence, min(budget, shares[sequence.sequence_id]))
-        if sequence.num_missing <= share:
-            ending.append(sequence)
-        budget -= min(sequence.num_missing, share)
-    for sequence in admitted:
-        if budget <= 0:
-            break
-        known = min(sequence.num_missing, _most_known(sequence, budget))
-        if known == sequence.num_missing:
-            ending.append(sequence)
-        budget -= known
-    return ending
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:
@@ -102,7 +78,18 @@ def part_of(
     return Part(sequence, end, samples, branching, copies, draft_first, draft_end, nodes)
 
 
-def row_of(part: Part, text: Text | None) -> Row:
+def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> Text | None:
+    """What the sequence's law depends on beside the logits; None where it depends on nothing else."""
+    request, limits = sequence.request, sequence.request.limits
+    holds_back = sequence.num_emitted < limits.min_tokens
+    if not request.sampling.edits_logits and not holds_back:
+        return None
+    ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else eos_token_ids)} if holds_back else ()
+    num_prompt = len(request.prompt_token_ids)
+    return Text(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
+
+
+def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
     """The row of a part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request
     first, end = sequence.num_target_computed, part.end
@@ -122,7 +109,7 @@ def row_of(part: Part, text: Text | None) -> Row:
         branching=part.branching,
         copies=part.copies,
         layers=sequence.layers,
-        text=text,
+        text=_text_of(sequence, eos_token_ids) if part.samples else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),

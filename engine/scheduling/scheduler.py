@@ -6,8 +6,8 @@ priority, then by arrival. When the pool has no block left for a row, the sequen
 least is preempted: it goes back to the queue and is recomputed later, with the same output (its noise depends on
 positions only).
 
-How many tokens a row drafts depends on the request alone, or on what the controller chose before the step, never on
-what is drafted: this keeps the law exact, and answers of the first kind independent of the load.
+How many tokens a row drafts depends on the request alone, or on what the controller chooses once it is known who emits;
+never on what is drafted. This keeps the law exact, and answers of the first kind independent of the load.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, takewhile
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
-from engine.plan import Emission, Grammar, Plan, Row, Text, Verdict, level_widths
+from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.lag import CatchingUp
 from engine.scheduling.outcome import Outcome
-from engine.scheduling.rows import Part, ending_prompts, part_of, row_of
+from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence
 from engine.text_drafters import most_copied
 
@@ -113,21 +112,35 @@ class Scheduler:
         return True
 
     def plan(self) -> Plan:
-        """Choose this step's rows within the token budget and the pool."""
+        """Choose this step's rows within the token budget and the pool: who takes part, then what they draft."""
         self._step += 1
-        self._choose_shapes()
-        budget = self.config.max_num_batched_tokens
+        parts: dict[int, Part] = {}
+        budget = self._plan_texts(parts)
+        if self.controller is not None:
+            self._plan_drafts(parts, budget)
+        rows = []
+        for part in self._in_place(parts):
+            part.sequence.last_step = self._step
+            rows.append(row_of(part, self.eos_token_ids))
+        self.last_plan = Plan(tuple(rows))
+        return self.last_plan
+
+    def _plan_texts(self, parts: dict[int, Part]) -> int:
+        """Add the known tokens of decoding rows, of running prompts, and of requests that are admitted, with what they
+        draft where their request alone decides that; the tokens left for what the controller decides."""
+        total = budget = self.config.max_num_batched_tokens
         decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
-        parts: dict[int, Part] = {}
         for sequence in decoding:
-            reserved = self.config.max_num_batched_tokens // 4 if prompts_wait and parts else 0
+            reserved = total // 4 if prompts_wait and parts else 0
             part = self._part(sequence, budget - reserved)
             if part.samples and self._reserve(part):
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
-        if prompts_wait:
-            budget = self._plan_prompts(parts, budget)
+        held = min(self._usual_drafts(decoding), max(0, budget - total // 4))
+        if parts and self.config.max_prompt_tokens:
+            held = max(held, budget - self.config.max_prompt_tokens)
+        budget = self._plan_prompts(parts, budget - held)
         # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
         for part in parts.values():
             self._publish(part)
@@ -135,19 +148,10 @@ class Scheduler:
             parts[admitted.sequence.sequence_id] = admitted
             budget -= admitted.num_tokens
             self._publish(admitted)
-        # A sequence may have lost its blocks to a more urgent one after its part was planned.
-        rows = []
-        for sequence_id, part in parts.items():
-            if sequence_id in self._running:
-                part.sequence.last_step = self._step
-                rows.append(row_of(part, self._text(part.sequence) if part.samples else None))
-        self.last_plan = Plan(tuple(rows))
-        return self.last_plan
+        return held + budget
 
     def _plan_prompts(self, parts: dict[int, Part], budget: int) -> int:
         """Add chunks of the running prompts; the tokens left for requests that wait."""
-        if parts and self.config.max_prompt_tokens:
-            budget = min(budget, self.config.max_prompt_tokens)
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
         shares = self._shares(prompts, budget)
         for sequence in prompts:
@@ -156,6 +160,42 @@ class Scheduler:
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
         return budget
+
+    def _plan_drafts(self, parts: dict[int, Part], budget: int) -> None:
+        """Let the controller decide about the adaptive rows that emit, and add what they draft where it fits."""
+        assert self.controller is not None
+        emitting = [part for part in self._in_place(parts) if part.samples]
+        adaptive = [part for part in emitting if part.sequence.request.speculation.adaptive]
+        others = [part for part in emitting if not part.sequence.request.speculation.adaptive]
+        self.catching_up.share_among(part.sequence for part in adaptive)
+        self.controller.choose(
+            [part.sequence for part in adaptive],
+            [part.branching for part in others],
+            [self.catching_up.lag(part.sequence) for part in adaptive],
+            sum(part.end for part in others),
+        )
+        for part in adaptive:
+            branching, piece = self.controller.branching(part.sequence), None
+            if branching and self.catching_up.is_far(part.sequence):
+                branching, piece = (), self.catching_up.piece
+            elif not branching and part.num_known > 1:
+                piece = self._read_along
+            room = budget + part.num_tokens
+            found = part_of(part.sequence, branching, room, self.config.max_copied_tokens, piece)
+            if found.samples and found.num_tokens <= room and self._find_blocks(found):
+                parts[part.sequence.sequence_id] = found
+                budget = room - found.num_tokens
+
+    def _usual_drafts(self, decoding: list[Sequence]) -> int:
+        """Tokens that the adaptive ones of these would draft in the shape in use."""
+        if self.controller is None:
+            return 0
+        num_drafts, length = self.controller.choice.shape
+        return num_drafts * length * sum(s.request.speculation.adaptive for s in decoding)
+
+    def _in_place(self, parts: dict[int, Part]) -> list[Part]:
+        """The parts whose sequences still hold their blocks: a more urgent one may have taken them since."""
+        return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
     def _shares(self, prompts: list[Sequence], budget: int) -> dict[int, int]:
         """Most tokens of a step for each running prompt.
@@ -171,7 +211,7 @@ class Scheduler:
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
             # What the draft model has to catch up on before it drafts is bounded (`CatchingUp.most_lag`).
-            lag = self.catching_up.lag(sequence) if self._drafting(sequence)[0] else 0
+            lag = self.catching_up.lag(sequence) if self._controller_of(sequence) is None else 0
             share = max(1 + lag, budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
@@ -210,57 +250,19 @@ class Scheduler:
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.arrival))
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
-        branching, piece = self._drafting(sequence)
-        return part_of(sequence, branching, budget, self.config.max_copied_tokens, piece)
+        """What of a sequence fits the budget: where the controller decides what it drafts, its text alone."""
+        if self._controller_of(sequence) is None:
+            return part_of(sequence, sequence.branching, budget, self.config.max_copied_tokens, None)
+        return part_of(sequence, (), budget, 0, self._read_along if sequence.num_missing > 1 else None)
 
-    def _drafting(self, sequence: Sequence) -> tuple[tuple[int, ...], int | None]:
-        """What the sequence draws, as its request says or as the controller has chosen; and where it draws nothing,
-        what the draft model reads of it (`part_of`)."""
-        controller = self._controller_of(sequence)
-        if controller is None:
-            return sequence.branching, None
-        branching = controller.branching(sequence)
-        far = self.catching_up.is_far(sequence)
-        reads = controller.reads if sequence.num_missing > 1 else far and bool(branching)
-        return () if far else branching, self.catching_up.piece if reads else None
+    @property
+    def _read_along(self) -> int | None:
+        """What the draft model reads of adaptive prompts, beside as many tokens as the target."""
+        return self.catching_up.piece if self.controller is not None and self.controller.reads else None
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
         """Who says what it drafts; None where its request does."""
         return self.controller if sequence.request.speculation.adaptive else None
-
-    def _choose_shapes(self) -> None:
-        """Let the controller decide about the requests that emit in this step."""
-        if self.controller is None:
-            return
-        emitting = [s for s in self._running.values() if s.num_missing == 1] + self._ending_prompts()
-        adaptive = [s for s in emitting if s.request.speculation.adaptive]
-        others = [s for s in emitting if not s.request.speculation.adaptive]
-        self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
-        lags, text_beside = [self.catching_up.lag(s) for s in adaptive], sum(len(s.tokens) for s in others)
-        self.controller.choose(adaptive, [s.branching for s in others], lags, text_beside)
-
-    def _ending_prompts(self) -> list[Sequence]:
-        """Requests whose first token this step draws, as far as can be told beforehand: chosen for those alone who
-        already decode, shapes would be those of fewer rows, where nodes are cheaper."""
-        prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
-        budget, most = self.config.max_num_batched_tokens, self.config.max_prompt_tokens
-        if most and len(prompts) < len(self._running):
-            budget = min(budget, most)
-        waiting = self._waiting[: self.config.max_num_seqs - len(self._running)]
-        needed = zip(waiting, accumulate(map(self._num_blocks, waiting)), strict=True)
-        admitted = (s for s, _ in takewhile(lambda one: one[1] <= self.blocks.num_free, needed))
-        shares = self._shares(prompts, budget) if prompts else {}
-        return ending_prompts(prompts, shares, admitted, budget)
-
-    def _text(self, sequence: Sequence) -> Text | None:
-        """What the sequence's law depends on beside the logits."""
-        request, limits = sequence.request, sequence.request.limits
-        holds_back = sequence.num_emitted < limits.min_tokens
-        if not request.sampling.edits_logits and not holds_back:
-            return None
-        ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else self.eos_token_ids)} if holds_back else ()
-        num_prompt = len(request.prompt_token_ids)
-        return Text(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Begin behind what is there of the text already; at least its last token is computed."""
@@ -299,17 +301,21 @@ class Scheduler:
 
     def _reserve(self, part: Part) -> bool:
         """Give the part's sequence blocks, preempting where none are free; False if it has been preempted itself."""
-        sequence = part.sequence
-        missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
-        while sequence.sequence_id in self._running:
-            if missing <= 0:
-                return True
-            if missing <= self.blocks.num_free:
-                after = sequence.block_ids[-1] if sequence.block_ids else None
-                sequence.block_ids += self.blocks.allocate(missing, after)
+        while part.sequence.sequence_id in self._running:
+            if self._find_blocks(part):
                 return True
             self._preempt(max(self._running.values(), key=_expendability))
         return False
+
+    def _find_blocks(self, part: Part) -> bool:
+        """Give the part's sequence blocks if enough are free."""
+        sequence = part.sequence
+        missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
+        if missing > self.blocks.num_free:
+            return False
+        if missing > 0:
+            sequence.block_ids += self.blocks.allocate(missing, sequence.block_ids[-1] if sequence.block_ids else None)
+        return True
 
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
@@ -349,7 +355,7 @@ class Scheduler:
         if self.controller is not None and row.branching and row.speculation.adaptive:
             self.controller.observe(sequence, row.branching[0], row.draft_length, len(emission.accepted))
         emitted = [*emission.accepted, emission.next_token]
-        kept, finish_reason = self._cut(sequence, emitted)
+        kept, finish_reason = sequence.cut(emitted, self.eos_token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.copier.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept
@@ -377,16 +383,6 @@ class Scheduler:
             gap=emission.gap,
             bias=emission.bias,
         )
-
-    def _cut(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], str | None]:
-        limits = sequence.request.limits
-        for count, token in enumerate(emitted, start=1):
-            ends = token in self.eos_token_ids and not limits.ignore_eos
-            if ends or token in limits.stop_token_ids:
-                return emitted[:count], "stop"
-            if count == sequence.num_remaining:
-                return emitted[:count], "length"
-        return emitted, None
 
     def _finish(self, sequence: Sequence) -> None:
         controller = self._controller_of(sequence)

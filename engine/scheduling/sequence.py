@@ -108,6 +108,17 @@ class Sequence:
         self._drafts_taken = 0.95 * self._drafts_taken + num_taken
         self._drafts_expected = 0.95 * self._drafts_expected + expected
 
+    def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
+        """(the emitted tokens that the answer takes, why it ends with them: `stop`, `length` or None)."""
+        limits = self.request.limits
+        for count, token in enumerate(emitted, start=1):
+            ends = token in eos_token_ids and not limits.ignore_eos
+            if ends or token in limits.stop_token_ids:
+                return emitted[:count], "stop"
+            if count == self.num_remaining:
+                return emitted[:count], "length"
+        return emitted, None
+
     def block_keys(self, count: int, block_size: int) -> list[Key]:
         """Keys of the first `count` blocks of its text, all of them full."""
         for start in range(len(self._keys) * block_size, count * block_size, block_size):

@@ -329,29 +329,6 @@ def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> Non
     assert not drafting(controller), "who rests begins again only where that pays"
 
 
-def test_many_that_come_at_once_do_not_draft_what_was_chosen_for_few() -> None:
-    controller = controller_of(**FREE)
-    first = sequence(0)
-    for _ in range(12):
-        controller.choose([first])
-    ids = iter(range(100, 1000))
-    for num_decoding, num_coming, num_drafting in ((0, 1, 1), (0, 9, 1), (1, 9, 1)):
-        controller.choose([first][:num_decoding])
-        new = [sequence(next(ids)) for _ in range(num_coming)]
-        # As often as it is asked, a step's answer stays.
-        drafting = [[one.sequence_id for one in new if controller.branching(one)] for _ in range(2)]
-        assert drafting[0] == drafting[1]
-        assert len(drafting[0]) == num_drafting
-    for num_decoding, num_drafting in ((16, 4), (15, 4), (11, 2), (0, 16)):
-        controller = controller_of(**FREE)
-        many = [sequence(number) for number in range(16)]
-        controller.choose(many)
-        if num_decoding < 16:
-            controller.choose(many[:num_decoding])
-        new = [sequence(next(ids)) for _ in range(20)]
-        assert sum(bool(controller.branching(one)) for one in new) == num_drafting
-
-
 def test_few_that_come_or_go_wait_for_the_next_choice() -> None:
     """One of sixteen requests that ends does not make a choice necessary, which takes time."""
     controller = controller_of(**FREE)

@@ -126,13 +126,12 @@ class Whims(Controller):
     def __init__(self) -> None:
         super().__init__(StepTimes(Machine().points()), 16)
 
-    def tell(self, num_drafts: int, draft_length: int, most_newcomers: int = 10**6) -> None:
+    def tell(self, num_drafts: int, draft_length: int) -> None:
         self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
-        self.reads, self._most_newcomers = num_drafts > 0, most_newcomers
+        self.reads = num_drafts > 0
 
     def choose(self, *_: object) -> None:
         """Nothing is to be decided."""
-        self._newcomers.clear()
 
 
 class AdaptiveTraffic(Traffic):
@@ -143,9 +142,9 @@ class AdaptiveTraffic(Traffic):
         self.whims = Whims()
         self.scheduler.controller = self.whims
 
-    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4), most_newcomers=st.integers(0, 3))
-    def choose(self, num_drafts: int, draft_length: int, most_newcomers: int) -> None:
-        self.whims.tell(num_drafts, draft_length, most_newcomers)
+    @rule(num_drafts=st.integers(0, 3), draft_length=st.integers(1, 4))
+    def choose(self, num_drafts: int, draft_length: int) -> None:
+        self.whims.tell(num_drafts, draft_length)
 
     def speculation(self, drafts: int, draft_length: int) -> Speculation:
         return Speculation(num_drafts=drafts, draft_length=draft_length, adaptive=drafts > 0)
@@ -213,7 +212,6 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
 ) -> None:
     """Two decode, one waits: it is a row of this step and the next where its prompt fits the step. The wrong variant
     chooses for two wherever answers end and begin."""
-
     scheduler = build(budget=48, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     scheduler.controller = noting = Noting()
     speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
@@ -239,7 +237,7 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     ],
     ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
 )
-def test_it_is_foreseen_which_prompts_end(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
+def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
     """Where prompts are not limited, as nobody decodes; beside long prompts, which leave the others their share, or are
     more urgent and leave nothing, or take several steps for their logprobs; and where not all fit a step."""
     config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
