@@ -9,23 +9,19 @@ one of paired runs.
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import httpx
 from tqdm import tqdm
 
+from loadtest import environment as record
+from loadtest.arms import ADAPTIVE, AGAIN, OFF, parse
 from loadtest.client import RunResult, closed_loop, whole_text
-from loadtest.statistics import paired_ratio, ratio_of_sums_interval
+from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load, random_prompts
-
-OFF, ADAPTIVE, AGAIN = "off", "adaptive", "again"
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,13 @@ def arms_of(names: Sequence[str], num_drafts: int, draft_length: int) -> dict[st
 def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
     if name in (ADAPTIVE, AGAIN):
         return {} if name == ADAPTIVE else {"enabled": False}
-    rule, _, shape = name.partition(":")
-    if "." in shape:
-        return {"rule": rule, "tree": [int(part) for part in shape.split(".")]}
-    if shape:
-        num_drafts, draft_length = map(int, shape.split("x"))
-    return {
-        "rule": rule,
-        "num_drafts": min(num_drafts, _MAX_DRAFTS.get(rule, num_drafts)),
-        "draft_length": draft_length,
-    }
+    arm = parse(name)
+    if arm.tree:
+        return {"rule": arm.rule, "tree": list(arm.tree)}
+    num_drafts, draft_length = arm.num_drafts or num_drafts, arm.draft_length or draft_length
+    num_drafts = min(num_drafts, _MAX_DRAFTS.get(arm.rule, num_drafts))
+    method = {"draft_method": arm.method} if arm.method else {}
+    return {"rule": arm.rule, "num_drafts": num_drafts, "draft_length": draft_length, **method}
 
 
 def run(url: str, options: BenchOptions) -> dict[str, Any]:
@@ -177,7 +170,7 @@ def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
             arm: {
                 "tokens_per_second": statistics.median(rates[arm]),
                 "tokens_per_second_runs": rates[arm],
-                "ratio_to_off": asdict(paired_ratio(rates[arm], rates[OFF])),
+                "ratio_to_off": median_of_ratios(rates[arm], rates[OFF])._asdict(),
                 **_speculation(results[arm]),
             }
             for arm in results
@@ -186,7 +179,7 @@ def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
     fixed = [arm for arm in results if arm not in (ADAPTIVE, AGAIN)]
     if ADAPTIVE in results and len(fixed) > 1:
         best = max(fixed, key=lambda arm: statistics.median(rates[arm]))
-        compared["adaptive_to_best_fixed"] = {"arm": best, **asdict(paired_ratio(rates[ADAPTIVE], rates[best]))}
+        compared["adaptive_to_best_fixed"] = {"arm": best, **median_of_ratios(rates[ADAPTIVE], rates[best])._asdict()}
     return compared
 
 
@@ -202,9 +195,9 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
     if counted:
         steps = sum(part["num_spec_steps"] for part in counted)
         emitted = [part["mean_acceptance_length"] * part["num_spec_steps"] for part in counted]
-        summary["mean_acceptance_length"] = sum(emitted) / steps
-        interval = ratio_of_sums_interval(emitted, [part["num_spec_steps"] for part in counted])
-        summary["mean_acceptance_length_interval"] = list(interval)
+        per_step = ratio_of_sums(emitted, [part["num_spec_steps"] for part in counted])
+        summary["mean_acceptance_length"] = per_step.ratio
+        summary["mean_acceptance_length_interval"] = [per_step.low, per_step.high]
         summary["nodes_per_pass"] = sum(part["num_draft_tokens"] for part in counted) / steps
         reported = [part["speedup"] for part in counted if part["speedup"] is not None]
         summary["reported_speedup"] = statistics.median(reported) if reported else None
@@ -227,23 +220,7 @@ async def _greedy_equality(url: str, model: str, options: BenchOptions) -> dict[
 
 
 def environment(url: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """What the numbers depend on, and what the daemon says of itself."""
     metrics = httpx.get(f"{url}/metrics").raise_for_status().text
     build = next((line for line in metrics.splitlines() if line.startswith("polydraft_build_info")), "")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip() or None,
-        "build": build,
-        "cpu": _cpu_model(),
-        "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "libraries": {name: version(name) for name in ("torch", "transformers", "polydraft")},
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
+    return {"build": build, **record.environment()}

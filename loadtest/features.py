@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from loadtest.bench import environment
 from loadtest.daemon import running_daemon
-from loadtest.statistics import paired_ratio, ratio_of_sums_interval
+from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load
 
 _SPECULATION: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "bv_race": {"rule": "bv_race"}}
@@ -100,10 +99,14 @@ def seed_stable(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, 
                 emitted.append(float(answer["usage"]["completion_tokens"]))
                 steps.append(float(answer["metrics"]["speculative_decoding"]["num_spec_steps"]))
             result[f"{rule}, seed-stable" if stable else rule] = {
-                "tokens_per_pass": sum(emitted) / sum(steps),
-                "tokens_per_pass_interval": list(ratio_of_sums_interval(emitted, steps)),
+                **_tokens_per_pass(emitted, steps),
             }
     return result
+
+
+def _tokens_per_pass(emitted: list[float], steps: list[float]) -> dict[str, Any]:
+    found = ratio_of_sums(emitted, steps)
+    return {"tokens_per_pass": found.ratio, "tokens_per_pass_interval": [found.low, found.high]}
 
 
 def _arm(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,12 +115,13 @@ def _arm(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str,
     steps = [float(counted["num_spec_steps"]) for counted in speculation]
     details = answers[0]["usage"]["completion_tokens_details"]
     return {
-        "tokens_per_pass": sum(emitted) / sum(steps),
-        "tokens_per_pass_interval": list(ratio_of_sums_interval(emitted, steps)),
-        "steps_ratio_to_none": asdict(
-            paired_ratio([c["metrics"]["speculative_decoding"]["num_spec_steps"] for c in base], steps)
-        ),
-        "speed_ratio_to_none": asdict(paired_ratio([a["seconds"] for a in base], [a["seconds"] for a in answers])),
+        **_tokens_per_pass(emitted, steps),
+        "steps_ratio_to_none": median_of_ratios(
+            [c["metrics"]["speculative_decoding"]["num_spec_steps"] for c in base], steps
+        )._asdict(),
+        "speed_ratio_to_none": median_of_ratios(
+            [a["seconds"] for a in base], [a["seconds"] for a in answers]
+        )._asdict(),
         "first_answer": details,
     }
 
@@ -160,7 +164,7 @@ def unshared_cost(cached: Caller, uncached: Caller, num_runs: int) -> dict[str, 
         "prompt_tokens": answer["usage"]["prompt_tokens"],
         "seconds_with": statistics.median(times["with"]),
         "seconds_without": statistics.median(times["without"]),
-        "time_ratio": asdict(paired_ratio(times["with"], times["without"])),
+        "time_ratio": median_of_ratios(times["with"], times["without"])._asdict(),
     }
 
 

@@ -86,5 +86,5 @@ def gain_by_context(result: dict[str, Any]) -> Series:
         for arm, measured in cell["arms"].items():
             if arm != "off":
                 name = f"{arm}, {cell['concurrency']} at once{temperature_of(cell, result)}"
-                lines.setdefault(name, []).append((cell["context"], measured["ratio_to_off"]["median"]))
+                lines.setdefault(name, []).append((cell["context"], measured["ratio_to_off"]["ratio"]))
     return lines

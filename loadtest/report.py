@@ -22,7 +22,7 @@ def markdown(result: dict[str, Any]) -> str:
         for arm in arms:
             measured = cell["arms"][arm]
             ratio = measured["ratio_to_off"]
-            row.append(f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})")
+            row.append(f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})")
             row.append(f"{measured['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in measured else "-")
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -54,6 +54,6 @@ def rules_markdown(result: dict[str, Any]) -> str:
             lines.append(
                 f"| {prompts_of(cell, result)} | {cell['concurrency']} | {arm} | {num_drafts} "
                 f"| {measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) | {measured['nodes_per_pass']:.1f} "
-                f"| {ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
+                f"| {ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
             )
     return "\n".join(lines)

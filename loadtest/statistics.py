@@ -1,41 +1,52 @@
-"""Medians, and the paired bootstrap interval of a ratio."""
+"""Intervals of ratios that were measured in pairs: scipy's bootstrap, which resamples the pairs."""
 
 from __future__ import annotations
 
-import random
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 _RESAMPLES = 4000
 
+Numbers = Sequence[float] | npt.NDArray[Any]
 
-@dataclass(frozen=True)
-class Ratio:
-    """Median of paired ratios, with its 95 % interval."""
 
-    median: float
+class Ratio(NamedTuple):
+    """A ratio with its 95 % interval."""
+
+    ratio: float
     low: float
     high: float
 
 
-def ratio_of_sums_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
-) -> tuple[float, float]:
-    """95 % bootstrap interval of sum(numerators) / sum(denominators); the pairs are resampled."""
-    generator = random.Random(seed)
-    pairs = list(zip(numerators, denominators, strict=True))
-    ratios = []
-    for _ in range(_RESAMPLES):
-        drawn = generator.choices(pairs, k=len(pairs))
-        ratios.append(sum(above for above, _ in drawn) / sum(below for _, below in drawn))
-    ratios.sort()
-    return ratios[int(0.025 * _RESAMPLES)], ratios[int(0.975 * _RESAMPLES) - 1]
+def ratio_of_sums(numerators: Numbers, denominators: Numbers) -> Ratio:
+    """sum(numerators) / sum(denominators)."""
+    return interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators)
 
 
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
-    """Ratio of two series measured in pairs; the pairs are resampled."""
-    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
-    generator = random.Random(seed)
-    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    return Ratio(statistics.median(ratios), medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1])
+def median_of_ratios(numerators: Numbers, denominators: Numbers) -> Ratio:
+    """The median of the pairs' ratios."""
+    return interval(lambda above, below, axis: np.median(above / below, axis), numerators, denominators)
+
+
+def interval(statistic: Callable[..., Any], *samples: Numbers) -> Ratio:
+    """A statistic of paired samples with its 95 % interval; `statistic` takes the samples and the axis they lie on."""
+    from scipy.stats import bootstrap  # takes a while to import
+
+    arrays = tuple(np.asarray(sample, dtype=float) for sample in samples)
+    value = float(statistic(*arrays, -1))
+    if len(arrays[0]) < 2:
+        return Ratio(value, value, value)
+    found = bootstrap(
+        arrays,
+        lambda *drawn, axis: statistic(*drawn, axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = found.confidence_interval
+    return Ratio(value, float(low), float(high))

@@ -25,12 +25,9 @@ import torch
 from tqdm import tqdm
 
 from engine.admission import with_kept_shape
-from engine.analysis.loading import environment, names_of, prompts_of, write
+from engine.analysis.loading import names_of, prompts_of, write
 from engine.analysis.pair import Shape
 from engine.analysis.turns import (
-    ADAPTIVE,
-    AGAIN,
-    OFF,
     SEED_STABLE,
     SEEDED,
     Turn,
@@ -55,6 +52,8 @@ from engine.scheduling.controller import Controller
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_time import Point, StepTimes
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.environment import environment
 
 _READING = "prompts"
 """The "shape" of a step in which no request drafts or gets a token."""

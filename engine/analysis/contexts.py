@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.analysis.loading import environment
 from engine.building import build_engine
 from engine.calibration import made_up_plan, usual_s
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.host import keep_freed_memory
 from engine.request import Speculation
+from loadtest.environment import environment
 
 _SHAPES = {
     "off": Speculation(),

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine.analysis.loading import environment
+from loadtest.environment import environment
 
 _KERNELS = (
     "execution/test_paged_attention",

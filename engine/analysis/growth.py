@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.analysis.loading import add_pair_arguments, environment, names_of
+from engine.analysis.loading import add_pair_arguments, names_of
 from engine.building import build_engine
 from engine.calibration import made_up_plan, middle_steps
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.request import Speculation
+from loadtest.environment import environment
 
 _LENGTH = 4
 """Tokens of a chain."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -93,30 +90,6 @@ def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     """Prompts of tokens that the embedded pair and the bench pair know."""
     generator = random.Random(seed)
     return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
-
-
-def environment() -> dict[str, Any]:
-    """What measurements depend on: commit, processor, libraries."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "commit": commit.stdout.strip() or None,
-        "cpu": models[0] if models else platform.processor(),
-        "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in ("torch", "transformers", "polydraft")},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # run from its folder
-        return None
 
 
 def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:

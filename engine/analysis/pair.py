@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from tqdm import tqdm
 from engine.admission import check_speculation
 from engine.analysis import bounds
 from engine.analysis.law_check import run_to_end
-from engine.analysis.loading import environment, load_pair, names_of, read_prompts
-from engine.analysis.report import bootstrap, print_report, save_plots
+from engine.analysis.loading import load_pair, names_of, read_prompts
+from engine.analysis.report import print_report, save_plots
 from engine.calibration import made_up_plan, usual_s
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
@@ -41,6 +40,9 @@ from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
+from loadtest.arms import parse
+from loadtest.environment import environment
+from loadtest.statistics import ratio_of_sums
 
 _MOST_QUADRATURES = 100_000
 # Draws of the drafts where an acceptance has no closed form.
@@ -65,16 +67,16 @@ class Shape:
     @staticmethod
     def parse(text: str) -> Shape:
         """From `rule:KxL`, `rule/method:KxL` or, for a tree with so many children by depth, `rule:2.2.1`."""
-        named, _, size = text.partition(":")
-        rule, _, method = named.partition("/")
-        if rule not in RULES:
-            raise ConfigError(f"--shapes: unknown rule {rule!r}; choose from {', '.join(RULES)}")
         try:
-            tree = tuple(int(part) for part in size.split(".")) if "x" not in size else ()
-            count, length = (prod(tree), len(tree)) if tree else (int(part) for part in size.split("x"))
+            arm = parse(text)
         except ValueError as error:
-            raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1") from error
-        return Shape(rule, method or RULES[rule].draft_methods[0], count, length, tree)
+            raise ConfigError(f"--shapes {error}") from error
+        if arm.rule not in RULES:
+            raise ConfigError(f"--shapes: unknown rule {arm.rule!r}; choose from {', '.join(RULES)}")
+        if not arm.num_drafts:
+            raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1")
+        method = arm.method or RULES[arm.rule].draft_methods[0]
+        return Shape(arm.rule, method, arm.num_drafts, arm.draft_length, arm.tree)
 
     @property
     def size(self) -> str:
@@ -333,14 +335,14 @@ def _measure_runs(
             if answer.tokens
         ]
         tokens, steps = [len(a.tokens) for a in answers], [a.num_steps for a in answers]
-        low, high = bootstrap(tokens, steps)
+        per_pass = ratio_of_sums(tokens, steps)
         results.save(
             "runs",
             key,
             {
-                "tokens_per_pass": sum(tokens) / sum(steps),
-                "low": low,
-                "high": high,
+                "tokens_per_pass": per_pass.ratio,
+                "low": per_pass.low,
+                "high": per_pass.high,
                 "nodes_per_pass": sum(a.num_nodes for a in answers) / sum(steps),
                 "tokens": sum(tokens),
             },

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
-from engine.analysis.loading import environment, random_prompts
+from engine.analysis.loading import random_prompts
 from engine.building import build_engine
 from engine.calibration import measure_points
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -30,6 +29,8 @@ from engine.execution.loading import choose_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.step_time import StepTimes
+from loadtest.environment import environment
+from loadtest.statistics import median_of_ratios
 
 Prompts = list[list[int]]
 Answers = list[list[int]]
@@ -154,7 +155,7 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
             name: {
                 "tokens_per_second": num_tokens / statistics.median(runs),
                 "seconds": runs,
-                "polydraft_to_this": _ratio(runs, seconds[OWN]),
+                "polydraft_to_this": median_of_ratios(runs, seconds[OWN])._asdict(),
             }
             for name, runs in seconds.items()
         },
@@ -168,21 +169,13 @@ def _about(options: argparse.Namespace) -> Any:
     return json.loads(about.read_text()) if about.is_file() else names
 
 
-def _ratio(theirs: Sequence[float], own: Sequence[float]) -> dict[str, float]:
-    """How many times faster this engine is: median of paired runs, 95 % bootstrap interval."""
-    ratios = np.array(theirs) / np.array(own)
-    drawn = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
-    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
-
-
 def markdown(result: dict[str, Any]) -> str:
     """A row per concurrency and arm."""
     lines = ["| c | arm | tok/s | polydraft is (95 % interval) |", "| --- | --- | --- | --- |"]
     for cell in result["cells"]:
         for name, arm in cell["arms"].items():
             ratio = arm["polydraft_to_this"]
-            compared = "-" if name == OWN else f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
+            compared = "-" if name == OWN else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
             lines.append(f"| {cell['concurrency']} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
     return "\n".join(lines)
 

@@ -11,16 +11,6 @@ import numpy as np
 
 from engine.speculation.verification import RULES
 
-_RESAMPLES = 2000
-
-
-def bootstrap(numerators: Sequence[int], denominators: Sequence[int]) -> tuple[float, float]:
-    """95 % interval of sum(numerators) / sum(denominators); the pairs are resampled."""
-    above, below = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
-    drawn = np.random.default_rng(0).integers(len(above), size=(_RESAMPLES, len(above)))
-    low, high = np.quantile(above[drawn].sum(1) / below[drawn].sum(1), [0.025, 0.975])
-    return float(low), float(high)
-
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

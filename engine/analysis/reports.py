@@ -25,10 +25,11 @@ from engine.analysis.arms import (
     make_arms,
     speculation_of,
 )
-from engine.analysis.loading import environment, prompts_of, write
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF
+from engine.analysis.loading import prompts_of, write
 from engine.calibration import measure_points
 from engine.errors import ConfigError
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.environment import environment
 
 _TURN_TOKENS = 12
 """Few: a round of all arms must lie within what a machine does alike."""

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.statistics import interval
+
 SEEDED, SEED_STABLE = "seeded", "seed_stable"
 _NUM_PARTS = 20
 """Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
-_RESAMPLES = 4000
 
 
 class Turn(NamedTuple):
@@ -82,9 +83,12 @@ def ratio(one: Any, other: Any) -> dict[str, float]:
         )
         if min(of_one.min(), of_other.min()) > 0:
             break  # a step may do more than a turn holds, and leave others without one
-    drawn = np.random.default_rng(0).integers(num_parts, size=(_RESAMPLES, num_parts))
-    low, high = np.quantile(rate(of_one[drawn].sum(1)) / rate(of_other[drawn].sum(1)), [0.025, 0.975])
-    return {"ratio": float(rate(one.sum(0)) / rate(other.sum(0))), "low": float(low), "high": float(high)}
+    found = interval(_ratio_of_rates, *of_one.T, *of_other.T)
+    return {**found._asdict(), "ratio": float(rate(one.sum(0)) / rate(other.sum(0)))}
+
+
+def _ratio_of_rates(own_s: Any, own_work: Any, other_s: Any, other_work: Any, axis: int) -> Any:
+    return own_work.sum(axis) / own_s.sum(axis) / (other_work.sum(axis) / other_s.sum(axis))
 
 
 def rate(turns: Any) -> Any:

@@ -22,9 +22,6 @@ from engine.analysis.arms import (
     speculation_of,
 )
 from engine.analysis.turns import (
-    ADAPTIVE,
-    AGAIN,
-    OFF,
     Turn,
     chart,
     markdown,
@@ -38,6 +35,7 @@ from engine.calibration import measure_points
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.request import Request
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from tests.engine import tiny
 from tests.server.tiny_models import write_pair
 

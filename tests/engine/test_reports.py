@@ -15,7 +15,8 @@ import pytest
 from engine.analysis import reports
 from engine.analysis.__main__ import main
 from engine.analysis.arms import Arm
-from engine.analysis.turns import ADAPTIVE, AGAIN, OFF, Turn
+from engine.analysis.turns import Turn
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from tests.server.tiny_models import write_pair
 
 TOKENS = 60

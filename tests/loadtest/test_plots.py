@@ -23,7 +23,7 @@ def result() -> dict[str, Any]:
         measured = {
             arm: {
                 "tokens_per_second": 100.0 * concurrency + number,
-                "ratio_to_off": {"median": 1 + context / 1024, "low": 0.9, "high": 1.1},
+                "ratio_to_off": {"ratio": 1 + context / 1024, "low": 0.9, "high": 1.1},
                 "mean_acceptance_length": 2 + number / 10,
             }
             for number, arm in enumerate(arms)

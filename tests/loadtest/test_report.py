@@ -67,8 +67,8 @@ def test_adaptive_is_compared_with_the_best_fixed_shape_of_each_cell() -> None:
     results = {"off": runs(50, 50), "a": runs(60, 60), "b": runs(80, 80), "again": runs(99, 99)}
     found = compared(results | {"adaptive": runs(76, 76)})
     assert found["adaptive_to_best_fixed"]["arm"] == "b"
-    assert found["adaptive_to_best_fixed"]["median"] == pytest.approx(0.95)
-    assert found["arms"]["a"]["ratio_to_off"]["median"] == pytest.approx(1.2)
+    assert found["adaptive_to_best_fixed"]["ratio"] == pytest.approx(0.95)
+    assert found["arms"]["a"]["ratio_to_off"]["ratio"] == pytest.approx(1.2)
     assert "adaptive_to_best_fixed" not in compared(results)
 
 
@@ -80,7 +80,7 @@ def test_random_prompts_are_the_same_every_time() -> None:
 
 
 def test_tables_name_what_the_prompts_are() -> None:
-    measured = {"ratio_to_off": {"median": 1.5, "low": 1.4, "high": 1.6}, "tokens_per_second": 75.0}
+    measured = {"ratio_to_off": {"ratio": 1.5, "low": 1.4, "high": 1.6}, "tokens_per_second": 75.0}
     cell = {"task": "random", "concurrency": 2, "single_draft_acceptance": 0.7, "context": 64, "temperature": 0.0}
     cell["arms"] = {"off": measured, "block": measured}
     result = {"options": {"arms": cell["arms"], "temperatures": [0.0, 1.0]}, "cells": [cell]}
@@ -105,7 +105,7 @@ def test_the_command_line_measures_what_it_says(extra: list[str]) -> None:
 
 
 def test_tables_have_a_row_per_cell() -> None:
-    ratio = {"median": 1.5, "low": 1.4, "high": 1.6}
+    ratio = {"ratio": 1.5, "low": 1.4, "high": 1.6}
     measured = {
         "ratio_to_off": ratio,
         "mean_acceptance_length": 3.25,
