@@ -67,6 +67,9 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
+        self._read_along: int | None = None
+        """What the draft model reads of adaptive prompts in this step, beside as many tokens as the target: it is the
+        same before and after the controller chooses, as K/V that is published must be computed."""
         self._next_id = 0
         self._step = 0
 
@@ -114,6 +117,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose this step's rows within the token budget and the pool: who takes part, then what they draft."""
         self._step += 1
+        self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
+        reads = self.controller is not None and self.controller.reads
+        self._read_along = self.catching_up.piece if reads else None
         parts: dict[int, Part] = {}
         budget = self._plan_texts(parts)
         if self.controller is not None:
@@ -167,7 +173,6 @@ class Scheduler:
         emitting = [part for part in self._in_place(parts) if part.samples]
         adaptive = [part for part in emitting if part.sequence.request.speculation.adaptive]
         others = [part for part in emitting if not part.sequence.request.speculation.adaptive]
-        self.catching_up.share_among(part.sequence for part in adaptive)
         self.controller.choose(
             [part.sequence for part in adaptive],
             [part.branching for part in others],
@@ -254,11 +259,6 @@ class Scheduler:
         if self._controller_of(sequence) is None:
             return part_of(sequence, sequence.branching, budget, self.config.max_copied_tokens, None)
         return part_of(sequence, (), budget, 0, self._read_along if sequence.num_missing > 1 else None)
-
-    @property
-    def _read_along(self) -> int | None:
-        """What the draft model reads of adaptive prompts, beside as many tokens as the target."""
-        return self.catching_up.piece if self.controller is not None and self.controller.reads else None
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
         """Who says what it drafts; None where its request does."""
