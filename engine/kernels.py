@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+
+log = logging.getLogger("polydraft")
 
 
 @cache
@@ -23,5 +25,5 @@ def usable(what: str, find_fault: Callable[..., str | None], device: torch.devic
     except Exception as error:  # a compiler or a device that cannot run them
         fault = str(error) or type(error).__name__
     if fault is not None:
-        print(f"{what} without Triton kernels: {fault}", file=sys.stderr)
+        log.warning("%s without Triton kernels: %s", what, fault)
     return fault is None

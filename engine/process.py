@@ -7,6 +7,7 @@ other error ends the process with a `Failed`. It leaves when its parent is gone.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -159,6 +160,7 @@ def _search_for_garbage_from_now_on() -> None:
 
 def main() -> int:
     """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     inbox, outbox = sys.argv[1:3]
     mailbox = Mailbox(inbox, outbox)
     try:

@@ -10,7 +10,7 @@ Without CUDA nothing is recorded and the same padded pass is computed: that is h
 
 from __future__ import annotations
 
-import sys
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from engine.cache.tensors import KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.inputs import Ints, PassInput
 from engine.execution.paged import Paged, PagedInput, moved, packed, pages_of
+
+log = logging.getLogger("polydraft")
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
 _FEWEST_KEYS = 512
@@ -141,7 +143,7 @@ class Graphs:
             recorded.graph = graph
         except Exception as error:  # a model whose passes cannot be recorded is served without graphs
             self._works = False
-            print(f"passes run without CUDA graphs: {error}", file=sys.stderr)
+            log.warning("passes run without CUDA graphs: %s", error)
         return recorded
 
 

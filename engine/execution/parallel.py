@@ -8,6 +8,7 @@ of the engine fails.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import subprocess
@@ -23,6 +24,8 @@ import torch
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+
+log = logging.getLogger("polydraft")
 
 # Ranks load shares of one size, so none waits long for another.
 _TIMEOUT = timedelta(minutes=10)
@@ -89,7 +92,7 @@ def _watch(ranks: Ranks, joined: threading.Event) -> None:
     while not joined.wait(0.5):
         for rank, process in enumerate(ranks.processes, start=1):
             if process.poll() is not None:
-                print(f"rank {rank} of the target has ended while starting: see its message above", file=sys.stderr)
+                log.error("rank %d of the target has ended while starting: see its message above", rank)
                 os._exit(1)
 
 

@@ -7,7 +7,7 @@ its own eager attention. A difference means that the model would be served wrong
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from engine.execution.lean import LeanDecoder, is_lean
 from engine.execution.loading import LoadedModel
 from engine.execution.runner import ModelRunner
 from engine.speculation.topology import merge_chains
+
+log = logging.getLogger("polydraft")
 
 # Largest allowed difference of a logit row, as a share of the row's standard deviation.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -94,7 +96,7 @@ def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
             if (kind, paged) == ways[-1]:
                 raise
             without = "attention kernel" if paged else kind.name
-            print(f"{loaded.name}: runs without the {without}: {error}", file=sys.stderr)
+            log.warning("%s: runs without the %s: %s", loaded.name, without, error)
     raise AssertionError("the last way works or raises")
 
 
