@@ -225,7 +225,7 @@ def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts
             f"{', '.join(known.draft_methods)}",
             "speculation.draft_method",
         )
-    widest = max(speculation.branching)
+    widest = max(speculation.fanout)
     most = _MOST_CHILDREN_OF_METHOD.get(method, known.max_drafts)
     if most is not None and widest > most:
         raise RequestError(

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
 from engine.execution.packing import Choices
-from engine.execution.probe import Way, find_kv_shape, probe_ways, runs
+from engine.execution.probe import BackendChoice, find_kv_shape, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Scheduler
@@ -112,7 +112,9 @@ def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Sc
     return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
 
 
-def _prepare(loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress) -> tuple[Way, int]:
+def _prepare(
+    loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress
+) -> tuple[BackendChoice, int]:
     """(how a model is run, the memory its weights then take)."""
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape)
@@ -122,7 +124,7 @@ def _prepare(loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress
     return way, packed_bytes + loaded.weight_bytes
 
 
-def _pack(loaded: LoadedModel, shape: KVShape, way: Way, wanted: Prepack, choices: Choices) -> int:
+def _pack(loaded: LoadedModel, shape: KVShape, way: BackendChoice, wanted: Prepack, choices: Choices) -> int:
     """Pack the weights a model is run by; the memory that takes."""
     if loaded.ranks is not None:
         return 0  # what is not split of it would be packed, and tried, here alone

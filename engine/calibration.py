@@ -48,7 +48,7 @@ Tell = Callable[[float], None]
 
 def measure(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> StepTimes:
     """The times of this engine's steps: from the file of an earlier start, or measured now."""
-    window = engine.scheduler.catching_up.draft_window
+    window = engine.scheduler.draft_prefill.draft_window
     file, why = None, "nothing is kept, as --profile-cache says"
     if config.profile_cache != NOWHERE:
         file = _file(engine, config, speculation, progress)
@@ -185,8 +185,8 @@ def made_up_plan(
 
     num_prompt: tokens of a prompt that is computed beside them; num_read: tokens that the draft model computes.
     """
-    branching = speculation.branching
-    longest = context + max(sum(level_widths(branching)), num_prompt)
+    fanout = speculation.fanout
+    longest = context + max(sum(level_widths(fanout)), num_prompt)
     blocks_per_row = min(longest // engine.facts.block_size + 2, engine.facts.num_blocks)
     rows = []
     for number in range(num_rows + bool(num_prompt)):
@@ -195,15 +195,15 @@ def made_up_plan(
         rows.append(
             Row(
                 sequence_id=number,
-                known=(0,) * num_prompt if is_prompt else (0,),
+                input_ids=(0,) * num_prompt if is_prompt else (0,),
                 first_index=context,
-                draft_known=(0,) * num_read if branching else (),
+                draft_input_ids=(0,) * num_read if fanout else (),
                 draft_first_index=context + 1 - num_read,
                 block_ids=tuple(range(first, first + blocks_per_row)),
-                samples=not is_prompt,
+                emits=not is_prompt,
                 sampling=Sampling(seed=number),
                 speculation=speculation,
-                branching=branching,
+                fanout=fanout,
             )
         )
     return Plan(tuple(rows))

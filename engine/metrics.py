@@ -70,7 +70,7 @@ class Stopwatch:
         return wall_s, phases_s
 
 
-class Around(NamedTuple):
+class HostTime(NamedTuple):
     """Seconds around the parts of a step."""
 
     before: float
@@ -86,7 +86,7 @@ class Overhead:
         self._last_stopped: float | None = None
         self._usual_s: float | None = None
 
-    def add(self, stopwatch: Stopwatch, goes_on: bool, aside_s: float = 0.0) -> Around:
+    def add(self, stopwatch: Stopwatch, goes_on: bool, aside_s: float = 0.0) -> HostTime:
         """Take in a step; `goes_on`: another one follows at once.
 
         aside_s: how much of what lies around its parts plain decoding would not have.
@@ -99,7 +99,7 @@ class Overhead:
             # Not every wait is ours: one that is unusually long counts as a usual one.
             self._usual_s = usual_s + _NEWS * (min(around_s, 4 * usual_s) - usual_s)
         self._last_stopped = stopwatch.stopped if goes_on else None
-        return Around(before_s, self._usual_s or 0.0)
+        return HostTime(before_s, self._usual_s or 0.0)
 
     def pause(self) -> None:
         """Something else runs between the last step and the next."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cache.tensors import Moves
+from engine.cache.tensors import KVMoves
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
@@ -18,23 +18,23 @@ def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
     parts = []
     for row in plan.rows:
         nodes, wanted = NO_NODES, slice(0, 0)
-        if row.samples:
+        if row.emits:
             tree = next(trees)
             if tree.num_nodes:
                 nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
-            wanted = slice(len(row.known) - 1, None)
+            wanted = slice(len(row.input_ids) - 1, None)
         if row.prompt_next:
             wanted = slice(0, None)
-        parts.append(SequenceInput(row.known, row.first_index, row.block_ids, nodes, wanted))
+        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
     return parts
 
 
 def moves_of(
     plan: Plan, draft: Draft | None, winners: Sequence[Winner], block_size: int
-) -> tuple[list[Moves], list[Moves]]:
+) -> tuple[list[KVMoves], list[KVMoves]]:
     """What makes the K/V of accepted paths contiguous, by row: in the target's storage, and in the draft model's."""
-    target_moves: list[Moves] = []
-    draft_moves: list[Moves] = []
+    target_moves: list[KVMoves] = []
+    draft_moves: list[KVMoves] = []
     if draft is None:
         return target_moves, draft_moves
     for row, tree, winner in zip(plan.sampling_rows, draft.trees, winners, strict=True):

@@ -2,9 +2,9 @@
 
 Values only; whoever receives them decides nothing about the past. Pure Python.
 
-Words: a *row* is one sequence's part of a step. Its *known* tokens are those of its text whose
-target K/V is missing (a prompt chunk, or just the last emitted token). A row *samples* when it
-reaches the end of the text; drafted *nodes* then follow the last known token, the *root*.
+Words: a *row* is one sequence's part of a step. Its *input ids* are the tokens of its text whose
+target K/V is missing (a prompt chunk, or just the last emitted token). A row *emits* when it
+reaches the end of the text; drafted *nodes* then follow its last input id, the *root*.
 A *slot* is the place of one token in the K/V pool, an *index* its place in the sequence.
 """
 
@@ -27,13 +27,13 @@ from engine.text_drafters import Copy
 
 
 @lru_cache(maxsize=1024)
-def level_widths(branching: tuple[int, ...]) -> tuple[int, ...]:
-    """Drafted nodes by depth, from 1 on, when every node of depth d has `branching[d]` children."""
-    return tuple(accumulate(branching, mul))
+def level_widths(fanout: tuple[int, ...]) -> tuple[int, ...]:
+    """Drafted nodes by depth, from 1 on, when every node of depth d has `fanout[d]` children."""
+    return tuple(accumulate(fanout, mul))
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLayer:
+class TargetShift:
     """A change of the target law that an earlier step of the sequence left behind (`speculation.layers`)."""
 
     remaining: int
@@ -69,26 +69,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part of a step. (A msgspec struct: made for every sequence in every step.)"""
 
     sequence_id: int
-    known: tuple[int, ...]
+    input_ids: tuple[int, ...]
     """Tokens the target computes, at indices `first_index` and on."""
     first_index: int
-    draft_known: tuple[int, ...]
-    """Tokens the draft model computes, at `draft_first_index` and on; ends where `known` ends if the row draws."""
+    draft_input_ids: tuple[int, ...]
+    """Tokens the draft model computes, at `draft_first_index` and on; ends where `input_ids` end if the row draws."""
     draft_first_index: int
     draft_start: int = 0
     """Index of the first token whose draft K/V is there or will be; the draft model sees none before it."""
     draft_window: int = 0
     """Tokens before its drafts that the draft model sees; 0 is all."""
     block_ids: tuple[int, ...]
-    samples: bool
+    emits: bool
     sampling: Sampling
     speculation: Speculation
-    """What the request asked for; `branching` is what this step drafts of it."""
-    branching: tuple[int, ...]
+    """What the request asked for; `fanout` is what this step drafts of it."""
+    fanout: tuple[int, ...]
     """Children of every drawn node by depth; empty when nothing is drawn."""
     copies: tuple[Copy, ...] = ()
     """Chains beside the drawn ones."""
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold for this step, oldest first."""
     text: Text | None = None
     """Set when the law depends on it."""
@@ -97,22 +97,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int = 0
     """Likeliest tokens to report beside each of `prompt_next`."""
     prompt_next: tuple[int, ...] = ()
-    """Prompt tokens that follow the first known ones, where their logprobs are asked for."""
+    """Prompt tokens that follow the first input ids, where their logprobs are asked for."""
 
     @property
     def end(self) -> int:
-        """Index after the last known token: the index of the first drafted or emitted token."""
-        return self.first_index + len(self.known)
+        """Index after the last input id: the index of the first drafted or emitted token."""
+        return self.first_index + len(self.input_ids)
 
     @property
     def num_drafts(self) -> int:
         """Chains drawn below the root; 0 when nothing is drawn."""
-        return prod(self.branching) if self.branching else 0
+        return prod(self.fanout) if self.fanout else 0
 
     @property
     def draft_length(self) -> int:
         """Tokens in a drawn chain."""
-        return len(self.branching)
+        return len(self.fanout)
 
     @property
     def first_copy(self) -> int:
@@ -127,7 +127,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def widths(self) -> tuple[int, ...]:
         """Drawn nodes by depth, from 1 on."""
-        return level_widths(self.branching)
+        return level_widths(self.fanout)
 
     @property
     def num_nodes(self) -> int:
@@ -137,7 +137,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Most tokens the row puts into a pass (before equal prefixes are merged): the target's, or the draft's."""
-        return max(len(self.known) + self.num_nodes, len(self.draft_known))
+        return max(len(self.input_ids) + self.num_nodes, len(self.draft_input_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +149,25 @@ class Plan:
     @property
     def sampling_rows(self) -> tuple[Row, ...]:
         """The rows that will emit tokens, in order."""
-        return tuple(row for row in self.rows if row.samples)
+        return tuple(row for row in self.rows if row.emits)
 
     @property
     def has_prefill(self) -> bool:
         """Whether any row computes more than the one token of a decode step."""
-        return any(len(row.known) > 1 or not row.samples for row in self.rows)
+        return any(len(row.input_ids) > 1 or not row.emits for row in self.rows)
 
     @property
     def is_behind(self) -> bool:
         """Whether the draft model computes more than what the last step emitted, or something nobody drafts from."""
         return any(
-            len(row.draft_known) > max(2, len(row.known)) or (row.draft_known and not row.branching)
+            len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
             for row in self.rows
         )
 
     @property
     def has_drafts(self) -> bool:
         """Whether any row drafts."""
-        return any(row.branching or row.copies for row in self.rows)
+        return any(row.fanout or row.copies for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Emission:
     """How many of the accepted tokens the draft model has K/V of."""
     copied: tuple[DrafterCount, ...] = ()
     """What the copied chains gave."""
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold after these tokens, oldest first."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at the first position; None where it was not observed."""

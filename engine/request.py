@@ -103,7 +103,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         return self.drafters != (MODEL,)
 
     @property
-    def branching(self) -> tuple[int, ...]:
+    def fanout(self) -> tuple[int, ...]:
         """Children of every node by depth."""
         if not self.num_drafts:
             return ()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.drafters.draft import Draft, method_of
 from engine.execution.inputs import to_device
-from engine.plan import Emission, Plan, Row, TargetLayer, Verdict
+from engine.plan import Emission, Plan, Row, TargetShift, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
 from engine.sampling import fused
 from engine.sampling.edits import Place, edit
@@ -76,7 +76,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
     task = _follow_copies(rows, draft, target)
     request_C = draft.layout.request_C[task.origin_C]
     winners: list[Winner | None] = [None] * len(rows)
-    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1], fused.applies(logits_NV)))
+    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1], fused.use_kernels(logits_NV)))
     for verify, numbers in parts:
         if len(parts) == 1:
             verdict = verify(task.chains, task.target, task.noise)
@@ -100,7 +100,7 @@ def _emit_plainly(draft: Draft, target: LawTable) -> list[Winner]:
 def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
     """Decide about the copied chains; the rules go on where the walks stop."""
     layout, noise = draft.layout, draft.noise
-    goes_on_R = np.array([bool(row.branching) for row in rows])
+    goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.copies for row in rows):
         return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
     starts = draft.starts.tolist()
@@ -149,10 +149,10 @@ def split_prompts(
     nodes: list[int] = []
     start = 0
     for row in plan.rows:
-        num_known = len(row.known) if row.prompt_next else int(row.samples)
+        num_known = len(row.input_ids) if row.prompt_next else int(row.emits)
         rows_NV = logits_NV[start : start + len(row.prompt_next)]
         found.append(token_logprobs(rows_NV, row.prompt_next, row.num_prompt_logprobs) if row.prompt_next else ())
-        if row.samples:
+        if row.emits:
             stop = start + num_known + next(trees).num_nodes
             nodes += range(start + num_known - 1, stop)
             start = stop
@@ -186,7 +186,7 @@ def observe_gap(
         return verdict
     number = int(choice * len(rows))
     row, speculation = rows[number], rows[number].speculation
-    if not row.branching or row.sampling.is_certain or speculation.over_acceptance:
+    if not row.fanout or row.sampling.is_certain or speculation.over_acceptance:
         return verdict
     root = int(draft.starts[number])
     root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
@@ -197,7 +197,7 @@ def observe_gap(
     if chains.layers is not None:
         nowhere = torch.zeros_like(mine[:1])
         p_1V, _ = apply_layers(p_1V, q_1V, chains.layers.select(nowhere), nowhere, nowhere)
-    apart = row.num_drafts // row.branching[0]
+    apart = row.num_drafts // row.fanout[0]
     gap = acceptance_gap(
         speculation.rule,
         method_of(row),
@@ -342,7 +342,7 @@ def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
     return tuple(counts)
 
 
-def _layers(verdict: ChainVerdict) -> list[tuple[TargetLayer, ...]]:
+def _layers(verdict: ChainVerdict) -> list[tuple[TargetShift, ...]]:
     """The layers that still hold, by request."""
     if verdict.layers is None:
         return [()] * len(verdict.chain_B)
@@ -351,6 +351,6 @@ def _layers(verdict: ChainVerdict) -> list[tuple[TargetLayer, ...]]:
         for tensor in (verdict.layers.remaining_CM, verdict.layers.state_CM4, verdict.layers.num_chains_CM)
     )
     return [
-        tuple(TargetLayer(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)
+        tuple(TargetShift(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)
         for of_row in zip(remaining, states, counts, strict=True)
     ]

@@ -142,11 +142,11 @@ class Arm:
         plan = self.engine.scheduler.last_plan
         rows = plan.sampling_rows
         self.num_passes += len(rows)
-        shape = _shape_of([row.branching for row in rows if row.branching]) if rows else _READING
+        shape = _shape_of([row.fanout for row in rows if row.fanout]) if rows else _READING
         self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
         num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
         # What is known of a row beside its root is of a prompt.
-        num_read = sum(len(row.known) for row in plan.rows) - len(rows)
+        num_read = sum(len(row.input_ids) for row in plan.rows) - len(rows)
         return Turn(seconds, num_tokens, num_read), step.outcomes
 
     def _tell(self, step: StepResult) -> None:
@@ -183,8 +183,8 @@ class Arm:
 def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
     if not drafted:
         return OFF
-    branching = statistics.mode(drafted)
-    return f"{branching[0]}x{len(branching)}"
+    fanout = statistics.mode(drafted)
+    return f"{fanout[0]}x{len(fanout)}"
 
 
 def speculation_of(name: str) -> Speculation:
@@ -257,7 +257,7 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
     """Whether the models take the longest text, and an arm's blocks all of its requests; raises ConfigError."""
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
-    num_nodes = max(sum(level_widths(speculation_of(name).branching)) for name in names)
+    num_nodes = max(sum(level_widths(speculation_of(name).fanout)) for name in names)
     needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
     share = facts.num_blocks // len(names)
     if needed > share:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.plan import TargetLayer
+from engine.plan import TargetShift
 from engine.speculation.drafting import Chains, LawTable, Layers
 from engine.speculation.layers import effective_laws
 from engine.speculation.theory import Law, top_tokens
@@ -53,7 +53,7 @@ class Outcome:
     """Interval on which the score of the score race is uniform."""
     path: Path = ()
     """The whole drafted chain, where the outcome belongs to one."""
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold afterwards."""
 
 
@@ -65,7 +65,7 @@ class Model:
     draft: Rows
     vocabulary: int
     length: int
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold from the root on."""
     dtype: torch.dtype = torch.float64
     """What the rules get their laws in; a serving engine has float32."""
@@ -248,7 +248,7 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[Outcom
 
 def _greedy_ends(
     every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
-) -> Iterator[tuple[int, Tensor, list[tuple[TargetLayer, ...]]]]:
+) -> Iterator[tuple[int, Tensor, list[tuple[TargetShift, ...]]]]:
     """(next token, its law by chain, the layers it leaves by chain) after `tau` accepted tokens."""
     tau_C = every.depth(tau)
     selection = selection_at(every.chains, every.target, known, count_C, tau_C)
@@ -257,7 +257,7 @@ def _greedy_ends(
         token_C = torch.full_like(tau_C, token)
         after = layers_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
         rows = zip(after.remaining_CM.tolist(), after.state_CM4.tolist(), after.num_chains_CM.tolist(), strict=True)
-        layers = [tuple(TargetLayer(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
+        layers = [tuple(TargetShift(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
         yield token, law, layers
 
 
@@ -289,7 +289,7 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
     return pairs
 
 
-def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], method: str) -> list[Outcome]:
+def top_down_outcomes(model: Model, rule: NodeRule, fanout: Sequence[int], method: str) -> list[Outcome]:
     """A node rule composed down a tree of drafts.
 
     How a node goes on depends on its text and on how many of the drafts above it still agree, so whatever leads to the
@@ -297,7 +297,7 @@ def top_down_outcomes(model: Model, rule: NodeRule, branching: Sequence[int], me
     """
     ends: dict[tuple[Path, int], float] = defaultdict(float)
     level: dict[tuple[Path, int], float] = {((), 1): 1.0}
-    for branches in branching[: model.length]:
+    for branches in fanout[: model.length]:
         below: dict[tuple[Path, int], float] = defaultdict(float)
         for (prefix, alive), probability in level.items():
             p, q = model.law(model.target, prefix), model.law(model.draft, prefix)
@@ -329,15 +329,15 @@ def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts:
     return laws
 
 
-def drafted_trees(model: Model, branching: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
+def drafted_trees(model: Model, fanout: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
     """(probability, leaves in order) of every tree that can be drawn."""
 
     def below(prefix: Path) -> list[tuple[float, list[Path]]]:
-        if len(prefix) == len(branching):
+        if len(prefix) == len(fanout):
             return [(1.0, [prefix])]
         trees = []
         q = np.asarray(model.draft[prefix], dtype=np.float64)
-        for drawn, weight in draft_tuples(method, q, branching[len(prefix)]).items():
+        for drawn, weight in draft_tuples(method, q, fanout[len(prefix)]).items():
             for parts in itertools.product(*(below((*prefix, token)) for token in drawn)):
                 probability = weight * float(np.prod([part[0] for part in parts]))
                 trees.append((probability, [leaf for part in parts for leaf in part[1]]))
@@ -346,9 +346,9 @@ def drafted_trees(model: Model, branching: Sequence[int], method: str) -> list[t
     return below(())
 
 
-def traversal_outcomes(model: Model, branching: Sequence[int], method: str) -> list[Outcome]:
+def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list[Outcome]:
     """Traversal verification of every tree; all trees are walked at once to the root, and nothing is drawn."""
-    trees = drafted_trees(model, branching, method)
+    trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
     request_C = torch.tensor([number for number, (_, tree) in enumerate(trees) for _ in tree])
     every = EveryChain.among(model, leaves, request_C)
@@ -369,21 +369,21 @@ def traversal_outcomes(model: Model, branching: Sequence[int], method: str) -> l
     return outcomes
 
 
-def rule_outcomes(name: str, model: Model, branching: Sequence[int], method: str) -> list[Outcome]:
+def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -> list[Outcome]:
     """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by layers only where it
     leaves any."""
     verify = RULES[name].verify
     if isinstance(verify, TopDown):
-        return top_down_outcomes(model, verify.node_rule, branching, method)
+        return top_down_outcomes(model, verify.node_rule, fanout, method)
     if name == "traversal":
-        return traversal_outcomes(model, branching, method)
+        return traversal_outcomes(model, fanout, method)
     every = EveryChain.of(model)
     if name == "token":
         return token_outcomes(every)
     if name in ("greedy_block", "spectr_gbv"):
-        return greedy_block_outcomes(every, branching[0])
+        return greedy_block_outcomes(every, fanout[0])
     assert name in ("block", "bv_race"), name
-    return race([block_outcomes(every)] * branching[0])
+    return race([block_outcomes(every)] * fanout[0])
 
 
 def first_block_law(outcomes: Sequence[Outcome]) -> dict[str, float]:

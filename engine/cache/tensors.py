@@ -15,7 +15,7 @@ import torch
 
 from engine.kernels import usable
 
-Moves = Sequence[tuple[int, int]]
+KVMoves = Sequence[tuple[int, int]]
 """Slots (from, to) of a sequence."""
 _USUAL_MOVES = 32
 """No more than these in usual steps, drafted or copied: one kernel for all of them."""
@@ -60,7 +60,7 @@ class KVTensors:
         torch.index_select(values, 0, slots, out=gathered[1])
         return gathered
 
-    def keep(self, moves: Sequence[Moves]) -> None:
+    def keep(self, moves: Sequence[KVMoves]) -> None:
         """Move K/V by sequence: all of one's are read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if not moves:
@@ -96,7 +96,7 @@ def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str 
     return None
 
 
-def _padded(moves: Sequence[Moves]) -> npt.NDArray[np.int64]:
+def _padded(moves: Sequence[KVMoves]) -> npt.NDArray[np.int64]:
     """[sequences, most, 2] with -1 where a sequence has fewer."""
     most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
     result = np.full((len(moves), most, 2), -1)

@@ -34,7 +34,7 @@ _ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
 class ChainShape(NamedTuple):
     """What a row drafts."""
 
-    branching: tuple[int, ...]
+    fanout: tuple[int, ...]
     """Children of every node by depth; empty when nothing is drawn."""
     method: str
     """How several children of a node are drawn."""
@@ -46,17 +46,17 @@ class ChainShape(NamedTuple):
         """The shape of a sampling row."""
         stable, method = row.sampling.seed_stable, method_of(row)
         likeliest = stable or (row.sampling.is_greedy and method != "iid")
-        return ChainShape(row.branching, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
+        return ChainShape(row.fanout, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
 
     @property
     def num_chains(self) -> int:
         """Chains in the layout: one of length 0 for a row that draws none."""
-        return prod(self.branching)
+        return prod(self.fanout)
 
     @property
     def length(self) -> int:
         """Tokens of a chain."""
-        return len(self.branching)
+        return len(self.fanout)
 
 
 def method_of(row: Row) -> str:
@@ -168,19 +168,19 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
         for number, shape in enumerate(shapes):
             if depth >= shape.length:
                 continue
-            widths = (1, *level_widths(shape.branching))
+            widths = (1, *level_widths(shape.fanout))
             apart, below = shape.num_chains // widths[depth], shape.num_chains // widths[depth + 1]
             mine = slice(first[number], first[number] + shape.num_chains)
             law_row_CL[mine, depth] = num_laws + len(rows) + np.arange(shape.num_chains) // apart
             leader_C[mine] = first[number] + np.arange(shape.num_chains) // below * below
             shares |= below > 1
-            count = shape.branching[depth]
+            count = shape.fanout[depth]
             of_draw = alike.setdefault(shape.method if count > 1 else shape.method_of_one, {}).setdefault(count, [])
             of_draw += range(len(rows), len(rows) + widths[depth])
             parents.append(first[number] + np.arange(widths[depth]) * apart)
             rows += [number] * widths[depth]
         chain_N = np.concatenate(parents)
-        below_N = np.array([shapes[row].num_chains // level_widths(shapes[row].branching)[depth] for row in rows])
+        below_N = np.array([shapes[row].num_chains // level_widths(shapes[row].fanout)[depth] for row in rows])
         yield Level(
             chain_N=to_device(chain_N, device),
             row_N=np.array(rows),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache.tensors import Moves
+from engine.cache.tensors import KVMoves
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, merge
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
 from engine.execution.runner import ModelRunner, Pass
@@ -34,7 +34,7 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def draw(self, plan: Plan) -> Draft | None:
-        """Compute the draft K/V the plan asks for, and draft its chains; None when no row samples."""
+        """Compute the draft K/V the plan asks for, and draft its chains; None when no row emits."""
         rows = plan.sampling_rows
         # Which tokens enter which pass is known before any is drawn.
         passes = self._prepare(plan)
@@ -60,7 +60,7 @@ class ModelDrafter:
         )
         return Draft(layout, chains, merge(plan, layout, tokens_CL), parameters, noise)
 
-    def keep(self, moves: Sequence[Moves]) -> None:
+    def keep(self, moves: Sequence[KVMoves]) -> None:
         """Make accepted K/V contiguous in the draft model's storage, by sequence."""
         if self.runner is not None:
             self.runner.keep(moves)
@@ -81,15 +81,15 @@ class ModelDrafter:
         """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
         parts = [
             SequenceInput(
-                row.draft_known,
+                row.draft_input_ids,
                 row.draft_first_index,
                 row.block_ids,
                 NO_NODES,
-                slice(len(row.draft_known) - bool(row.branching), None),
+                slice(len(row.draft_input_ids) - bool(row.fanout), None),
                 self._first_key(row),
             )
             for row in plan.rows
-            if row.draft_known
+            if row.draft_input_ids
         ]
         if not parts:
             return []
@@ -102,7 +102,7 @@ class ModelDrafter:
                         (),
                         row.end,
                         row.block_ids,
-                        _level_nodes(row.branching[:depth]),
+                        _level_nodes(row.fanout[:depth]),
                         slice(None),
                         self._first_key(row),
                     )
@@ -148,9 +148,9 @@ class ModelDrafter:
 
 
 @lru_cache(maxsize=1024)
-def _level_nodes(branching: tuple[int, ...]) -> Nodes:
+def _level_nodes(fanout: tuple[int, ...]) -> Nodes:
     """The nodes of the last level, behind those of the levels above it."""
-    widths = level_widths(branching)
+    widths = level_widths(fanout)
     node_N = np.arange(widths[-1])
     ancestry = [node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths]
     depths = [depth for depth, width in enumerate(widths, start=1) for _ in range(width)]

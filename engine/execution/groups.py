@@ -140,7 +140,7 @@ def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) 
     in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
     start, shift = int(batch.start_B[number]), (blocks[first] - first) * block_size
     visible_1QK = None
-    if num_rows > 1 or not (sequence.known or sequence.nodes.all_seen):
+    if num_rows > 1 or not (sequence.input_ids or sequence.nodes.all_seen):
         is_row_1Q = np.ones((1, num_rows), dtype=np.bool_)
         visible_1QK = _visible(batch, np.array([number]), is_row_1Q, num_keys - first_key)
 
@@ -190,17 +190,17 @@ def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.devic
 
 def _visible(batch: PassInput, numbers: Ints, is_row_BQ: Bools, num_keys: int) -> Bools:
     """[B, Q, K] which keys of its sequence each query sees."""
-    first_key_B, end_B, num_known_B = batch.first_key_B[numbers], batch.end_B[numbers], batch.num_known_B[numbers]
+    first_key_B, end_B, num_inputs_B = batch.first_key_B[numbers], batch.end_B[numbers], batch.num_inputs_B[numbers]
     place_Q = np.arange(is_row_BQ.shape[1])
-    # A known token sees what is before it and itself, a node all known tokens, a padding query one key.
-    begins_B = end_B - num_known_B
-    limit_BQ = np.where(place_Q < num_known_B[:, None], begins_B[:, None] + place_Q + 1, end_B[:, None])
+    # An input token sees what is before it and itself, a node all input tokens, a padding query one key.
+    begins_B = end_B - num_inputs_B
+    limit_BQ = np.where(place_Q < num_inputs_B[:, None], begins_B[:, None] + place_Q + 1, end_B[:, None])
     num_seen_BQ = np.where(is_row_BQ, limit_BQ - first_key_B[:, None], 1)
     visible_BQK: Bools = np.arange(num_keys) < num_seen_BQ[:, :, None]
     for visible_QK, number in zip(visible_BQK, numbers.tolist(), strict=True):
         nodes = batch.sequences[number].nodes
         if nodes.depths:
-            known, seen = int(batch.num_known_B[number]), int(batch.end_B[number] - batch.first_key_B[number])
+            known, seen = int(batch.num_inputs_B[number]), int(batch.end_B[number] - batch.first_key_B[number])
             entering, all_nodes = nodes.ancestry.shape
             visible_QK[known : known + entering, seen : seen + all_nodes] = nodes.ancestry
     return visible_BQK

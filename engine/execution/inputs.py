@@ -1,8 +1,8 @@
 """The flat batch of a forward pass, made from the sequences that take part in it.
 
-A pass has T tokens of B sequences. A sequence puts in its known tokens, then its drafted nodes. A known token sees
-everything before it and itself; a node sees all known tokens, its own ancestors and itself. The nodes' K/V lies in the
-slots behind the last known token, in node order; the position of a node is that of the root plus its depth.
+A pass has T tokens of B sequences. A sequence puts in its input tokens, then its drafted nodes. An input token sees
+everything before it and itself; a node sees all input tokens, its own ancestors and itself. The nodes' K/V lies in the
+slots behind the last input token, in node order; the position of a node is that of the root plus its depth.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ NO_NODES = Nodes((), (), (), np.zeros((0, 0), dtype=np.bool_))
 class SequenceInput:
     """One sequence's part of a pass."""
 
-    known: Sequence[int]
+    input_ids: Sequence[int]
     first_index: int
-    """Index of the first known token; with no known tokens, the index of the first node."""
+    """Index of the first input token; with no input tokens, the index of the first node."""
     block_ids: Sequence[int]
     nodes: Nodes
     wanted: slice
@@ -75,11 +75,11 @@ class PassInput:
     """Rows of the batch whose logits are returned, in order."""
     start_B: Ints
     """First row of each sequence."""
-    num_known_B: Ints
+    num_inputs_B: Ints
     num_rows_B: Ints
     first_key_B: Ints
     end_B: Ints
-    """Index after the last known token."""
+    """Index after the last input token."""
     num_keys_B: Ints
     """Index after the last key."""
     blocks_BP: Ints
@@ -99,7 +99,7 @@ class PassInput:
             slots_T=self.slots_T[tokens],
             wanted_N=self.wanted_N[wanted] - first,
             start_B=self.start_B[sequences] - first,
-            num_known_B=self.num_known_B[sequences],
+            num_inputs_B=self.num_inputs_B[sequences],
             num_rows_B=self.num_rows_B[sequences],
             first_key_B=self.first_key_B[sequences],
             end_B=self.end_B[sequences],
@@ -117,21 +117,21 @@ def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> lis
 
 def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
     """Concatenate the parts of all sequences."""
-    sizes = [(s.first_index, len(s.known), len(s.nodes.cached_depths), len(s.nodes.depths)) for s in sequences]
-    first_B, num_known_B, num_cached_B, num_entering_B = np.array(sizes, dtype=np.int64).T
-    num_rows_B = num_known_B + num_entering_B
+    sizes = [(s.first_index, len(s.input_ids), len(s.nodes.cached_depths), len(s.nodes.depths)) for s in sequences]
+    first_B, num_inputs_B, num_cached_B, num_entering_B = np.array(sizes, dtype=np.int64).T
+    num_rows_B = num_inputs_B + num_entering_B
     start_B = np.cumsum(num_rows_B) - num_rows_B
-    end_B = first_B + num_known_B
+    end_B = first_B + num_inputs_B
     row_T = np.repeat(np.arange(len(sequences)), num_rows_B)
     place_T = np.arange(len(row_T)) - start_B[row_T]
-    is_node_T = place_T >= num_known_B[row_T]
+    is_node_T = place_T >= num_inputs_B[row_T]
     # Entering nodes lie behind those that are cached.
     index_T = first_B[row_T] + place_T + is_node_T * num_cached_B[row_T]
     blocks_BP = _table([s.block_ids for s in sequences])
     return PassInput(
         sequences=sequences,
         token_ids_T=np.array(
-            [t for s in sequences for part in (s.known, s.nodes.tokens) for t in part], dtype=np.int64
+            [t for s in sequences for part in (s.input_ids, s.nodes.tokens) for t in part], dtype=np.int64
         ),
         positions_T=_positions(sequences, index_T, is_node_T, end_B[row_T]),
         slots_T=blocks_BP[row_T, index_T // block_size] * block_size + index_T % block_size,
@@ -142,7 +142,7 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
             ]
         ),
         start_B=start_B,
-        num_known_B=num_known_B,
+        num_inputs_B=num_inputs_B,
         num_rows_B=num_rows_B,
         first_key_B=np.array([s.first_key for s in sequences], dtype=np.int64),
         end_B=end_B,
@@ -152,7 +152,7 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
 
 
 def _positions(sequences: Sequence[SequenceInput], index_T: Ints, is_node_T: Bools, end_T: Ints) -> Ints:
-    """A known token's position is its index, a node's that of the root plus its depth."""
+    """An input token's position is its index, a node's that of the root plus its depth."""
     depths = [depth for s in sequences for depth in s.nodes.depths]
     if not depths:
         return index_T

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
-from engine.execution.packing import Choices, Product, is_plain, pack
+from engine.execution.packing import Choices, PackedLinear, is_plain, pack
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -31,13 +31,13 @@ class _Layer:
 
     layer_idx: int
     attention_norm: Tensor
-    qkv: Product
+    qkv: PackedLinear
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Product
+    output: PackedLinear
     mlp_norm: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 class LeanDecoder:
@@ -48,7 +48,7 @@ class LeanDecoder:
         config, body = model.config, model.model
         self._body = body
         tied = model.lm_head.weight is body.embed_tokens.weight
-        self._head = Product(model.lm_head.weight, modules=() if tied else (model.lm_head,))
+        self._head = PackedLinear(model.lm_head.weight, modules=() if tied else (model.lm_head,))
         self._eps = float(config.rms_norm_eps)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -135,14 +135,14 @@ def is_lean(model: Any) -> bool:
     )
 
 
-def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> Product:
+def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> PackedLinear:
     """The product of modules with their weights one below the other; the modules keep views of them."""
     if len(modules) == 1:
-        return Product(modules[0].weight.data, bias, modules)
+        return PackedLinear(modules[0].weight.data, bias, modules)
     weight = torch.cat([module.weight.data for module in modules])
     start = 0
     for module in modules:
         stop = start + module.weight.shape[0]
         module.weight.data = weight[start:stop]
         start = stop
-    return Product(weight, bias, modules)
+    return PackedLinear(weight, bias, modules)

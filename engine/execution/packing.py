@@ -58,7 +58,7 @@ _FORMAT = 1
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class Product:
+class PackedLinear:
     """`rows @ weight.T + bias`, by whichever form of the weight is faster for the number of rows."""
 
     __slots__ = ("_compiles", "_dtype", "_modules", "_packed", "_packed_from", "_plain", "_size_of", "bias", "shape")
@@ -131,13 +131,13 @@ def is_plain(module: Any) -> bool:
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
-def take_over(model: Any) -> Iterator[Product]:
+def take_over(model: Any) -> Iterator[PackedLinear]:
     """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):
             own = () if id(module.weight) in shared else (module,)
-            product = Product(module.weight.detach(), module.bias, own)
+            product = PackedLinear(module.weight.detach(), module.bias, own)
             module.forward = product
             yield product
 
@@ -154,7 +154,7 @@ class Choices:
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
         self._is_new = False
 
-    def of(self, alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+    def of(self, alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
         """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
         name = f"{alike[0].shape} {alike[0].weight.dtype} {len(alike)}"
         try:
@@ -175,7 +175,7 @@ class Choices:
 
 
 def pack(
-    products: Iterable[Product],
+    products: Iterable[PackedLinear],
     wanted: Prepack,
     works: Callable[[], bool] = lambda: True,
     choices: Choices | None = None,
@@ -193,8 +193,8 @@ def pack(
     return sum(product.packed_bytes for product in products)
 
 
-def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool], choices: Choices) -> None:
-    by_shape: dict[tuple[int, ...], list[Product]] = {}
+def _pack(products: Sequence[PackedLinear], wanted: Prepack, works: Callable[[], bool], choices: Choices) -> None:
+    by_shape: dict[tuple[int, ...], list[PackedLinear]] = {}
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
@@ -208,7 +208,7 @@ def _pack(products: Sequence[Product], wanted: Prepack, works: Callable[[], bool
 
 
 @torch.inference_mode()
-def _compile(products: Iterable[Product]) -> None:
+def _compile(products: Iterable[PackedLinear]) -> None:
     for product in {(product.shape, product.bias is None): product for product in products}.values():
         product.compile()
 
@@ -270,7 +270,7 @@ def _made_up(num_rows: int, weight: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _fastest(alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+def _fastest(alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
     """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
     count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
     plain = [product.weight for product in alike[:count]]

@@ -128,7 +128,7 @@ def pages_of(batch: PassInput) -> PagedInput:
     for number, own in enumerate(depths):
         if len(own):
             end, start = batch.end_B[number], batch.start_B[number]
-            middle, stop = start + batch.num_known_B[number], start + batch.num_rows_B[number]
+            middle, stop = start + batch.num_inputs_B[number], start + batch.num_rows_B[number]
             node_positions[number, : len(own)] = end - 1 + own
             limits[middle:stop] = end
             bits[middle:stop, : len(own)] = nodes[number].ancestry

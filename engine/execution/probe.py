@@ -34,7 +34,7 @@ _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
 
 
-class Way(NamedTuple):
+class BackendChoice(NamedTuple):
     """How a model is run."""
 
     backend: Backend
@@ -79,14 +79,14 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
+def probe_ways(loaded: LoadedModel, shape: KVShape) -> BackendChoice:
     """The fastest way to run the model that gives its numbers; raises LoadError when there is none."""
     kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
     ways = [(kind, paged) for paged in attends for kind in kinds]
     for kind, paged in ways:
         try:
-            way = Way(kind.make(loaded.model), paged)
+            way = BackendChoice(kind.make(loaded.model), paged)
             probe(loaded, shape, way.backend, paged)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles as large as any: a device may lack the memory for them.
@@ -100,7 +100,7 @@ def probe_ways(loaded: LoadedModel, shape: KVShape) -> Way:
     raise AssertionError("the last way works or raises")
 
 
-def runs(loaded: LoadedModel, shape: KVShape, way: Way) -> bool:
+def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice) -> bool:
     """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
     try:
         probe(loaded, shape, way.backend, way.paged)

@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.execution.host import cpu_threads, keep_freed_memory
 from engine.execution.loading import choose_device, choose_dtype, load
 from engine.execution.parallel import join
-from engine.execution.probe import Way, find_kv_shape, probe_ways
+from engine.execution.probe import BackendChoice, find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
     shape: KVShape | None = None
-    way: Way | None = None
+    way: BackendChoice | None = None
     runner: ModelRunner | None = None
     while True:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache.tensors import KVShape, KVTensors, Moves
+from engine.cache.tensors import KVMoves, KVShape, KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.graphs import Graphs
@@ -106,7 +106,7 @@ class ModelRunner:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
         return logits_NV[:, : self.vocab_size]
 
-    def keep(self, moves: Sequence[Moves]) -> None:
+    def keep(self, moves: Sequence[KVMoves]) -> None:
         """Move K/V to where they stay (`KVTensors.keep`)."""
         if self._ranks is not None:
             self._ranks.tell("keep", moves)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.sampling.triton_rows import Surplus
 
 
-def applies(rows_NV: Tensor) -> bool:
+def use_kernels(rows_NV: Tensor) -> bool:
     """Whether the kernels take these rows."""
     return usable("rows of the vocabulary are computed", find_fault, rows_NV.device)
 
@@ -45,7 +45,7 @@ def surplus(
 
 def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
     """[C] a token from each of the law's rows, by the kernels or by `categorical`."""
-    if applies(law_NV) and law_NV.is_contiguous():
+    if use_kernels(law_NV) and law_NV.is_contiguous():
         return surplus(law_NV, row_C).draw(uniform_C)
     return categorical(law_NV[row_C], uniform_C)
 

@@ -60,7 +60,7 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:
     """Probabilities (float32, same shape) of the law that each row's request samples from."""
     filters = [one for one in FILTERS if one.name in parameters.values]
-    if fused.applies(logits_NV) and not parameters.any_greedy and all(one.of_probabilities for one in filters):
+    if fused.use_kernels(logits_NV) and not parameters.any_greedy and all(one.of_probabilities for one in filters):
         law_NV = fused.softmax(logits_NV, parameters.temperature_N)
     else:
         law_NV = _softmax(logits_NV.to(torch.float32), parameters, filters)

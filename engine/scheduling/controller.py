@@ -29,7 +29,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_time import MIXED, PLAIN, Shape, StepTimes, Work, draft_passes
 
 Numbers = npt.NDArray[np.float64]
-Branching = tuple[int, ...]
+Fanout = tuple[int, ...]
 
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03
@@ -61,7 +61,7 @@ class _Load(NamedTuple):
     """What a choice is made for."""
 
     adaptive: Many[Sequence]
-    others: tuple[Branching, ...]
+    others: tuple[Fanout, ...]
     """What the requests draft that are not chosen for."""
     text: int
     """Tokens of all texts."""
@@ -70,8 +70,8 @@ class _Load(NamedTuple):
 
     def work(self, num_drafting: int, shape: Shape) -> Work:
         """A step in which so many of the adaptive requests draft this shape."""
-        drafting = [branching for branching in self.others if branching]
-        beside = [level_widths(branching) for branching in drafting]
+        drafting = [fanout for fanout in self.others if fanout]
+        beside = [level_widths(fanout) for fanout in drafting]
         passes = draft_passes(beside)
         if num_drafting:
             own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))
@@ -116,7 +116,7 @@ class Controller:
         self._step = self._learned = self._next = self._num_tried = self._num_trials = 0
         self._in_use = Choice()
         """Chosen as the best; a trial may be made in its place."""
-        self._chosen_for: tuple[frozenset[int], tuple[Branching, ...]] = (frozenset(), ())
+        self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
         self._resting: frozenset[int] = frozenset()
         """Adaptive requests that were chosen not to draft."""
 
@@ -125,13 +125,13 @@ class Controller:
     def choose(
         self,
         adaptive: Many[Sequence],
-        others: Many[Branching] = (),
+        others: Many[Fanout] = (),
         behind: Many[int] | None = None,
         text_beside: int = 0,
     ) -> None:
         """Decide for the adaptive requests that emit in the next step; called before each step.
 
-        others: what the requests beside them draft (`Row.branching`).
+        others: what the requests beside them draft (`Row.fanout`).
         behind: tokens that the draft model must catch up on, by adaptive request.
         text_beside: tokens of the others' texts.
         """
@@ -147,7 +147,7 @@ class Controller:
             self._chosen_for = ids, beside
         self.spent_s += time.perf_counter() - began
 
-    def _has_changed(self, ids: frozenset[int], others: tuple[Branching, ...]) -> bool:
+    def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
         """Whether these are other requests than those chosen for."""
         chosen_for, beside = self._chosen_for
         return others != beside or len(ids ^ chosen_for) > min(len(ids), len(chosen_for)) // _FEW
@@ -198,7 +198,7 @@ class Controller:
         room = np.array([one.num_remaining - 1 for one in load.adaptive])
         by_chains = {k: self._expected(k, skill, room) for k, _ in shapes if k}
         tokens = np.array([by_chains[k][length] if k else np.ones(len(skill)) for k, length in shapes])
-        tokens_beside = sum(self._tokens_of(branching) for branching in load.others)
+        tokens_beside = sum(self._tokens_of(fanout) for fanout in load.others)
         num_adaptive = len(load.adaptive)
 
         works = [load.work(num_adaptive if shape != PLAIN else 0, shape) for shape in shapes]
@@ -220,7 +220,7 @@ class Controller:
         rates[1:][num_drafting[1:] == 0] = 0.0
         return _Options(shapes, works, rates, drafting)
 
-    def branching(self, sequence: Sequence) -> Branching:
+    def fanout(self, sequence: Sequence) -> Fanout:
         """What a sequence drafts in the step chosen for; one that has come since the choice drafts like the others."""
         num_drafts, length = self.choice.shape
         drafts = sequence.sequence_id in self.choice.drafting or sequence.sequence_id not in self._chosen_for[0]
@@ -244,12 +244,12 @@ class Controller:
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected
 
-    def _tokens_of(self, branching: Branching) -> float:
+    def _tokens_of(self, fanout: Fanout) -> float:
         """Expected tokens of a step of a request with a shape of its own."""
-        if not branching:
+        if not fanout:
             return 1.0
-        length = len(branching)
-        return float(self._expected(branching[0], np.ones(1), np.array([length]))[length][0])
+        length = len(fanout)
+        return float(self._expected(fanout[0], np.ones(1), np.array([length]))[length][0])
 
     def _catch_up_s(self, adaptive: Many[Sequence], behind: Many[int] | None) -> Numbers:
         """[adaptive] what catching up costs for each token that the answer may still get."""

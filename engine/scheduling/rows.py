@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.plan import Row, Text, level_widths
-from engine.scheduling.lag import draft_from
+from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 from engine.text_drafters import Copy
 
@@ -19,8 +19,8 @@ class Part(NamedTuple):
     sequence: Sequence
     end: int
     """Index after the last known token."""
-    samples: bool
-    branching: tuple[int, ...]
+    emits: bool
+    fanout: tuple[int, ...]
     copies: tuple[Copy, ...]
     draft_first: int
     draft_end: int
@@ -44,38 +44,35 @@ def _most_known(sequence: Sequence, budget: int) -> int:
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
-def part_of(
-    sequence: Sequence, branching: tuple[int, ...], budget: int, max_copied_tokens: int, piece: int | None
-) -> Part:
+def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int) -> Part:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
-    piece: tokens that the draft model computes where nothing is drafted from them yet, beside as many as the target;
-        None where it computes none.
+    draft_chunk: where nothing is drafted, so many tokens more than the target the draft model computes; 0 for none.
     """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
     # One token must stay to be emitted after the drafts.
     most = max(0, sequence.num_remaining - 1)
-    branching = branching[:most]
+    fanout = fanout[:most]
     copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
-    nodes = sum(level_widths(branching)) if branching else 0
+    nodes = sum(level_widths(fanout)) if fanout else 0
     for copy in copies:
         nodes += len(copy.tokens)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # Where the draft model has more to catch up on than the target, it takes the budget.
-    lag = max(0, first - draft_first) if branching else 0
-    samples = num_missing + max(nodes, lag) <= chunk
-    end = total if samples else first + max(0, min(num_missing - 1, chunk - lag))
-    if branching:
+    lag = max(0, first - draft_first) if fanout else 0
+    emits = num_missing + max(nodes, lag) <= chunk
+    end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))
+    if fanout:
         draft_end = end
     else:
-        draft_end = min(end, draft_first + min(end - first + piece, budget)) if piece is not None else draft_first
+        draft_end = min(end, draft_first + min(end - first + draft_chunk, budget)) if draft_chunk else draft_first
     if draft_first >= draft_end:
         draft_first = draft_end = sequence.num_draft_computed
-    if not samples:
-        branching, copies, nodes = (), (), 0
-    return Part(sequence, end, samples, branching, copies, draft_first, draft_end, nodes)
+    if not emits:
+        fanout, copies, nodes = (), (), 0
+    return Part(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
 
 
 def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> Text | None:
@@ -96,20 +93,20 @@ def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
     moved = part.draft_first != sequence.num_draft_computed
     return Row(
         sequence_id=sequence.sequence_id,
-        known=tuple(sequence.tokens[first:end]),
+        input_ids=tuple(sequence.tokens[first:end]),
         first_index=first,
-        draft_known=tuple(sequence.tokens[part.draft_first : part.draft_end]),
+        draft_input_ids=tuple(sequence.tokens[part.draft_first : part.draft_end]),
         draft_first_index=part.draft_first,
         draft_start=part.draft_first if moved else sequence.draft_start,
         draft_window=sequence.draft_window,
         block_ids=tuple(sequence.block_ids),
-        samples=part.samples,
+        emits=part.emits,
         sampling=request.sampling,
         speculation=request.speculation,
-        branching=part.branching,
+        fanout=part.fanout,
         copies=part.copies,
         layers=sequence.layers,
-        text=_text_of(sequence, eos_token_ids) if part.samples else None,
+        text=_text_of(sequence, eos_token_ids) if part.emits else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),

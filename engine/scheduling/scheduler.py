@@ -21,7 +21,7 @@ from engine.config import SchedulerConfig
 from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.controller import Controller
-from engine.scheduling.lag import CatchingUp
+from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence
@@ -52,7 +52,7 @@ class Scheduler:
         draft_window: int = 0,
     ) -> None:
         self.config = config
-        self.catching_up = CatchingUp(config, draft_window)
+        self.draft_prefill = DraftPrefill(config, draft_window)
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
@@ -67,7 +67,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
-        self._read_along: int | None = None
+        self._read_along = 0
         """What the draft model reads of adaptive prompts in this step, beside as many tokens as the target: it is the
         same before and after the controller chooses, as K/V that is published must be computed."""
         self._next_id = 0
@@ -97,7 +97,7 @@ class Scheduler:
         fixed_draft_law: as `Sequence.see` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
         sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
-        sequence.see(self.catching_up.draft_window, fixed_draft_law)
+        sequence.see(self.draft_prefill.draft_window, fixed_draft_law)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=_urgency)
@@ -117,9 +117,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose this step's rows within the token budget and the pool: who takes part, then what they draft."""
         self._step += 1
-        self.catching_up.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
+        self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         reads = self.controller is not None and self.controller.reads
-        self._read_along = self.catching_up.piece if reads else None
+        self._read_along = self.draft_prefill.chunk if reads else 0
         parts: dict[int, Part] = {}
         budget = self._plan_texts(parts)
         if self.controller is not None:
@@ -140,7 +140,7 @@ class Scheduler:
         for sequence in decoding:
             reserved = total // 4 if prompts_wait and parts else 0
             part = self._part(sequence, budget - reserved)
-            if part.samples and self._reserve(part):
+            if part.emits and self._reserve(part):
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
         held = min(self._usual_drafts(decoding), max(0, budget - total // 4))
@@ -170,24 +170,24 @@ class Scheduler:
     def _plan_drafts(self, parts: dict[int, Part], budget: int) -> None:
         """Let the controller decide about the adaptive rows that emit, and add what they draft where it fits."""
         assert self.controller is not None
-        emitting = [part for part in self._in_place(parts) if part.samples]
+        emitting = [part for part in self._in_place(parts) if part.emits]
         adaptive = [part for part in emitting if part.sequence.request.speculation.adaptive]
         others = [part for part in emitting if not part.sequence.request.speculation.adaptive]
         self.controller.choose(
             [part.sequence for part in adaptive],
-            [part.branching for part in others],
-            [self.catching_up.lag(part.sequence) for part in adaptive],
+            [part.fanout for part in others],
+            [self.draft_prefill.lag(part.sequence) for part in adaptive],
             sum(part.end for part in others),
         )
         for part in adaptive:
-            branching, piece = self.controller.branching(part.sequence), None
-            if branching and self.catching_up.is_far(part.sequence):
-                branching, piece = (), self.catching_up.piece
-            elif not branching and part.num_known > 1:
-                piece = self._read_along
+            fanout, draft_chunk = self.controller.fanout(part.sequence), 0
+            if fanout and self.draft_prefill.is_far(part.sequence):
+                fanout, draft_chunk = (), self.draft_prefill.chunk
+            elif not fanout and part.num_known > 1:
+                draft_chunk = self._read_along
             room = budget + part.num_tokens
-            found = part_of(part.sequence, branching, room, self.config.max_copied_tokens, piece)
-            if found.samples and found.num_tokens <= room and self._find_blocks(found):
+            found = part_of(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
+            if found.emits and found.num_tokens <= room and self._find_blocks(found):
                 parts[part.sequence.sequence_id] = found
                 budget = room - found.num_tokens
 
@@ -215,8 +215,8 @@ class Scheduler:
         for number, sequence in enumerate(sharing):
             priority = sequence.request.priority
             rivals = sum(other.request.priority == priority for other in sharing[number:])
-            # What the draft model has to catch up on before it drafts is bounded (`CatchingUp.most_lag`).
-            lag = self.catching_up.lag(sequence) if self._controller_of(sequence) is None else 0
+            # What the draft model has to catch up on before it drafts is bounded (`DraftPrefill.most_lag`).
+            lag = self.draft_prefill.lag(sequence) if self._controller_of(sequence) is None else 0
             share = max(1 + lag, budget // rivals)
             shares[sequence.sequence_id] = share
             budget -= min(sequence.num_missing, share)
@@ -231,9 +231,9 @@ class Scheduler:
             sequence = self._running[row.sequence_id]
             sequence.prompt_logprobs += prompt_logprobs
             sequence.num_target_computed = row.end
-            sequence.num_draft_computed = row.draft_first_index + len(row.draft_known)
+            sequence.num_draft_computed = row.draft_first_index + len(row.draft_input_ids)
             sequence.draft_start = row.draft_start
-            if row.samples:
+            if row.emits:
                 outcomes.append(self._append(sequence, row, next(emissions)))
         return outcomes
 
@@ -257,8 +257,8 @@ class Scheduler:
     def _part(self, sequence: Sequence, budget: int) -> Part:
         """What of a sequence fits the budget: where the controller decides what it drafts, its text alone."""
         if self._controller_of(sequence) is None:
-            return part_of(sequence, sequence.branching, budget, self.config.max_copied_tokens, None)
-        return part_of(sequence, (), budget, 0, self._read_along if sequence.num_missing > 1 else None)
+            return part_of(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
+        return part_of(sequence, (), budget, 0, self._read_along if sequence.num_missing > 1 else 0)
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
         """Who says what it drafts; None where its request does."""
@@ -272,7 +272,7 @@ class Scheduler:
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
             if self._controller_of(sequence) is None:
-                most_tokens = self.catching_up.most_cached(sequence, num_drafted * self.block_size)
+                most_tokens = self.draft_prefill.most_cached(sequence, num_drafted * self.block_size)
                 most = most_tokens // self.block_size
                 self.blocks.release(sequence.block_ids[most:])
                 del sequence.block_ids[most:]
@@ -345,15 +345,15 @@ class Scheduler:
     def _num_blocks(self, sequence: Sequence) -> int:
         """Blocks it must find before it starts."""
         copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
-        return -(-(len(sequence.tokens) + sum(level_widths(sequence.branching)) + copied) // self.block_size)
+        return -(-(len(sequence.tokens) + sum(level_widths(sequence.fanout)) + copied) // self.block_size)
 
     # -- committing -------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
         sequence.num_draft_computed += emission.num_draft_kept
-        if self.controller is not None and row.branching and row.speculation.adaptive:
-            self.controller.observe(sequence, row.branching[0], row.draft_length, len(emission.accepted))
+        if self.controller is not None and row.fanout and row.speculation.adaptive:
+            self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = sequence.cut(emitted, self.eos_token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
@@ -387,7 +387,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         controller = self._controller_of(sequence)
         if controller is not None:
-            controller.acceptance.note_answer(self.catching_up.to_read(sequence), sequence.num_emitted)
+            controller.acceptance.note_answer(self.draft_prefill.to_read(sequence), sequence.num_emitted)
         num_drafted = 0 if sequence.draft_start else sequence.num_draft_computed
         self._publish_blocks(sequence, sequence.num_target_computed, num_drafted)
         del self._running[sequence.sequence_id]

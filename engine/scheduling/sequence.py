@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.cache.store import Key, next_key, root_key
-from engine.plan import Grammar, TargetLayer
+from engine.plan import Grammar, TargetShift
 from engine.request import Request, TokenLogprob
 from engine.text_drafters import Copier
 
@@ -19,12 +19,13 @@ class Sequence:
         "_drafts_expected",
         "_drafts_taken",
         "_keys",
+        "_was_admitted",
         "arrival",
         "block_ids",
-        "branching",
         "copier",
         "draft_start",
         "draft_window",
+        "fanout",
         "grammar",
         "last_step",
         "layers",
@@ -56,21 +57,23 @@ class Sequence:
         """Tokens before its drafts that the draft model sees; 0 is all."""
         self.shares_blocks = True
         """Whether it uses other texts' blocks and they its own: others write draft K/V into them, with their window."""
-        self.branching = request.speculation.branching
+        self.fanout = request.speculation.fanout
         """What its request drafts in a step."""
         self.block_ids: list[int] = []
         self.num_published_blocks = 0
         self.num_drafted_blocks = 0
         """How many of its blocks others may use: for the target, and for the draft model."""
-        self.num_cached = -1
-        """Prompt tokens whose K/V was there at the first admission; -1 before it."""
+        self.num_cached = 0
+        """Prompt tokens whose K/V was there at the first admission."""
         self._keys: list[Key] = []
         self._drafts_taken = self._drafts_expected = 0.0
         self.last_step = -1
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.layers: tuple[TargetLayer, ...] = ()
+        self.layers: tuple[TargetShift, ...] = ()
         self._arrived_s = arrived_s
-        self.queue_s = -1.0
+        self.queue_s = 0.0
+        """How long it waited for its first admission."""
+        self._was_admitted = False
 
     def see(self, draft_window: int, fixed_draft_law: bool) -> None:
         """What the draft model sees of it: the server's window, unless the draft law below a text must be the same in
@@ -128,7 +131,8 @@ class Sequence:
 
     def note_admission(self, now_s: float) -> None:
         """Remember how the first admission went; later ones (after preemption) do not count."""
-        if self.queue_s < 0:
+        if not self._was_admitted:
+            self._was_admitted = True
             self.queue_s = now_s - self._arrived_s
             self.num_cached = self.num_target_computed
 

@@ -71,16 +71,16 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def of(plan: Plan) -> Work:
         """The work of a plan."""
         rows = plan.sampling_rows
-        drafting = [row for row in rows if row.branching or row.copies]
-        widths = [row.widths for row in rows if row.branching]
+        drafting = [row for row in rows if row.fanout or row.copies]
+        widths = [row.widths for row in rows if row.fanout]
         prompt = prompt_text = 0
         for row in plan.rows:
-            chunk = len(row.known) - row.samples
+            chunk = len(row.input_ids) - row.emits
             prompt += chunk
             prompt_text += chunk * (row.first_index + chunk // 2)
-        branchings = {() if row.copies else row.branching for row in drafting}
-        (branching,) = branchings if len(branchings) == 1 else ((),)
-        shape = (branching[0], len(branching)) if branching and set(branching[1:]) <= {1} else MIXED
+        fanouts = {() if row.copies else row.fanout for row in drafting}
+        (fanout,) = fanouts if len(fanouts) == 1 else ((),)
+        shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
         return Work(
             rows=len(rows),
             text=sum(row.end for row in rows),
@@ -89,7 +89,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             passes=draft_passes(widths),
             prompt=prompt,
             prompt_text=prompt_text,
-            read=sum(len(row.draft_known) for row in plan.rows) - len(widths),
+            read=sum(len(row.draft_input_ids) for row in plan.rows) - len(widths),
             shape=shape if drafting else PLAIN,
         )
 

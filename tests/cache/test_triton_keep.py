@@ -9,7 +9,7 @@ import torch
 triton_keep = pytest.importorskip("engine.cache.triton_keep")
 
 from engine.cache import tensors as tensors_module  # noqa: E402
-from engine.cache.tensors import KVShape, KVTensors, Moves  # noqa: E402
+from engine.cache.tensors import KVMoves, KVShape, KVTensors  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 
 NUM_SLOTS = 200
@@ -24,9 +24,9 @@ def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
     return storage
 
 
-def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[Moves]:
+def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[KVMoves]:
     """As steps make them: nodes of trees, by depth, go to the first places of their row, where others may lie."""
-    moves: list[Moves] = []
+    moves: list[KVMoves] = []
     for start in chance.permutation(NUM_SLOTS // 40)[:num_sequences] * 40:
         length = int(chance.integers(0, longest + 1))
         nodes = np.sort(chance.permutation(40)[:length])

@@ -20,7 +20,7 @@ from engine.execution.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
-from engine.scheduling.lag import draft_from
+from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_time import StepTimes, Work
 from tests.engine import tiny
@@ -44,7 +44,7 @@ class Restless(Controller):
         self.num_steps, self.num_emitting = self.num_steps + 1, len(asked[0])
         self.reads = self.num_steps % 3 > 0
 
-    def branching(self, sequence: Sequence) -> tuple[int, ...]:
+    def fanout(self, sequence: Sequence) -> tuple[int, ...]:
         most = sequence.request.speculation.num_drafts
         shapes = [(), (1, 1), (most, 1), (most,), (1,), (most, 1, 1)]
         return shapes[(sequence.tokens[-1] + len(sequence.tokens) + self.num_emitting) % len(shapes)]
@@ -163,7 +163,7 @@ def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
     """The draft model catches up on what it has missed: its drafts are those of a model that has read everything."""
 
     class Late(Restless):
-        def branching(self, sequence: Sequence) -> tuple[int, ...]:
+        def fanout(self, sequence: Sequence) -> tuple[int, ...]:
             return (1, 1, 1) if sequence.num_emitted >= 20 else ()
 
     def accepted(controller: Controller | None) -> int:
@@ -187,7 +187,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
             self.num_steps += 1
             self.reads = self.num_steps > 12
 
-        def branching(self, sequence: Sequence) -> tuple[int, ...]:
+        def fanout(self, sequence: Sequence) -> tuple[int, ...]:
             return (1, 1, 1) if self.reads else ()
 
     def run(begins: Any) -> list[bool]:
@@ -252,4 +252,4 @@ def test_a_plan_without_a_controller_drafts_all_it_may() -> None:
     engine = tiny.build(TARGET, DRAFT)
     engine.submit(wishes(1)[0])
     plan: Plan = engine.scheduler.plan()
-    assert plan.rows[0].branching == (3, 1, 1)
+    assert plan.rows[0].fanout == (3, 1, 1)

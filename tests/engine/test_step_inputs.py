@@ -113,7 +113,7 @@ class Checked:
         for row in plan.rows:
             text = self.texts.setdefault(row.sequence_id, [])
             assert len(text) >= row.first_index
-            text[row.first_index :] = row.known
+            text[row.first_index :] = row.input_ids
             assert row.text is None or list(row.text.tokens) == text[: len(row.text.tokens)]
 
     def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[verifying.Winner]) -> None:
@@ -121,7 +121,7 @@ class Checked:
         target = verifying._target_laws(rows, draft, logits_NV.clone())
         noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
-        assert (chains.leads_CL is not None) == any(max(row.branching[1:], default=1) > 1 for row in rows)
+        assert (chains.leads_CL is not None) == any(max(row.fanout[1:], default=1) > 1 for row in rows)
         self.walks(draft, rows, target, winners)
         first = 0
         for number, (row, winner) in enumerate(zip(rows, winners, strict=True)):
@@ -143,7 +143,7 @@ class Checked:
             if not row.copies:
                 self.verdict(chains, target, noise, row, mine, winner)
             self.texts[row.sequence_id] += [*winner.emission.accepted, winner.emission.next_token]
-            self.seen[f"{row.speculation.rule} {row.branching} {len(row.copies)}"] += 1
+            self.seen[f"{row.speculation.rule} {row.fanout} {len(row.copies)}"] += 1
             first += count
         assert first == chains.num_chains
 
@@ -193,7 +193,7 @@ class Checked:
         """Children of a node by its method and by the numbers of the first chains through them, which lead them."""
         chains = draft.chains
         for depth, width in enumerate(row.widths):
-            count, apart = row.branching[depth], row.num_drafts // width
+            count, apart = row.fanout[depth], row.num_drafts // width
             for parent in range(first, first + row.num_drafts, apart * count):
                 leaders = [parent + apart * child for child in range(count)]
                 numbers = uniform(
@@ -273,9 +273,9 @@ class Checked:
     ) -> None:
         """What the row's rule says of its chains alone."""
         index, asked = torch.arange(mine.start, mine.stop), row.speculation
-        name = "nss" if row.sampling.is_certain else asked.rule if row.branching else "block"
+        name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
         lossy = OverAcceptance(asked.over_acceptance, asked.over_acceptance_residual)
-        verify = lossy if asked.over_acceptance and row.branching else RULES[name].verify
+        verify = lossy if asked.over_acceptance and row.fanout else RULES[name].verify
         alone = verify(chains.select(index), target.select(index), noise.select(index))
         rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
         tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
@@ -295,7 +295,7 @@ class Checked:
             accepted = len(set(chain) & set(path) - seen)
             assert (one.num_chains, one.num_nodes) == (1, len(set(chain) - seen))
             assert one.num_accepted <= accepted
-            assert row.branching or one.num_accepted == accepted
+            assert row.fanout or one.num_accepted == accepted
             seen |= set(chain)
 
     def gap(self, plan: Plan, draft: Draft, step: int, before: Verdict, after: Verdict) -> None:
@@ -306,11 +306,11 @@ class Checked:
         row, old, new = rows[number], before.emissions[number], after.emissions[number]
         others = [list(verdict.emissions) for verdict in (before, after)]
         assert others[0][:number] + others[0][number + 1 :] == others[1][:number] + others[1][number + 1 :]
-        if chance >= SHARE or not row.branching or row.sampling.is_certain or row.speculation.over_acceptance:
+        if chance >= SHARE or not row.fanout or row.sampling.is_certain or row.speculation.over_acceptance:
             assert new == old
             return
         tree = draft.trees[number]
-        width, apart = row.branching[0], row.num_drafts // row.branching[0]
+        width, apart = row.fanout[0], row.num_drafts // row.fanout[0]
         drawn = [tree.tokens[tree.paths[apart * child][1] - 1] for child in range(width)]
         del self.texts[row.sequence_id][row.end :]
         p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))

@@ -78,20 +78,20 @@ def row(speculation: Speculation) -> Row:
     """A row that drafts what it asks for."""
     return Row(
         sequence_id=0,
-        known=(1,),
+        input_ids=(1,),
         first_index=9,
-        draft_known=(1,),
+        draft_input_ids=(1,),
         draft_first_index=9,
         block_ids=(0,),
-        samples=True,
+        emits=True,
         sampling=Sampling(),
         speculation=speculation,
-        branching=(speculation.num_drafts,) + (1,) * (speculation.draft_length - 1) if speculation.num_drafts else (),
+        fanout=(speculation.num_drafts,) + (1,) * (speculation.draft_length - 1) if speculation.num_drafts else (),
     )
 
 
 def parts_of(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False) -> list[tuple[Any, list[int]]]:
-    return list(verifying._parts(rows, np.array([bool(one.branching) for one in rows]), vocab_size, by_tiles))
+    return list(verifying._parts(rows, np.array([bool(one.fanout) for one in rows]), vocab_size, by_tiles))
 
 
 def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:

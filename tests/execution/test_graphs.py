@@ -59,7 +59,7 @@ def test_a_shape_recorded_with_few_queries_serves_as_many_as_it_has_room_for() -
     prompts, _ = passes()
     for runner in (plain, replayed):
         runner.forward(prompts)
-    blocks, length = prompts[0].block_ids, len(prompts[0].known)
+    blocks, length = prompts[0].block_ids, len(prompts[0].input_ids)
     for count in (3, 4, 13, 16):
         part = SequenceInput(list(range(5, 5 + count)), length, blocks, NO_NODES, slice(None))
         assert agree(replayed.forward([part]), plain.forward([part]))
@@ -87,7 +87,7 @@ def test_tokens_drawn_on_the_device_take_the_place_of_the_hosts() -> None:
     prompts, steps = passes()
     for runner in (plain, replayed):
         runner.forward(prompts)
-    count = sum(len(part.known) + len(part.nodes.tokens) for part in steps)
+    count = sum(len(part.input_ids) + len(part.nodes.tokens) for part in steps)
     drawn = torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
     assert agree(replayed.run(Pass(build(steps, PAGE)), drawn), plain.run(Pass(build(steps, PAGE)), drawn))
     assert not agree(replayed.run(Pass(build(steps, PAGE)), drawn), replayed.forward(steps))

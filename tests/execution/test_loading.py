@@ -191,7 +191,7 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
         """Nodes see those of other branches that lie before them."""
         found = visible(batch, numbers, is_row_BQ, num_keys)
         (number,) = numbers
-        known, end = batch.num_known_B[number], batch.end_B[number]
+        known, end = batch.num_inputs_B[number], batch.end_B[number]
         size = num_keys - end
         found[0, known : known + size, end:] = np.tri(size, dtype=np.bool_)
         return found

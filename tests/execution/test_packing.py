@@ -10,7 +10,7 @@ import torch
 
 from engine.execution import packing
 from engine.execution.lean import LeanDecoder
-from engine.execution.packing import Product, choose_from, choose_sizes, pack, take_over
+from engine.execution.packing import PackedLinear, choose_from, choose_sizes, pack, take_over
 from engine.execution.probe import find_kv_shape, probe, probe_ways
 from engine.request import Speculation
 from tests.engine import tiny
@@ -68,7 +68,7 @@ def test_speculation_gives_the_plain_answer_on_packed_weights() -> None:
 def test_wrong_packed_numbers_keep_a_model_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packing._packed_linear
     monkeypatch.setattr(packing, "_packed_linear", lambda rows, packed, bias=None: right(rows, packed, bias) * 1.01)
-    products = [Product(torch.randn(16, 8))]
+    products = [PackedLinear(torch.randn(16, 8))]
     assert pack(products, "always") == 0
     assert products[0].weight.shape == (16, 8)
 
@@ -78,12 +78,12 @@ def test_without_the_operators_a_model_stays_plain(monkeypatch: pytest.MonkeyPat
         raise AttributeError("no such operator")
 
     monkeypatch.setattr(packing, "reorder", missing)
-    assert pack([Product(torch.randn(16, 8))], "always") == 0
+    assert pack([PackedLinear(torch.randn(16, 8))], "always") == 0
 
 
 @CPU
 def test_a_product_runs_plain_below_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = Product(torch.randn(16, 8), torch.randn(16))
+    product = PackedLinear(torch.randn(16, 8), torch.randn(16))
     expected = {n: product(torch.ones(1, n, 8)) for n in (3, 4)}
     product.pack(4)
     used = []
@@ -113,7 +113,7 @@ def test_from_how_many_rows_on_it_is_packed(gains: list[float], expected: int) -
 
 @CPU
 def test_measuring_chooses_something_that_agrees() -> None:
-    products = [Product(torch.randn(64, 32)) for _ in range(3)]
+    products = [PackedLinear(torch.randn(64, 32)) for _ in range(3)]
     plain = [product.weight.clone() for product in products]
     pack(products, "auto")
     rows = torch.randn(5, 32)
@@ -180,7 +180,7 @@ def test_few_rows_are_filled_up_where_that_is_faster(micros: list[int], filling:
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filled_up_rows_have_the_plain_numbers(dtype: torch.dtype) -> None:
-    product = Product(torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype))
+    product = PackedLinear(torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype))
     if not packing._is_supported(product.weight):
         pytest.skip(f"this processor does not pack {dtype}")
     rows = torch.randn(2, 4, 32).to(dtype)
@@ -195,7 +195,7 @@ def test_filled_up_rows_have_the_plain_numbers(dtype: torch.dtype) -> None:
 @CPU
 def test_memory_does_not_grow_with_the_numbers_of_rows_met() -> None:
     """Kernels for each of 500 numbers would take 250 MB."""
-    product = Product(torch.randn(1024, 64))
+    product = PackedLinear(torch.randn(1024, 64))
     pack([product], "always")
     rows = torch.ones(520, 64)
     product(rows)
@@ -213,14 +213,14 @@ def test_an_earlier_start_s_choices_are_used_again(tmp_path: Path, monkeypatch: 
     """As long as they make sense; what is new is measured and kept beside them."""
     measured: list[tuple[int, ...]] = []
 
-    def fastest(alike: Sequence[Product]) -> tuple[int, Sequence[int]]:
+    def fastest(alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
         measured.append(alike[0].shape)
         return 4, choose_sizes(dict.fromkeys((1, 2, 4, 5, 6, 8), 1.0), 0.0)
 
     monkeypatch.setattr(packing, "_fastest", fastest)
-    small, large = [Product(torch.ones(3, 2))], [Product(torch.ones(4, 2))]
+    small, large = [PackedLinear(torch.ones(3, 2))], [PackedLinear(torch.ones(4, 2))]
 
-    def choose(*all_alike: Sequence[Product]) -> list[tuple[int, Sequence[int]]]:
+    def choose(*all_alike: Sequence[PackedLinear]) -> list[tuple[int, Sequence[int]]]:
         choices = packing.Choices(str(tmp_path), pytest.fail)
         found = [choices.of(alike) for alike in all_alike]
         choices.keep()

@@ -97,8 +97,8 @@ class Server:
     def step(self) -> Work:
         """One step."""
         self.controller.choose(self.sequences)
-        branchings = {one.sequence_id: self.controller.branching(one) for one in self.sequences}
-        drafting = [branching for branching in branchings.values() if branching]
+        fanouts = {one.sequence_id: self.controller.fanout(one) for one in self.sequences}
+        drafting = [fanout for fanout in fanouts.values() if fanout]
         work = Work(rows=len(self.sequences), text=sum(len(one.tokens) for one in self.sequences))
         if drafting:
             shape = drafting[0][0], len(drafting[0])
@@ -107,15 +107,15 @@ class Server:
         self.controller.times.observe(work, draft_s, rest_s, self.machine.now)
         self.machine.now += draft_s + rest_s
         for one in self.sequences:
-            self._emit(one, branchings[one.sequence_id])
+            self._emit(one, fanouts[one.sequence_id])
         return work
 
-    def _emit(self, one: Sequence, branching: tuple[int, ...]) -> None:
+    def _emit(self, one: Sequence, fanout: tuple[int, ...]) -> None:
         """Each drafted token is accepted by chance, given those before it."""
-        rejected = np.flatnonzero(self._random.random(len(branching)) >= self.accepted[one.sequence_id])
-        count = int(rejected[0]) if len(rejected) else len(branching)
-        if branching:
-            self.controller.observe(one, branching[0], len(branching), count)
+        rejected = np.flatnonzero(self._random.random(len(fanout)) >= self.accepted[one.sequence_id])
+        count = int(rejected[0]) if len(rejected) else len(fanout)
+        if fanout:
+            self.controller.observe(one, fanout[0], len(fanout), count)
         self.num_tokens += count + 1
 
     def rate(self, num_steps: int) -> float:

@@ -126,7 +126,7 @@ def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None
     one = sequence(1)
     for _ in range(400):
         controller.choose([one], [(1, 1, 1)], text_beside=1)
-        assert controller.branching(one)
+        assert controller.fanout(one)
 
 
 # -- what it adapts to ------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
 def test_requests_whose_drafts_fail_decode_plainly_beside_others() -> None:
     server = Server(Machine(), {1: 0.95, 2: 0.0})
     server.run(80)
-    assert server.controller.branching(server.sequences[0])
-    assert not server.controller.branching(server.sequences[1])
+    assert server.controller.fanout(server.sequences[0])
+    assert not server.controller.fanout(server.sequences[1])
 
 
 def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_decoding() -> None:
@@ -201,7 +201,7 @@ def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
     for costs, drafts in ((FREE, True), (DEAR, False)):
         controller = controller_of(**costs)
         controller.choose([sequence(1)])
-        assert (controller.choice.shape != PLAIN) == drafts == bool(controller.branching(sequence(1)))
+        assert (controller.choice.shape != PLAIN) == drafts == bool(controller.fanout(sequence(1)))
         assert controller.reads == drafts
 
 
@@ -283,10 +283,10 @@ def test_shapes_stay_within_the_requests_own_limits() -> None:
     controller = controller_of(**FREE)
     one_chain, many = sequence(1, num_drafts=1), sequence(2)
     controller.choose([one_chain, many])
-    assert controller.branching(one_chain)[0] == 1
+    assert controller.fanout(one_chain)[0] == 1
     # Eight tokens, which the other's limits allow, are more than this one asked for.
-    assert controller.choice.shape[1] * controller.choice.shape[0] > 5 >= len(controller.branching(one_chain))
-    assert controller.branching(many)[0] > 1
+    assert controller.choice.shape[1] * controller.choice.shape[0] > 5 >= len(controller.fanout(one_chain))
+    assert controller.fanout(many)[0] > 1
 
 
 def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
@@ -343,8 +343,8 @@ def test_few_that_come_or_go_wait_for_the_next_choice() -> None:
     assert choose(requests)
     requests = [*requests[2:], sequence(100), sequence(101)]
     assert not choose(requests), "four of sixteen are others"
-    assert controller.branching(requests[0])
-    assert controller.branching(requests[-1]), "those that have come draft like the others"
+    assert controller.fanout(requests[0])
+    assert controller.fanout(requests[-1]), "those that have come draft like the others"
     assert choose(requests[1:]), "five"
     assert choose(requests[1:], ((1, 1),)), "what is beside them has changed"
     assert [choose(requests[2:], ((1, 1),)) for _ in range(8)] == [False] * 7 + [True], "after eight steps in any case"

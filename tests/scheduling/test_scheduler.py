@@ -89,7 +89,7 @@ class Traffic(RuleBasedStateMachine):
         assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
         assert bool(plan.rows) == bool(self.remaining), "work waits and no row was planned"
         for row in plan.rows:
-            assert row.known
+            assert row.input_ids
             capacity = len(row.block_ids) * BLOCK_SIZE
             assert capacity >= row.end + row.num_drafts * row.draft_length
         for outcome in self.scheduler.commit(plan, verdict(plan, accept, token)):
@@ -166,20 +166,20 @@ def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> Non
         speculation = Speculation(num_drafts=2, draft_length=2, adaptive=True)
         scheduler.submit(msgspec.structs.replace(asked, speculation=speculation))
     plan = scheduler.plan()
-    assert [len(row.known) for row in plan.rows] == [20, 300, 171]
-    assert not any(row.draft_known for row in plan.rows)
+    assert [len(row.input_ids) for row in plan.rows] == [20, 300, 171]
+    assert not any(row.draft_input_ids for row in plan.rows)
     scheduler.commit(plan, verdict(plan))
     whims.tell(2, 2)
     read = []
     while True:
         plan = scheduler.plan()
-        assert all(row.samples for row in plan.rows)
+        assert all(row.emits for row in plan.rows)
         assert plan.is_behind
         short, middle, long = sorted(plan.rows, key=lambda row: row.end)
-        read.append(tuple((len(row.draft_known), bool(row.branching)) for row in (short, middle, long)))
-        assert short.branching
+        read.append(tuple((len(row.draft_input_ids), bool(row.fanout)) for row in (short, middle, long)))
+        assert short.fanout
         scheduler.commit(plan, verdict(plan))
-        if long.branching:
+        if long.fanout:
             break
     # 64 tokens a step are caught up on together; who is no further behind than its part drafts at once.
     assert read[0] == ((21, True), (22, False), (22, False))
@@ -264,7 +264,7 @@ def test_a_long_prompt_rides_along_in_chunks() -> None:
     scheduler.submit(request("long", 70, 4))
     for _ in range(4):
         plan = scheduler.plan()
-        assert [row.samples for row in plan.rows] == [True, False]
+        assert [row.emits for row in plan.rows] == [True, False]
         assert sum(row.num_tokens for row in plan.rows) <= 16
         scheduler.commit(plan, verdict(plan))
 
@@ -292,9 +292,9 @@ def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
     scheduler.commit(plan := scheduler.plan(), verdict(plan))
     scheduler.submit(request("short", 10, 4, first=1000))
     steps = 0
-    while not any(row.samples and row.end == 10 for row in plan.rows):
+    while not any(row.emits and row.end == 10 for row in plan.rows):
         scheduler.commit(plan := scheduler.plan(), verdict(plan))
-        assert any(not row.samples for row in plan.rows), "the long prompt stands still"
+        assert any(not row.emits for row in plan.rows), "the long prompt stands still"
         steps += 1
     assert steps <= 3
 
@@ -312,7 +312,7 @@ def test_a_short_prompt_does_not_wait_for_several_long_ones() -> None:
     answered: set[str] = set()
     for _ in range(3):
         plan = scheduler.plan()
-        assert sum(not row.samples for row in plan.rows) == 2, "a long prompt stands still"
+        assert sum(not row.emits for row in plan.rows) == 2, "a long prompt stands still"
         answered |= {outcome.request_id for outcome in scheduler.commit(plan, verdict(plan))}
     assert "short" in answered, "the short prompt waits"
 
@@ -330,7 +330,7 @@ def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
         ended = False
         for _ in range(200):
             plan = scheduler.plan()
-            assert sum(len(row.known) for row in plan.rows if len(row.known) > 1) <= 40
+            assert sum(len(row.input_ids) for row in plan.rows if len(row.input_ids) > 1) <= 40
             ended = ended or any(o.request_id == "again" for o in scheduler.commit(plan, verdict(plan)))
         assert ended, "the request was never served"
 
@@ -359,12 +359,12 @@ def test_prompt_tokens_are_limited_while_others_decode() -> None:
     config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_prompt_tokens=10)
     scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
     scheduler.submit(request("alone", 100, 40))
-    assert [len(row.known) for row in scheduler.plan().rows] == [64]
+    assert [len(row.input_ids) for row in scheduler.plan().rows] == [64]
     scheduler.commit(scheduler.last_plan, verdict(scheduler.last_plan))
     while not scheduler.last_plan.sampling_rows:
         scheduler.commit(plan := scheduler.plan(), verdict(plan))
     scheduler.submit(request("beside", 100, 4, first=1000))
-    assert sorted(len(row.known) for row in scheduler.plan().rows) == [1, 10]
+    assert sorted(len(row.input_ids) for row in scheduler.plan().rows) == [1, 10]
 
 
 def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
@@ -377,7 +377,7 @@ def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
     for _ in range(16_384 // 512):
         plan = scheduler.plan()
         assert len(plan.sampling_rows) >= 4, "somebody waits for the long prompt"
-        assert sum(len(row.known) for row in plan.rows if not row.samples) <= 512
+        assert sum(len(row.input_ids) for row in plan.rows if not row.emits) <= 512
         scheduler.commit(plan, verdict(plan))
 
 
@@ -453,7 +453,7 @@ def drafted(scheduler: Scheduler, steps: int) -> list[tuple[int, int, int]]:
     seen = []
     for _ in range(steps):
         plan = scheduler.plan()
-        seen += [(row.draft_first_index, len(row.draft_known), row.draft_start) for row in plan.rows]
+        seen += [(row.draft_first_index, len(row.draft_input_ids), row.draft_start) for row in plan.rows]
         scheduler.commit(plan, verdict(plan))
     return seen
 

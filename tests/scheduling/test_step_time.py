@@ -18,18 +18,18 @@ from tests.scheduling.machine import Machine, chains
 USUAL = chains(1, (1, 3))
 
 
-def row(number: int = 0, known: int = 1, draft_known: int = 0, first_index: int = 10, **more: object) -> Row:
+def row(number: int = 0, input_ids: int = 1, draft_input_ids: int = 0, first_index: int = 10, **more: object) -> Row:
     fields: dict[str, object] = {
         "sequence_id": number,
-        "known": (0,) * known,
+        "input_ids": (0,) * input_ids,
         "first_index": first_index,
-        "draft_known": (0,) * draft_known,
+        "draft_input_ids": (0,) * draft_input_ids,
         "draft_first_index": first_index,
         "block_ids": (),
-        "samples": True,
+        "emits": True,
         "sampling": Sampling(),
         "speculation": Speculation(),
-        "branching": (),
+        "fanout": (),
     }
     return Row(**(fields | more))  # type: ignore[arg-type]
 
@@ -54,11 +54,11 @@ def errors(times: StepTimes, machine: Machine, works: list[Work]) -> np.ndarray:
 def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
     plan = Plan(
         (
-            row(0, draft_known=2, branching=(2, 1, 1)),
-            row(1, draft_known=1, branching=(2, 1, 1)),
+            row(0, draft_input_ids=2, fanout=(2, 1, 1)),
+            row(1, draft_input_ids=1, fanout=(2, 1, 1)),
             row(2, first_index=40),
-            row(3, known=30, draft_known=30, first_index=100, samples=False),
-            row(4, known=5, draft_known=5, first_index=0, branching=(2, 1, 1)),
+            row(3, input_ids=30, draft_input_ids=30, first_index=100, emits=False),
+            row(4, input_ids=5, draft_input_ids=5, first_index=0, fanout=(2, 1, 1)),
         )
     )
     assert Work.of(plan) == Work(
@@ -73,8 +73,8 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
         shape=(2, 3),
     )
     assert Work.of(Plan((row(),))) == Work(rows=1, text=11) == Work.of(Plan((row(),))).plain
-    assert Work.of(Plan((row(branching=(1,)), row(branching=(1, 1))))).shape == MIXED
-    assert Work.of(Plan((row(branching=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
+    assert Work.of(Plan((row(fanout=(1,)), row(fanout=(1, 1))))).shape == MIXED
+    assert Work.of(Plan((row(fanout=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
     copied = Work.of(Plan((row(copies=(Copy("lookup", (1, 2, 3)),)),)))
     assert (copied.nodes, copied.drafting, copied.passes, copied.shape) == (3, 1, (), MIXED)
 

@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 import numpy as np
 
 from engine.analysis.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
-from engine.plan import TargetLayer
+from engine.plan import TargetShift
 from engine.speculation.verification import RULES
 
 Law = dict[Path, float]
@@ -74,7 +74,7 @@ def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "a
     return Model(target, draft, vocabulary, length)
 
 
-def from_prefix(world: Model, prefix: Path, length: int, layers: tuple[TargetLayer, ...] = ()) -> Model:
+def from_prefix(world: Model, prefix: Path, length: int, layers: tuple[TargetShift, ...] = ()) -> Model:
     """What a step that begins after `prefix` sees."""
 
     def below(rows: Rows) -> dict[Path, np.ndarray]:
@@ -91,11 +91,11 @@ def stream_law(world: Model, step: Step, num_tokens: int, length: int) -> Law:
     """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1 positions."""
     law: Law = defaultdict(float)
 
-    def go_on(prefix: Path, layers: tuple[TargetLayer, ...], probability: float) -> None:
+    def go_on(prefix: Path, layers: tuple[TargetShift, ...], probability: float) -> None:
         if len(prefix) >= num_tokens:
             law[prefix[:num_tokens]] += probability
             return
-        ends: dict[tuple[Path, tuple[TargetLayer, ...]], float] = defaultdict(float)
+        ends: dict[tuple[Path, tuple[TargetShift, ...]], float] = defaultdict(float)
         for outcome in step(from_prefix(world, prefix, length, layers)):
             ends[(*prefix, *outcome.accepted, outcome.next_token), outcome.layers] += outcome.probability
         for (emitted, after), share in ends.items():

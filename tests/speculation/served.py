@@ -20,7 +20,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from engine.analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
-from engine.plan import TargetLayer
+from engine.plan import TargetShift
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers, children
 from engine.speculation.theory import Law
 from engine.speculation.verification import ChainVerdict, Verify
@@ -64,29 +64,29 @@ class Kind:
 
     world: Model
     """Laws of every prefix that several steps can reach."""
-    branching: tuple[int, ...]
+    fanout: tuple[int, ...]
     """Children of every drawn node by depth; empty when nothing is drawn."""
     method: str = "iid"
     start: Path = ()
     """Text of the world that the requests continue."""
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold from there on."""
 
     @property
     def num_chains(self) -> int:
-        return prod(self.branching)
+        return prod(self.fanout)
 
     @property
     def length(self) -> int:
-        return len(self.branching)
+        return len(self.fanout)
 
     def outcomes(self, rule: str, dtype: torch.dtype) -> list[Outcome]:
         """Every way the first step can end."""
         model = replace(from_prefix(self.world, self.start, self.length, self.layers), dtype=dtype)
-        if not self.branching:
+        if not self.fanout:
             law = model.law(model.target, ())
             return [Outcome((), token, float(law[token])) for token in range(model.vocabulary)]
-        return rule_outcomes(rule, model, self.branching, self.method)
+        return rule_outcomes(rule, model, self.fanout, self.method)
 
     def is_enumerable(self, rule: str) -> bool:
         """Whether the enumeration knows the kind's drafts.
@@ -99,7 +99,7 @@ class Kind:
             return False
         return self.method == "iid" or all(
             self._is_definite(np.sort(self.world.draft[self.start + path])[::-1], count)
-            for depth, count in enumerate(self.branching)
+            for depth, count in enumerate(self.fanout)
             for path in self.world.paths(depth)
         )
 
@@ -110,7 +110,7 @@ class Kind:
     @property
     def _widths(self) -> list[int]:
         """Nodes by depth."""
-        return [prod(self.branching[: depth + 1]) for depth in range(self.length)]
+        return [prod(self.fanout[: depth + 1]) for depth in range(self.length)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Batch:
             if bool(mine.any()):
                 chain_RK = first_B[mine].unsqueeze(1) + torch.arange(kind.num_chains)
                 self._draw(kind, chain_RK, node_B[mine], tokens_CL, leads_CL, node_CX)
-        is_tree = any(count > 1 for kind in self.kinds for count in kind.branching[1:])
+        is_tree = any(count > 1 for kind in self.kinds for count in kind.fanout[1:])
         shape = (len(request_B), int(count_B.max()))
         chains = Chains(
             tokens_CL,
@@ -243,7 +243,7 @@ class Batch:
         """Level by level; a chain leads a node when it is the first of those below it."""
         node_RW = node_R.unsqueeze(1)
         node_CX[chain_RK, 0] = node_RW
-        for depth, count in enumerate(kind.branching):
+        for depth, count in enumerate(kind.fanout):
             uniform = torch.from_numpy(self.chance.random((node_RW.numel(), count)))
             method = kind.method if count > 1 else "iid"
             token_RW = children(method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(len(node_R), -1)

@@ -21,7 +21,7 @@ from engine.analysis.enumeration import (
     race,
     rule_outcomes,
 )
-from engine.plan import TargetLayer
+from engine.plan import TargetShift
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
 from engine.speculation.layers import effective_laws
@@ -104,7 +104,7 @@ def test_golden_theory_of_blocks(case: dict) -> None:
 def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) -> None:
     """Forced trajectories through several windows: active layers, effective rows and residuals."""
     target, draft = golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q")
-    layers: tuple[TargetLayer, ...] = ()
+    layers: tuple[TargetShift, ...] = ()
     for step in case["steps"]:
         prefix, accepted, token = tuple(step["prefix"]), tuple(step["accepted"]), step["residual_token"]
         assert [len(prefix) + layer.remaining for layer in layers] == [a["end"] for a in step["active_layers"]]
@@ -138,10 +138,10 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
         np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=precision)
         after = layers_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
         rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
-        layers = tuple(TargetLayer(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
+        layers = tuple(TargetShift(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
 
 
-def layer_tensors(layers: tuple[TargetLayer, ...]) -> Layers | None:
+def layer_tensors(layers: tuple[TargetShift, ...]) -> Layers | None:
     if not layers:
         return None
     return Layers(

@@ -100,9 +100,9 @@ def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: 
         assert found.p_value > ALPHA
 
 
-def with_layers(rule: str, branching: tuple[int, ...], world: int, num_blocks: int) -> Kind:
+def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int) -> Kind:
     """Requests that are inside the windows of earlier blocks, each of which refused what it could."""
-    kind = Kind(WORLDS[4][world], branching)
+    kind = Kind(WORLDS[4][world], fanout)
     for _ in range(num_blocks):
 
         def left(outcome: Outcome) -> tuple[int, float]:
@@ -110,8 +110,8 @@ def with_layers(rule: str, branching: tuple[int, ...], world: int, num_blocks: i
 
         # What a block of no accepted token leaves holds longest.
         model = from_prefix(kind.world, kind.start, kind.length, kind.layers)
-        last = max((o for o in outcomes_of(rule, model, branching[0]) if not o.accepted), key=left)
-        kind = Kind(WORLDS[4][world], branching, start=(*kind.start, last.next_token), layers=last.layers)
+        last = max((o for o in outcomes_of(rule, model, fanout[0]) if not o.accepted), key=left)
+        kind = Kind(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), layers=last.layers)
     assert len(kind.layers) == num_blocks
     return kind
 

@@ -41,16 +41,14 @@ WORLD = small_world("generic", VOCABULARY, 11)
 COPIES = (Copy("prediction", (0, 1, 2)), Copy("prompt_lookup", (0, 2)), Copy("prompt_lookup", (3,)))
 
 
-def drafts(rule: str, *branching: int, **more: Any) -> dict[str, Any]:
+def drafts(rule: str, *fanout: int, **more: Any) -> dict[str, Any]:
     """A row's fields: children by depth as a tree where a node below the root has several."""
-    tree = branching if max(branching[1:], default=1) > 1 else ()
-    speculation = Speculation(
-        rule=rule, num_drafts=int(np.prod(branching)), draft_length=len(branching), tree=tree, **more
-    )
-    return {"speculation": speculation, "branching": branching}
+    tree = fanout if max(fanout[1:], default=1) > 1 else ()
+    speculation = Speculation(rule=rule, num_drafts=int(np.prod(fanout)), draft_length=len(fanout), tree=tree, **more)
+    return {"speculation": speculation, "fanout": fanout}
 
 
-OFF = {"speculation": Speculation(), "branching": ()}
+OFF = {"speculation": Speculation(), "fanout": ()}
 ROWS: dict[str, dict[str, Any]] = {
     "bv_race with copies": {**drafts("bv_race", 2, 1), "copies": COPIES},
     "block": drafts("block", 1, 1, 1),
@@ -90,7 +88,7 @@ class LookedUp:
                 above = [paths[i] for i in np.flatnonzero(part.nodes.ancestry[number, :cached])]
                 paths.append((*max(above, key=len, default=()), next(tokens)))
                 assert len(paths[-1]) == part.nodes.depths[number]
-            seen: list[Path] = [()] * len(part.known) + paths[cached:]
+            seen: list[Path] = [()] * len(part.input_ids) + paths[cached:]
             wanted += seen[part.wanted]
         return logarithms(self.world.draft, wanted)
 
@@ -104,12 +102,12 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
     more = {**fields, "sampling": Sampling(seed=number, **fields.get("sampling", {}))}
     return Row(
         sequence_id=number,
-        known=(0,),
+        input_ids=(0,),
         first_index=END - 1,
-        draft_known=(0,) if fields["branching"] else (),
+        draft_input_ids=(0,) if fields["fanout"] else (),
         draft_first_index=END - 1,
         block_ids=(number,),
-        samples=True,
+        emits=True,
         **more,
     )
 

@@ -1,10 +1,11 @@
-"""How far the draft model is behind a text, and how it catches up.
+"""Draft prefill: how far the draft model is behind a text, and how it catches up.
 
-Requests that draft what they ask for are never far behind: the draft model reads their prompts along, and they begin
-behind no more of a cached prefix than it catches up on in a step. Of those that the controller decides about it reads
-nothing while plain decoding is chosen (of short answers to long prompts, prompts are most of the work). Where drafting
-is chosen again, a step catches up on a bounded number of tokens: who is no further behind than its part of them drafts
-at once, the others decode plainly while the draft model reads a piece of their text in every step.
+The draft model needs K/V of a text before it can draft from it. Requests with a shape of their own are never far
+behind: the draft model reads their prompts together with the target, and they start from a cached prefix only as far
+as the draft model can catch up in one step. For adaptive requests the draft model reads nothing while plain decoding is
+chosen, because with long prompts and short answers that reading would be most of the work. When drafting is chosen
+again, a step reads a bounded number of tokens. A request that is behind by no more than its share drafts at once; the
+others decode plainly, and the draft model reads a chunk of their text in every step.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterable
 from engine.config import SchedulerConfig
 from engine.scheduling.sequence import Sequence
 
-# Tokens of a text that the draft model reads in a step at least, where it catches up: more than a plain step adds.
+# Least tokens of a text that the draft model reads in a step while it catches up: more than a plain step adds.
 _LEAST_READ = 4
 
 
-class CatchingUp:
-    """What the draft model reads beside what is drafted from at once."""
+class DraftPrefill:
+    """How many tokens the draft model reads of texts that nothing is drafted from yet."""
 
     def __init__(self, config: SchedulerConfig, draft_window: int) -> None:
         budget = config.max_num_batched_tokens
@@ -30,7 +31,7 @@ class CatchingUp:
         self._share = self.most_lag
 
     @property
-    def piece(self) -> int:
+    def chunk(self) -> int:
         """Tokens that it catches up on in a step in which a request drafts nothing."""
         return max(_LEAST_READ, self._share)
 
@@ -48,7 +49,7 @@ class CatchingUp:
 
     def to_read(self, sequence: Sequence) -> int:
         """Prompt tokens it reads for a request that drafts."""
-        missing = len(sequence.request.prompt_token_ids) - max(0, sequence.num_cached)
+        missing = len(sequence.request.prompt_token_ids) - sequence.num_cached
         return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
     def most_cached(self, sequence: Sequence, num_drafted: int) -> int:
