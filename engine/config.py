@@ -137,8 +137,8 @@ class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):
     trees: bool = False
     """Whether nodes below the root may have several children; else chains must be independent."""
     changes_targets: bool = False
-    """Whether its steps change the targets of later positions (`speculation/layers.py`): then the draft law below a
-    text must stay what it was, and no copied chains may come before the rule's own."""
+    """Whether its steps change the targets of later positions (`speculation/target_shift.py`): the draft law below a
+    text must then stay what it was, and no copied chains may come before the rule's own."""
     max_vocabulary: int | None = None
     """Largest vocabulary it can be computed for; None is no limit."""
 

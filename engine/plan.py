@@ -34,7 +34,7 @@ def level_widths(fanout: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TargetShift:
-    """A change of the target law that an earlier step of the sequence left behind (`speculation.layers`)."""
+    """A change of the target law that an earlier step of the sequence left behind (`speculation.target_shift`)."""
 
     remaining: int
     """For how many positions, from the next token on, it holds."""
@@ -88,7 +88,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Children of every drawn node by depth; empty when nothing is drawn."""
     copies: tuple[Copy, ...] = ()
     """Chains beside the drawn ones."""
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold for this step, oldest first."""
     text: Text | None = None
     """Set when the law depends on it."""
@@ -182,7 +182,7 @@ class Emission:
     """How many of the accepted tokens the draft model has K/V of."""
     copied: tuple[DrafterCount, ...] = ()
     """What the copied chains gave."""
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold after these tokens, oldest first."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at the first position; None where it was not observed."""

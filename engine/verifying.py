@@ -26,7 +26,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.gap import acceptance_gap
-from engine.speculation.layers import apply_layers
+from engine.speculation.target_shift import apply_shifts
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
@@ -194,9 +194,9 @@ def observe_gap(
     mine = to_device(np.flatnonzero(draft.layout.request_C == number), p_1V.device)
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()
-    if chains.layers is not None:
+    if chains.shifts is not None:
         nowhere = torch.zeros_like(mine[:1])
-        p_1V, _ = apply_layers(p_1V, q_1V, chains.layers.select(nowhere), nowhere, nowhere)
+        p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(nowhere), nowhere, nowhere)
     apart = row.num_drafts // row.fanout[0]
     gap = acceptance_gap(
         speculation.rule,
@@ -302,8 +302,8 @@ def _name_of(row: Row) -> str:
 
 def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:
     """The verdict of one rule on the host, behind the copied tokens; `chosen` are the task's chains the rule saw."""
-    layers = _layers(verdict)
-    bias = [0.0] * len(layers) if verdict.bias_B is None else verdict.bias_B.tolist()
+    shifts = _shifts(verdict)
+    bias = [0.0] * len(shifts) if verdict.bias_B is None else verdict.bias_B.tolist()
     # The one place of a step where the verdict comes to the host.
     verdicts = torch.stack([verdict.chain_B, verdict.accepted_B, verdict.next_token_B]).tolist()
     for i, (local_chain, accepted, next_token) in enumerate(zip(*verdicts, strict=True)):
@@ -324,7 +324,7 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdi
                 # The draft model never ran on the last token of a chain.
                 num_draft_kept=min(accepted, num_draft_kept),
                 copied=() if followed is None else _copied(row, tree, followed),
-                layers=layers[i],
+                shifts=shifts[i],
                 bias=bias[i],
             ),
         )
@@ -342,13 +342,13 @@ def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
     return tuple(counts)
 
 
-def _layers(verdict: ChainVerdict) -> list[tuple[TargetShift, ...]]:
-    """The layers that still hold, by request."""
-    if verdict.layers is None:
+def _shifts(verdict: ChainVerdict) -> list[tuple[TargetShift, ...]]:
+    """The shifts that still hold, by request."""
+    if verdict.shifts is None:
         return [()] * len(verdict.chain_B)
     remaining, states, counts = (
         tensor.tolist()
-        for tensor in (verdict.layers.remaining_CM, verdict.layers.state_CM4, verdict.layers.num_chains_CM)
+        for tensor in (verdict.shifts.remaining_CM, verdict.shifts.state_CM4, verdict.shifts.num_chains_CM)
     )
     return [
         tuple(TargetShift(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.plan import TargetShift
-from engine.speculation.drafting import Chains, LawTable, Layers
-from engine.speculation.layers import effective_laws
+from engine.speculation.drafting import Chains, LawTable, TargetShifts
+from engine.speculation.target_shift import effective_laws
 from engine.speculation.theory import Law, top_tokens
 from engine.speculation.verification import RULES
 from engine.speculation.verification.block import blocks
@@ -53,7 +53,7 @@ class Outcome:
     """Interval on which the score of the score race is uniform."""
     path: Path = ()
     """The whole drafted chain, where the outcome belongs to one."""
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold afterwards."""
 
 
@@ -65,7 +65,7 @@ class Model:
     draft: Rows
     vocabulary: int
     length: int
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold from the root on."""
     dtype: torch.dtype = torch.float64
     """What the rules get their laws in; a serving engine has float32."""
@@ -99,8 +99,8 @@ class EveryChain:
     chains: Chains
     plain: LawTable
     target: LawTable
-    """`plain` with the layers applied."""
-    by_depth: list[Layers]
+    """`plain` with the shifts applied."""
+    by_depth: list[TargetShifts]
     paths: list[Path]
 
     @staticmethod
@@ -122,7 +122,7 @@ class EveryChain:
             torch.full((len(paths),), model.length),
             request_C,
             LawTable(model.rows(model.draft, inner), node_CX[:, : model.length]),
-            layers=_layers(model, len(paths)),
+            shifts=_shifts(model, len(paths)),
         )
         plain = LawTable(model.rows(model.target, prefixes), node_CX)
         target, by_depth = effective_laws(chains, plain)
@@ -133,13 +133,13 @@ class EveryChain:
         return torch.full_like(self.chains.length_C, depth)
 
 
-def _layers(model: Model, count: int) -> Layers | None:
-    if not model.layers:
+def _shifts(model: Model, count: int) -> TargetShifts | None:
+    if not model.shifts:
         return None
-    remaining = torch.tensor([layer.remaining for layer in model.layers])
-    states = torch.tensor([layer.state for layer in model.layers], dtype=torch.float64)
-    num_chains = torch.tensor([layer.num_chains for layer in model.layers])
-    return Layers(remaining.expand(count, -1), states.expand(count, -1, -1), num_chains.expand(count, -1))
+    remaining = torch.tensor([shift.remaining for shift in model.shifts])
+    states = torch.tensor([shift.state for shift in model.shifts], dtype=torch.float64)
+    num_chains = torch.tensor([shift.num_chains for shift in model.shifts])
+    return TargetShifts(remaining.expand(count, -1), states.expand(count, -1, -1), num_chains.expand(count, -1))
 
 
 def stop_law(accept_CL: Tensor) -> Tensor:
@@ -238,18 +238,18 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[Outcom
     stop = stop_law(known.accept_CL)
     outcomes = []
     for tau in range(every.model.length + 1):
-        for token, law, layers in _greedy_ends(every, known, count_C, tau):
+        for token, law, shifts in _greedy_ends(every, known, count_C, tau):
             for i, path in enumerate(every.paths):
                 probability = selected[path] * float(stop[i, tau] * law[i, token])
                 if probability > 0:
-                    outcomes.append(Outcome(path[:tau], token, probability, path=path, layers=layers[i]))
+                    outcomes.append(Outcome(path[:tau], token, probability, path=path, shifts=shifts[i]))
     return outcomes
 
 
 def _greedy_ends(
     every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
 ) -> Iterator[tuple[int, Tensor, list[tuple[TargetShift, ...]]]]:
-    """(next token, its law by chain, the layers it leaves by chain) after `tau` accepted tokens."""
+    """(next token, its law by chain, the shifts it leaves by chain) after `tau` accepted tokens."""
     tau_C = every.depth(tau)
     selection = selection_at(every.chains, every.target, known, count_C, tau_C)
     law = _normalised(next_token_weights(every.chains, selection, tau_C))
@@ -257,8 +257,8 @@ def _greedy_ends(
         token_C = torch.full_like(tau_C, token)
         after = layers_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
         rows = zip(after.remaining_CM.tolist(), after.state_CM4.tolist(), after.num_chains_CM.tolist(), strict=True)
-        layers = [tuple(TargetShift(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
-        yield token, law, layers
+        shifts = [tuple(TargetShift(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
+        yield token, law, shifts
 
 
 def draft_tuples(method: str, q: Law, count: int) -> Tuples:
@@ -370,7 +370,7 @@ def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list
 
 
 def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -> list[Outcome]:
-    """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by layers only where it
+    """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by shifts only where it
     leaves any."""
     verify = RULES[name].verify
     if isinstance(verify, TopDown):

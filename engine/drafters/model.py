@@ -21,7 +21,7 @@ from engine.plan import Plan, Row, level_widths
 from engine.sampling.edits import Place, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.stable import race, winners_only
-from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, Layers, children
+from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, TargetShifts, children
 
 
 class ModelDrafter:
@@ -55,7 +55,7 @@ class ModelDrafter:
             layout.request,
             LawTable(law_NV, layout.law_row_CL),
             layout.leads_CL,
-            _layers(rows, layout, self.device),
+            _shifts(rows, layout, self.device),
             layout.shape,
         )
         return Draft(layout, chains, merge(plan, layout, tokens_CL), parameters, noise)
@@ -184,16 +184,16 @@ def _race_stable(rows: Sequence[Row], level: Level, depth: int, law_NV: Tensor, 
     return order_NV
 
 
-def _layers(rows: Sequence[Row], layout: Layout, device: torch.device) -> Layers | None:
-    """The rows' pending target layers, by chain."""
-    most = max(len(row.layers) for row in rows)
+def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> TargetShifts | None:
+    """The rows' pending target shifts, by chain."""
+    most = max(len(row.shifts) for row in rows)
     if not most:
         return None
     remaining_RM, count_RM = np.zeros((len(rows), most), dtype=np.int64), np.ones((len(rows), most), dtype=np.int64)
     state_RM4 = np.zeros((len(rows), most, 4))
     for i, row in enumerate(rows):
-        for j, layer in enumerate(row.layers):
-            remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = layer.remaining, layer.num_chains, layer.state
+        for j, shift in enumerate(row.shifts):
+            remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = shift.remaining, shift.num_chains, shift.state
     index_C = layout.request_C
     parts = (to_device(array[index_C], device) for array in (remaining_RM, state_RM4, count_RM))
-    return Layers(*parts)
+    return TargetShifts(*parts)

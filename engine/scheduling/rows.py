@@ -105,7 +105,7 @@ def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
         speculation=request.speculation,
         fanout=part.fanout,
         copies=part.copies,
-        layers=sequence.layers,
+        shifts=sequence.shifts,
         text=_text_of(sequence, eos_token_ids) if part.emits else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,

@@ -362,7 +362,7 @@ class Scheduler:
         # The last token's K/V is computed with what follows it, also where an accepted draft has been the last.
         sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
         sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
-        sequence.layers = emission.layers
+        sequence.shifts = emission.shifts
         if finish_reason is not None:
             self._finish(sequence)
         return Outcome(

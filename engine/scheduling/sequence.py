@@ -28,7 +28,6 @@ class Sequence:
         "fanout",
         "grammar",
         "last_step",
-        "layers",
         "num_cached",
         "num_draft_computed",
         "num_drafted_blocks",
@@ -39,6 +38,7 @@ class Sequence:
         "request",
         "sequence_id",
         "shares_blocks",
+        "shifts",
         "tokens",
     )
 
@@ -69,7 +69,7 @@ class Sequence:
         self._drafts_taken = self._drafts_expected = 0.0
         self.last_step = -1
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.layers: tuple[TargetShift, ...] = ()
+        self.shifts: tuple[TargetShift, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = 0.0
         """How long it waited for its first admission."""

@@ -106,18 +106,18 @@ class LawTable:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Pending changes of the target law (`layers.py`), M of them per chain, oldest first."""
+class TargetShifts:
+    """Pending changes of the target law (`shifts.py`), M of them per chain, oldest first."""
 
     remaining_CM: Tensor
-    """A layer holds at the nodes of depth below this (the root has depth 0); 0 pads."""
+    """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""
     state_CM4: Tensor
     """State at the root: float64."""
     num_chains_CM: Tensor
 
-    def select(self, index: Tensor) -> Layers:
-        """The layers of the chains at `index`."""
-        return Layers(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
+    def select(self, index: Tensor) -> TargetShifts:
+        """The shifts of the chains at `index`."""
+        return TargetShifts(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Chains:
     """The laws the tokens were drawn from."""
     leads_CL: Tensor | None = None
     """Whether the chain is the first through its node of each depth; None where no two chains share a draw."""
-    layers: Layers | None = None
+    shifts: TargetShifts | None = None
     """Changes of the target law that earlier steps left behind, by chain; None where there are none."""
     shape: tuple[int, int] | None = None
     """(requests, most chains of one), where all of a step's requests are here and the host knows it."""
@@ -156,7 +156,7 @@ class Chains:
             self.request_C[index],
             self.draft.select(index),
             None if self.leads_CL is None else self.leads_CL[index],
-            None if self.layers is None else self.layers.select(index),
+            None if self.shifts is None else self.shifts.select(index),
         )
 
 

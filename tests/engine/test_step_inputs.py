@@ -137,7 +137,7 @@ class Checked:
                 self.same(target.law_NV[target.row_CX[first + chain, : length + 1]], p)
                 self.numbers(noise, row, first + chain, chain)
             self.tokens_are_drawn(draft, row, first)
-            self.layers(draft, row, mine)
+            self.shifts(draft, row, mine)
             self.tree(draft, row, number, tokens)
             self.emission(draft, row, number, winner)
             if not row.copies:
@@ -224,20 +224,20 @@ class Checked:
         return self.race(reference(edited.astype(np.float64), row.sampling), row, len(path))
 
     @staticmethod
-    def layers(draft: Draft, row: Row, mine: slice) -> None:
-        layers = draft.chains.layers
-        if layers is None:
-            assert not row.layers
+    def shifts(draft: Draft, row: Row, mine: slice) -> None:
+        shifts = draft.chains.shifts
+        if shifts is None:
+            assert not row.shifts
             return
-        assert layers.remaining_CM.dtype == layers.num_chains_CM.dtype == torch.int64
+        assert shifts.remaining_CM.dtype == shifts.num_chains_CM.dtype == torch.int64
         for remaining, states, counts in zip(
-            layers.remaining_CM[mine].tolist(),
-            layers.state_CM4[mine].tolist(),
-            layers.num_chains_CM[mine].tolist(),
+            shifts.remaining_CM[mine].tolist(),
+            shifts.state_CM4[mine].tolist(),
+            shifts.num_chains_CM[mine].tolist(),
             strict=True,
         ):
             found = [(r, tuple(s), n) for r, s, n in zip(remaining, states, counts, strict=True) if r]
-            assert found == [(layer.remaining, tuple(layer.state), layer.num_chains) for layer in row.layers]
+            assert found == [(shift.remaining, tuple(shift.state), shift.num_chains) for shift in row.shifts]
 
     @staticmethod
     def tree(draft: Draft, row: Row, number: int, tokens: list[list[int]]) -> None:
@@ -279,12 +279,12 @@ class Checked:
         alone = verify(chains.select(index), target.select(index), noise.select(index))
         rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
         tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
-        emission, layers = winner.emission, alone.layers
+        emission, shifts = winner.emission, alone.shifts
         assert (list(emission.accepted), emission.next_token) == (tokens, int(alone.next_token_B[0]))
         assert emission.bias == (0.0 if alone.bias_B is None else float(alone.bias_B[0]))
-        parts = () if layers is None else (layers.remaining_CM[0], layers.state_CM4[0], layers.num_chains_CM[0])
+        parts = () if shifts is None else (shifts.remaining_CM[0], shifts.state_CM4[0], shifts.num_chains_CM[0])
         left = [(r, tuple(s), n) for r, s, n in zip(*(part.tolist() for part in parts), strict=True) if r]
-        assert [(one.remaining, one.state, one.num_chains) for one in emission.layers] == left
+        assert [(one.remaining, one.state, one.num_chains) for one in emission.shifts] == left
 
     @staticmethod
     def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
@@ -316,7 +316,7 @@ class Checked:
         p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
         self.texts[row.sequence_id] += [*new.accepted, new.next_token]
         assert new == dataclasses.replace(old, gap=new.gap)
-        if not row.layers:
+        if not row.shifts:
             expected = acceptance_gap(row.speculation.rule, method_of(row), p, q, drawn)
             assert new.gap == (expected if expected is None else pytest.approx(expected, abs=1e-4))
         self.seen["gap"] += 1

@@ -74,7 +74,7 @@ def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "a
     return Model(target, draft, vocabulary, length)
 
 
-def from_prefix(world: Model, prefix: Path, length: int, layers: tuple[TargetShift, ...] = ()) -> Model:
+def from_prefix(world: Model, prefix: Path, length: int, shifts: tuple[TargetShift, ...] = ()) -> Model:
     """What a step that begins after `prefix` sees."""
 
     def below(rows: Rows) -> dict[Path, np.ndarray]:
@@ -84,20 +84,20 @@ def from_prefix(world: Model, prefix: Path, length: int, layers: tuple[TargetShi
                 found[path] = np.asarray(rows[prefix + path])
         return found
 
-    return Model(below(world.target), below(world.draft), world.vocabulary, length, layers)
+    return Model(below(world.target), below(world.draft), world.vocabulary, length, shifts)
 
 
 def stream_law(world: Model, step: Step, num_tokens: int, length: int) -> Law:
     """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1 positions."""
     law: Law = defaultdict(float)
 
-    def go_on(prefix: Path, layers: tuple[TargetShift, ...], probability: float) -> None:
+    def go_on(prefix: Path, shifts: tuple[TargetShift, ...], probability: float) -> None:
         if len(prefix) >= num_tokens:
             law[prefix[:num_tokens]] += probability
             return
         ends: dict[tuple[Path, tuple[TargetShift, ...]], float] = defaultdict(float)
-        for outcome in step(from_prefix(world, prefix, length, layers)):
-            ends[(*prefix, *outcome.accepted, outcome.next_token), outcome.layers] += outcome.probability
+        for outcome in step(from_prefix(world, prefix, length, shifts)):
+            ends[(*prefix, *outcome.accepted, outcome.next_token), outcome.shifts] += outcome.probability
         for (emitted, after), share in ends.items():
             go_on(emitted, after, probability * share)
 

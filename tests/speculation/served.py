@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
 from engine.plan import TargetShift
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers, children
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts, children
 from engine.speculation.theory import Law
 from engine.speculation.verification import ChainVerdict, Verify
 from tests.engine.tiny import DEVICE
@@ -69,7 +69,7 @@ class Kind:
     method: str = "iid"
     start: Path = ()
     """Text of the world that the requests continue."""
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold from there on."""
 
     @property
@@ -82,7 +82,7 @@ class Kind:
 
     def outcomes(self, rule: str, dtype: torch.dtype) -> list[Outcome]:
         """Every way the first step can end."""
-        model = replace(from_prefix(self.world, self.start, self.length, self.layers), dtype=dtype)
+        model = replace(from_prefix(self.world, self.start, self.length, self.shifts), dtype=dtype)
         if not self.fanout:
             law = model.law(model.target, ())
             return [Outcome((), token, float(law[token])) for token in range(model.vocabulary)]
@@ -173,8 +173,8 @@ class Batch:
         self.kind_B = torch.arange(len(kinds)).repeat(num_requests)
         starts = [self.nodes.number[id(kind.world), kind.start] for kind in kinds]
         self.node_B = torch.tensor(starts)[self.kind_B]
-        most = max(len(kind.layers) for kind in kinds)
-        self.layers = _layers(kinds, most).select(self.kind_B) if most else None
+        most = max(len(kind.shifts) for kind in kinds)
+        self.shifts = _shifts(kinds, most).select(self.kind_B) if most else None
 
     def noise(self, chains: Chains, _: int = 0) -> ChainNoise:
         """Fresh numbers."""
@@ -232,7 +232,7 @@ class Batch:
             torch.arange(len(request_B)).repeat_interleave(count_B),
             LawTable(self.nodes.draft_NV, node_CX[:, :length]),
             leads_CL if is_tree else None,
-            None if self.layers is None else self.layers.select(request_B.repeat_interleave(count_B)),
+            None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
             shape if is_tree else None,
         )
         return chains, LawTable(self.nodes.target_NV, node_CX)
@@ -264,26 +264,26 @@ class Batch:
     def _go_on(self, request_B: Tensor, chains: Chains, target: LawTable, verdict: ChainVerdict) -> None:
         node_B = target.select(verdict.chain_B).row_CX.gather(1, verdict.accepted_B.unsqueeze(1)).squeeze(1)
         self.node_B[request_B] = self.nodes.child_NV[node_B, verdict.next_token_B]
-        if verdict.layers is None:
+        if verdict.shifts is None:
             return
-        rows, width = len(self.kind_B), verdict.layers.remaining_CM.shape[1]
-        self.layers = Layers(
+        rows, width = len(self.kind_B), verdict.shifts.remaining_CM.shape[1]
+        self.shifts = TargetShifts(
             torch.zeros((rows, width), dtype=torch.int64),
             torch.zeros((rows, width, 4), dtype=torch.float64),
             torch.ones((rows, width), dtype=torch.int64),
         )
         for name in ("remaining_CM", "state_CM4", "num_chains_CM"):
-            getattr(self.layers, name)[request_B] = getattr(verdict.layers, name)
+            getattr(self.shifts, name)[request_B] = getattr(verdict.shifts, name)
 
 
-def _layers(kinds: Sequence[Kind], most: int) -> Layers:
+def _shifts(kinds: Sequence[Kind], most: int) -> TargetShifts:
     """By kind; 0 positions remain of what is not there."""
     remaining, states = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most, 4))
     counts = np.ones((len(kinds), most), dtype=np.int64)
     for i, kind in enumerate(kinds):
-        for j, layer in enumerate(kind.layers):
-            remaining[i, j], states[i, j], counts[i, j] = layer.remaining, layer.state, layer.num_chains
-    return Layers(torch.from_numpy(remaining), torch.from_numpy(states), torch.from_numpy(counts))
+        for j, shift in enumerate(kind.shifts):
+            remaining[i, j], states[i, j], counts[i, j] = shift.remaining, shift.state, shift.num_chains
+    return TargetShifts(torch.from_numpy(remaining), torch.from_numpy(states), torch.from_numpy(counts))
 
 
 def first_law(outcomes: Sequence[Outcome]) -> dict[tuple[Path, int], float]:
@@ -296,8 +296,8 @@ def first_law(outcomes: Sequence[Outcome]) -> dict[tuple[Path, int], float]:
 
 
 def text_law(kind: Kind, num_tokens: int) -> dict[Path, float]:
-    """The target's own law of the first tokens after the kind's start, changed where its layers hold."""
-    every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.layers))
+    """The target's own law of the first tokens after the kind's start, changed where its shifts hold."""
+    every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.shifts))
     chance_C = torch.ones(len(every.paths), dtype=torch.float64)
     for depth in range(num_tokens):
         chance_C *= every.target.probability(every.depth(depth), every.chains.tokens_CL[:, depth])

@@ -23,8 +23,8 @@ from engine.analysis.enumeration import (
 )
 from engine.plan import TargetShift
 from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
-from engine.speculation.layers import effective_laws
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts
+from engine.speculation.target_shift import effective_laws
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy_block import (
     greedy_blocks,
@@ -66,7 +66,7 @@ def test_golden_changed_targets(case: dict) -> None:
     """The law that holds right after a greedy block, at the node the next step begins with."""
     model = golden_model(case)
     for rule, name in (("greedy_block", "gbv"), ("spectr_gbv", "race_select_gbv")):
-        ends = {(*o.accepted, o.next_token): o.layers for o in outcomes_of(rule, model, case["K"]) if o.layers}
+        ends = {(*o.accepted, o.next_token): o.shifts for o in outcomes_of(rule, model, case["K"]) if o.shifts}
         for key, row in case["modified_target_next_row"][name].items():
             prefix = tuple(int(token) for token in key.split(","))
             after = from_prefix(model, prefix, model.length - len(prefix), ends[prefix])
@@ -102,15 +102,15 @@ def test_golden_theory_of_blocks(case: dict) -> None:
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["64", "32"])
 @pytest.mark.parametrize("case", GOLDEN["layers"], ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}")
 def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) -> None:
-    """Forced trajectories through several windows: active layers, effective rows and residuals."""
+    """Forced trajectories through several windows: active shifts, effective rows and residuals."""
     target, draft = golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q")
-    layers: tuple[TargetShift, ...] = ()
+    shifts: tuple[TargetShift, ...] = ()
     for step in case["steps"]:
         prefix, accepted, token = tuple(step["prefix"]), tuple(step["accepted"]), step["residual_token"]
-        assert [len(prefix) + layer.remaining for layer in layers] == [a["end"] for a in step["active_layers"]]
-        for layer, stored in zip(layers, step["active_layers"], strict=True):
+        assert [len(prefix) + shift.remaining for shift in shifts] == [a["end"] for a in step["active_layers"]]
+        for shift, stored in zip(shifts, step["active_layers"], strict=True):
             np.testing.assert_allclose(
-                layer.state, [stored[k] for k in ("r", "ubar", "carry", "gamma")], atol=precision
+                shift.state, [stored[k] for k in ("r", "ubar", "carry", "gamma")], atol=precision
             )
         # Only the rows on the forced path are stored; the chain's other rows do not matter.
         path = (*accepted, token)
@@ -123,7 +123,7 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
                 torch.tensor(np.array([draft[row] for row in rows]), dtype=dtype),
                 torch.tensor([[min(i, len(accepted)) for i in range(case["L"])]]),
             ),
-            layers=layer_tensors(layers),
+            shifts=shift_tensors(shifts),
         )
         plain = LawTable(
             torch.tensor(np.array([target[row] for row in rows]), dtype=dtype),
@@ -138,16 +138,16 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
         np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=precision)
         after = layers_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
         rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
-        layers = tuple(TargetShift(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
+        shifts = tuple(TargetShift(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
 
 
-def layer_tensors(layers: tuple[TargetShift, ...]) -> Layers | None:
-    if not layers:
+def shift_tensors(shifts: tuple[TargetShift, ...]) -> TargetShifts | None:
+    if not shifts:
         return None
-    return Layers(
-        torch.tensor([[layer.remaining for layer in layers]]),
-        torch.tensor([[layer.state for layer in layers]], dtype=torch.float64),
-        torch.tensor([[layer.num_chains for layer in layers]]),
+    return TargetShifts(
+        torch.tensor([[shift.remaining for shift in shifts]]),
+        torch.tensor([[shift.state for shift in shifts]], dtype=torch.float64),
+        torch.tensor([[shift.num_chains for shift in shifts]]),
     )
 
 
@@ -218,7 +218,7 @@ def test_nested_target_changes_keep_the_target_law(rule: str, drafts: int) -> No
     world = random_model(8, vocabulary=2, length=7, kind="dense")
     step = lambda model: outcomes_of(rule, model, drafts)  # noqa: E731
     assert stream_distance(world, step, num_tokens=5, length=3) < 1e-11
-    without = lambda model: [replace(o, layers=()) for o in outcomes_of(rule, model, drafts)]  # noqa: E731
+    without = lambda model: [replace(o, shifts=()) for o in outcomes_of(rule, model, drafts)]  # noqa: E731
     assert stream_distance(world, without, num_tokens=5, length=3) > 1e-3
 
 

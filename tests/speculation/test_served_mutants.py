@@ -151,7 +151,7 @@ def sets_as_if_ordered() -> Patch:
 def forgotten_layers(rule: str) -> Patch:
     """The next step takes the target's law as it was before the block."""
     verify = RULES[rule].verify
-    return verifying(rule, lambda *parts: replace(verify(*parts), layers=None))
+    return verifying(rule, lambda *parts: replace(verify(*parts), shifts=None))
 
 
 def published_acceptance() -> Patch:

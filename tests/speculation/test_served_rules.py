@@ -106,18 +106,18 @@ def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int)
     for _ in range(num_blocks):
 
         def left(outcome: Outcome) -> tuple[int, float]:
-            return len(outcome.layers), outcome.probability
+            return len(outcome.shifts), outcome.probability
 
         # What a block of no accepted token leaves holds longest.
-        model = from_prefix(kind.world, kind.start, kind.length, kind.layers)
+        model = from_prefix(kind.world, kind.start, kind.length, kind.shifts)
         last = max((o for o in outcomes_of(rule, model, fanout[0]) if not o.accepted), key=left)
-        kind = Kind(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), layers=last.layers)
-    assert len(kind.layers) == num_blocks
+        kind = Kind(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), shifts=last.shifts)
+    assert len(kind.shifts) == num_blocks
     return kind
 
 
 def kinds_with_layers(rule: str) -> list[Kind]:
-    """None, one and two layers side by side, of chains of two lengths."""
+    """None, one and two shifts side by side, of chains of two lengths."""
     most = RULES[rule].max_drafts or 3
     return [
         with_layers(rule, (most, 1, 1), 2, 1),

@@ -1,12 +1,12 @@
 """Greedy block verification (Sun et al., appendix), alone and behind the score race (exact SpecTr-GBV).
 
 Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race selects among K;
-`layers.py` has g = G_vx/P_v and gamma = G_v/P_v):
+`shifts.py` has g = G_vx/P_v and gamma = G_v/P_v):
   accept  h_i = min(1, sum_x (p - g)+ / sum_x (g - p)+) at the node below i tokens, i < L;  h_L = min(1, 1/gamma)
 The accepted length is the largest i whose uniform number falls below h_i; then the next token is drawn from
 norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability min(P_v, G_v), the most that any
 rule can keep of one chain, so E[tau] = sum_v min(P_v, G_v). The price: the positions up to the end of the block
-follow a changed target (a layer); without it the output would be biased (`docs/speculation.md`).
+follow a changed target (a shift); without it the output would be biased (`docs/speculation.md`).
 
 `spectr_gbv`: the score race chooses a chain and its own accepted length and token are thrown away; the decisions
 about the chosen chain take numbers that had no part in the choice. G_v >= P_v f_K(min(1, Q_v/P_v)) for every v, so
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
-from engine.speculation.layers import Selection, apply_layers, effective_laws, root_state
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts
+from engine.speculation.target_shift import Selection, apply_shifts, effective_laws, root_state
 from engine.speculation.verification.block import accepted_length
 from engine.speculation.verification.race import verify_bv_race
 from engine.speculation.verification.rule import ChainVerdict, chain_table
@@ -39,7 +39,7 @@ class GreedyBlocks:
 
 
 def greedy_blocks(chains: Chains, target: LawTable, count_C: Tensor) -> GreedyBlocks:
-    """Walk down chains that were selected among `count_C`; `target` holds the laws with all layers applied."""
+    """Walk down chains that were selected among `count_C`; `target` holds the laws with all shifts applied."""
     state_C4 = root_state(chains.num_chains, chains.length_C.device)
     alive_C = torch.ones_like(chains.length_C, dtype=torch.bool)
     states, accepts = [state_C4], []
@@ -88,27 +88,27 @@ def next_token_weights(chains: Chains, selection: Selection, accepted_C: Tensor)
 def layers_after(
     chains: Chains,
     plain: LawTable,
-    by_depth: list[Layers],
+    by_depth: list[TargetShifts],
     selection: Selection,
     count_C: Tensor,
     accepted_C: Tensor,
     next_token_C: Tensor,
-) -> Layers:
-    """The layers that hold after the accepted prefix and the next token: the old ones moved on, and this block's."""
+) -> TargetShifts:
+    """The shifts that hold after the accepted prefix and the next token: the old ones moved on, and this block's."""
     emitted_C = accepted_C + 1
     remaining_CM = (chains.length_C - emitted_C).unsqueeze(1)
     state_CM4, num_CM = selection.below(next_token_C).unsqueeze(1), count_C.unsqueeze(1)
     if by_depth:
         each_C = torch.arange(chains.num_chains, device=accepted_C.device)
-        states_CXM4 = torch.stack([layers.state_CM4 for layers in by_depth], 1)
+        states_CXM4 = torch.stack([shifts.state_CM4 for shifts in by_depth], 1)
         first = by_depth[0]
-        here = Layers(first.remaining_CM, states_CXM4[each_C, accepted_C], first.num_chains_CM)
+        here = TargetShifts(first.remaining_CM, states_CXM4[each_C, accepted_C], first.num_chains_CM)
         draft_CV = chains.draft.rows(accepted_C.clamp(max=chains.max_length - 1)).double()
-        _, moved = apply_layers(plain.rows(accepted_C).double(), draft_CV, here, accepted_C, next_token_C)
+        _, moved = apply_shifts(plain.rows(accepted_C).double(), draft_CV, here, accepted_C, next_token_C)
         remaining_CM = torch.cat([moved.remaining_CM - emitted_C.unsqueeze(1), remaining_CM], 1)
         state_CM4 = torch.cat([moved.state_CM4, state_CM4], 1)
         num_CM = torch.cat([moved.num_chains_CM, num_CM], 1)
-    return Layers(remaining_CM.clamp(min=0), state_CM4, num_CM)
+    return TargetShifts(remaining_CM.clamp(min=0), state_CM4, num_CM)
 
 
 def verify_greedy_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
@@ -130,7 +130,7 @@ def _verify_chosen(
     chains: Chains,
     plain: LawTable,
     laws: LawTable,
-    by_depth: list[Layers],
+    by_depth: list[TargetShifts],
     noise: ChainNoise,
     chain_B: Tensor,
     count_B: Tensor,
@@ -143,7 +143,7 @@ def _verify_chosen(
     accepted_B = accepted_length(known.accept_CL, noise.chosen_accept_CL)
     selection = selection_at(chosen, laws, known, count_B, accepted_B)
     next_token_B = categorical(next_token_weights(chosen, selection, accepted_B), noise.chosen_residual_C)
-    before = [layers.select(chain_B) for layers in by_depth]
+    before = [shifts.select(chain_B) for shifts in by_depth]
     plain = plain.select(chain_B)
-    layers = layers_after(chosen, plain, before, selection, count_B, accepted_B, next_token_B)
-    return ChainVerdict(chain_B, accepted_B, next_token_B, layers=layers)
+    shifts = layers_after(chosen, plain, before, selection, count_B, accepted_B, next_token_B)
+    return ChainVerdict(chain_B, accepted_B, next_token_B, shifts=shifts)

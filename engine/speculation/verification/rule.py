@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.config import RuleFacts
 from engine.sampling import fused
 from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, Layers
+from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts
 from engine.speculation.theory import Law, accept_token
 
 
@@ -29,7 +29,7 @@ class ChainVerdict:
     accepted_B: Tensor
     """Accepted drafted tokens (tau)."""
     next_token_B: Tensor
-    layers: Layers | None = None
+    shifts: TargetShifts | None = None
     """Changes of the target law that hold after these tokens; None where there are none."""
     bias_B: Tensor | None = None
     """Distance from the target law that lossy acceptance allowed, summed over the positions it decided about."""

@@ -4,7 +4,7 @@ Greedy rules accept more of a block than rules that leave the target alone; what
 from the positions up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the
 next L - tau - 1 positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint
 law of the target and G that of the selected chain, both since the block began. A later block inside the window takes
-p' as its target and may leave a change of its own, so changes nest: a *layer* each, oldest first.
+p' as its target and may leave a change of its own, so changes nest: a *shift* each, oldest first.
 
 G is that of the chain which the score race selects among K (`race.py`); with one chain G is the draft law. With
 f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is (r, u, carry, gamma):
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.speculation.drafting import Chains, LawTable, Layers
+from engine.speculation.drafting import Chains, LawTable, TargetShifts
 
 _TINY = 1e-15
 _HUGE = 1e100
@@ -94,39 +94,39 @@ class Selection:
         return torch.where(alive_N1, state_N4, dead_4)
 
 
-def apply_layers(
-    target_NV: Tensor, draft_NV: Tensor, layers: Layers, depth_N: Tensor, token_N: Tensor
-) -> tuple[Tensor, Layers]:
-    """([N, V] the law that holds at nodes of these depths, the layers with the states of the child `token_N`)."""
+def apply_shifts(
+    target_NV: Tensor, draft_NV: Tensor, shifts: TargetShifts, depth_N: Tensor, token_N: Tensor
+) -> tuple[Tensor, TargetShifts]:
+    """([N, V] the law that holds at nodes of these depths, the shifts with the states of the child `token_N`)."""
     states = []
-    for m in range(layers.remaining_CM.shape[1]):
-        state_N4, holds_N1 = layers.state_CM4[:, m], (layers.remaining_CM[:, m] > depth_N).unsqueeze(1)
-        selection = Selection.at(target_NV, draft_NV, state_N4, layers.num_chains_CM[:, m])
+    for m in range(shifts.remaining_CM.shape[1]):
+        state_N4, holds_N1 = shifts.state_CM4[:, m], (shifts.remaining_CM[:, m] > depth_N).unsqueeze(1)
+        selection = Selection.at(target_NV, draft_NV, state_N4, shifts.num_chains_CM[:, m])
         states.append(torch.where(holds_N1, selection.below(token_N), state_N4))
         missing_NV = selection.missing()
         total_N1 = missing_NV.sum(1, keepdim=True)
         # Without missing mass the node is reached with probability zero.
         changed_N1 = holds_N1 & (total_N1 > 0)
         target_NV = torch.where(changed_N1, missing_NV / torch.where(total_N1 > 0, total_N1, 1.0), target_NV)
-    return target_NV, Layers(layers.remaining_CM, torch.stack(states, 1), layers.num_chains_CM)
+    return target_NV, TargetShifts(shifts.remaining_CM, torch.stack(states, 1), shifts.num_chains_CM)
 
 
-def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[Layers]]:
-    """(the laws that hold along each chain, by depth the layers with their states at the chain's node).
+def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[TargetShifts]]:
+    """(the laws that hold along each chain, by depth the shifts with their states at the chain's node).
 
-    Layers never hold below a whole chain: a window ends with its block, or where the answer does.
+    TargetShifts never hold below a whole chain: a window ends with its block, or where the answer does.
     """
-    if chains.layers is None:
+    if chains.shifts is None:
         return target, []
     num_chains, length = chains.num_chains, chains.max_length
     law_CXV = target.law_NV.new_empty((num_chains, length + 1, target.law_NV.shape[1]))
-    by_depth, layers = [chains.layers], chains.layers
+    by_depth, shifts = [chains.shifts], chains.shifts
     for depth in range(length):
         rows_CV, draft_CV = target.rows_at(depth).double(), chains.draft.rows_at(depth).double()
         depth_C = torch.full_like(chains.length_C, depth)
-        changed_CV, layers = apply_layers(rows_CV, draft_CV, layers, depth_C, chains.tokens_CL[:, depth])
+        changed_CV, shifts = apply_shifts(rows_CV, draft_CV, shifts, depth_C, chains.tokens_CL[:, depth])
         law_CXV[:, depth] = changed_CV.to(law_CXV.dtype)
-        by_depth.append(layers)
+        by_depth.append(shifts)
     law_CXV[:, length] = target.rows_at(length)
     row_CX = torch.arange(num_chains * (length + 1), device=law_CXV.device).reshape(num_chains, length + 1)
     return LawTable(law_CXV.flatten(0, 1), row_CX), by_depth
