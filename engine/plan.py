@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
-from engine.text_drafters import Copy
+from engine.text_drafters import TextDraft
 
 
 @lru_cache(maxsize=1024)
@@ -53,8 +53,8 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What a row's law depends on beside the logits, when it does."""
+class LogitContext:
+    """What a row's law depends on besides its logits: the text, and what may follow it."""
 
     tokens: tuple[int, ...]
     """Prompt and answer so far."""
@@ -86,11 +86,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What the request asked for; `fanout` is what this step drafts of it."""
     fanout: tuple[int, ...]
     """Children of every drawn node by depth; empty when nothing is drawn."""
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[TextDraft, ...] = ()
     """Chains beside the drawn ones."""
     shifts: tuple[TargetShift, ...] = ()
     """Changes of the target law that hold for this step, oldest first."""
-    text: Text | None = None
+    text: LogitContext | None = None
     """Set when the law depends on it."""
     num_logprobs: int | None = None
     """Likeliest tokens to report beside each emitted one; None reports nothing."""

@@ -19,7 +19,7 @@ from engine.execution.inputs import to_device
 from engine.plan import Emission, Plan, Row, TargetShift, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
 from engine.sampling import fused
-from engine.sampling.edits import Place, edit
+from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
@@ -189,7 +189,7 @@ def observe_gap(
     if not row.fanout or row.sampling.is_certain or speculation.over_acceptance:
         return verdict
     root = int(draft.starts[number])
-    root_1V = edit(logits_NV[root : root + 1], [Place(row.sampling, row.text)] if row.text else [])
+    root_1V = edit(logits_NV[root : root + 1], [NodeContext(row.sampling, row.text)] if row.text else [])
     p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
     mine = to_device(np.flatnonzero(draft.layout.request_C == number), p_1V.device)
     chains = draft.chains.select(mine)
@@ -221,7 +221,7 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
                 node_CX[chain, : len(path)] += path
                 chain += 1
     row_N = to_device(np.repeat(np.arange(len(rows)), np.diff(draft.starts)), device)
-    edited_NV = edit(logits_NV, _places(rows, draft))
+    edited_NV = edit(logits_NV, _contexts(rows, draft))
     law_NV = law(edited_NV, draft.parameters.select(row_N))
     _race_stable(rows, draft, law_NV)
     return LawTable(law_NV, to_device(node_CX, device))
@@ -241,17 +241,17 @@ def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
         law_NV[nodes] = winners_only(race(law_NV[nodes], samplings, indices))
 
 
-def _places(rows: Sequence[Row], draft: Draft) -> list[Place | None]:
+def _contexts(rows: Sequence[Row], draft: Draft) -> list[NodeContext | None]:
     """Where the law of every node is, for the rows that edit their logits."""
     if not any(row.text for row in rows):
         return []
-    places: list[Place | None] = []
+    contexts: list[NodeContext | None] = []
     for row, tree in zip(rows, draft.trees, strict=True):
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             paths.append((*paths[parent], token))
-        places += [None if row.text is None else Place(row.sampling, row.text, path) for path in paths]
-    return places
+        contexts += [None if row.text is None else NodeContext(row.sampling, row.text, path) for path in paths]
+    return contexts
 
 
 def _parts(

@@ -18,7 +18,7 @@ from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, 
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, to_device
 from engine.execution.runner import ModelRunner, Pass
 from engine.plan import Plan, Row, level_widths
-from engine.sampling.edits import Place, edit
+from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, TargetShifts, children
@@ -133,7 +133,7 @@ class ModelDrafter:
                 assert self.runner is not None
                 # Tokens stay on the device.
                 logits_NV = self.runner.run(passes[depth], tokens_CL[level.chain_N, depth - 1])
-            logits_NV = edit(logits_NV, _places(rows, level, tokens_CL, depth))
+            logits_NV = edit(logits_NV, _contexts(rows, level, tokens_CL, depth))
             below_NV = law_NV[level.laws]
             below_NV.copy_(law(logits_NV, of_law.select(level.laws)))
             order_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
@@ -157,16 +157,16 @@ def _level_nodes(fanout: tuple[int, ...]) -> Nodes:
     return Nodes((), depths[-widths[-1] :], depths[: -widths[-1]], np.concatenate(ancestry, axis=1))
 
 
-def _places(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) -> list[Place | None]:
+def _contexts(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) -> list[NodeContext | None]:
     """Where the laws below a level's parents are, for the rows that edit their logits."""
     if not any(row.text for row in rows):
         return []
     paths = tokens_CL[level.chain_N, :depth].tolist()
-    places: list[Place | None] = []
+    contexts: list[NodeContext | None] = []
     for number, path in zip(level.row_N.tolist(), paths, strict=True):
         text = rows[number].text
-        places.append(None if text is None else Place(rows[number].sampling, text, tuple(path)))
-    return places
+        contexts.append(None if text is None else NodeContext(rows[number].sampling, text, tuple(path)))
+    return contexts
 
 
 def _race_stable(rows: Sequence[Row], level: Level, depth: int, law_NV: Tensor, logits_NV: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import Row, Text, level_widths
+from engine.plan import LogitContext, Row, level_widths
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
-from engine.text_drafters import Copy
+from engine.text_drafters import TextDraft
 
 # Prompt tokens a step computes of a row that reports their logprobs.
 _PROMPT_LOGPROBS = 64
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """Index after the last known token."""
     emits: bool
     fanout: tuple[int, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[TextDraft, ...]
     draft_first: int
     draft_end: int
     """Indices of the tokens that the draft model computes."""
@@ -75,7 +75,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
     return Part(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
 
 
-def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> Text | None:
+def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> LogitContext | None:
     """What the sequence's law depends on beside the logits; None where it depends on nothing else."""
     request, limits = sequence.request, sequence.request.limits
     holds_back = sequence.num_emitted < limits.min_tokens
@@ -83,7 +83,7 @@ def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> Text | None:
         return None
     ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else eos_token_ids)} if holds_back else ()
     num_prompt = len(request.prompt_token_ids)
-    return Text(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
+    return LogitContext(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
 
 
 def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.cache.store import Key, next_key, root_key
 from engine.plan import Grammar, TargetShift
 from engine.request import Request, TokenLogprob
-from engine.text_drafters import Copier
+from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
 """Tokens that it takes to believe how a request's drafts compare with all."""
@@ -47,7 +47,7 @@ class Sequence:
         self.arrival = sequence_id
         self.request = request
         self.grammar = grammar
-        self.copier = Copier(request)
+        self.copier = TextDraftFinder(request)
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0

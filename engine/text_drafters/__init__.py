@@ -19,7 +19,7 @@ from engine.text_drafters.prediction import PredictionDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TextDraft:
     """A chain that is not drawn: its tokens were found somewhere."""
 
     source: str
@@ -61,7 +61,7 @@ def most_copied(longest_chain: int) -> int:
     return sum(min(source.most_tokens or longest_chain, longest_chain) for source in TEXT_DRAFTERS.values())
 
 
-class Copier:
+class TextDraftFinder:
     """The copied chains of one request."""
 
     def __init__(self, request: Request) -> None:
@@ -71,13 +71,13 @@ class Copier:
     def __bool__(self) -> bool:
         return bool(self._drafters)
 
-    def copies(self, text: Sequence[int], most: int) -> tuple[Copy, ...]:
+    def copies(self, text: Sequence[int], most: int) -> tuple[TextDraft, ...]:
         """Chains of at most `most` tokens behind the text; none with which an earlier one begins."""
-        found: list[Copy] = []
+        found: list[TextDraft] = []
         for name, drafter in self._drafters.items():
             chain = drafter.chain(text)[:most]
             if chain and not any(copy.tokens[: len(chain)] == chain for copy in found):
-                found.append(Copy(name, chain))
+                found.append(TextDraft(name, chain))
         return tuple(found)
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from scipy.stats import chi2
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.edits import Place
+from engine.sampling.edits import NodeContext
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification import RULES, ChainVerdict, Rule
@@ -267,7 +267,7 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(
     """Counts of the text alone, not of the drafted tokens below it."""
     places = pkgutil.resolve_name(forgetful)
 
-    def without_paths(*arguments: Any) -> list[Place | None]:
+    def without_paths(*arguments: Any) -> list[NodeContext | None]:
         return [None if place is None else replace(place, path=()) for place in places(*arguments)]
 
     strong = {"temperature": 1.0, "frequency_penalty": 2.0}

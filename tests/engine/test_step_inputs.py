@@ -27,7 +27,7 @@ from engine.drafters.draft import Draft, method_of
 from engine.execution.loading import LoadedModel
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
-from engine.sampling.edits import Place
+from engine.sampling.edits import NodeContext
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
 from engine.speculation.gap import acceptance_gap
@@ -97,7 +97,7 @@ class Checked:
         laws = []
         for depth, logit in enumerate(logits.numpy()):
             path = tuple(chain[:depth])
-            edited = logit if row.text is None else by_hand(logit, Place(row.sampling, row.text, path))
+            edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, path))
             law = reference(edited.astype(np.float64), row.sampling)
             if row.sampling.seed_stable:
                 law = np.eye(VOCABULARY)[self.race(law, row, depth).argmax()]
@@ -218,7 +218,7 @@ class Checked:
         text = self.texts[row.sequence_id]
         with torch.inference_mode():
             logit = self.draft(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].numpy()
-        edited = logit if row.text is None else by_hand(logit, Place(row.sampling, row.text, tuple(path)))
+        edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, tuple(path)))
         if not row.sampling.seed_stable:
             return edited
         return self.race(reference(edited.astype(np.float64), row.sampling), row, len(path))
@@ -380,8 +380,8 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
 ) -> None:
     places: Any = resolve_name(part)
 
-    def at_the_root(*operands: Any) -> list[Place | None]:
-        return [place and Place(place.sampling, place.text) for place in places(*operands)]
+    def at_the_root(*operands: Any) -> list[NodeContext | None]:
+        return [place and NodeContext(place.sampling, place.text) for place in places(*operands)]
 
     monkeypatch.setattr(part, at_the_root)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):

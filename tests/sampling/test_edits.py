@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.plan import Text
+from engine.plan import LogitContext
 from engine.request import Sampling
-from engine.sampling.edits import Bools, Place, edit
+from engine.sampling.edits import Bools, NodeContext, edit
 from engine.sampling.law import LawParameters, law
 
 VOCABULARY = 12
@@ -31,7 +31,7 @@ class Odd:
         return lambda: [None if path and path[-1] == 1 else odd for path in paths]
 
 
-def by_hand(row: np.ndarray, place: Place) -> np.ndarray:
+def by_hand(row: np.ndarray, place: NodeContext) -> np.ndarray:
     """One row in the plainest way, token by token."""
     sampling, text = place.sampling, place.text
     whole = (*text.tokens, *place.path)
@@ -75,27 +75,27 @@ SAMPLINGS = [
     Sampling(allowed_token_ids=(2, 4)),
 ]
 TEXTS = [
-    Text((3, 4, 5, 3), 2),
-    Text((3, 3, 3, 4), 4),
-    Text((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
-    Text((2,), 1, min_tokens=1, ends=(0,)),
+    LogitContext((3, 4, 5, 3), 2),
+    LogitContext((3, 3, 3, 4), 4),
+    LogitContext((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
+    LogitContext((2,), 1, min_tokens=1, ends=(0,)),
 ]
 PATHS: list[tuple[int, ...]] = [(), (3,), (4, 3), (9, 9, 1), (7, 7, 7)]
 
 
-def every_place(texts: Sequence[Text]) -> list[Place]:
-    return [Place(sampling, text, path) for text in texts for sampling in SAMPLINGS for path in PATHS]
+def every_place(texts: Sequence[LogitContext]) -> list[NodeContext]:
+    return [NodeContext(sampling, text, path) for text in texts for sampling in SAMPLINGS for path in PATHS]
 
 
-def with_odd(text: Text) -> Text:
-    return Text(text.tokens, text.num_prompt, min_tokens=text.min_tokens, ends=text.ends, grammar=Odd())  # type: ignore[arg-type]
+def with_odd(text: LogitContext) -> LogitContext:
+    return LogitContext(text.tokens, text.num_prompt, min_tokens=text.min_tokens, ends=text.ends, grammar=Odd())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
     """All places in one call, in any order, rows without a place between them."""
     chance = np.random.default_rng(4)
-    places: list[Place | None] = [*every_place([*TEXTS, *(with_odd(text) for text in TEXTS)]), *[None] * 40]
+    places: list[NodeContext | None] = [*every_place([*TEXTS, *(with_odd(text) for text in TEXTS)]), *[None] * 40]
     places = [places[i] for i in chance.permutation(len(places))]
     logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).to(dtype)
     before = logits.clone()
@@ -110,7 +110,7 @@ def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
 
 def test_each_grammar_is_asked_once_for_all_its_places() -> None:
     texts = [with_odd(text) for text in TEXTS[:2]]
-    places = [Place(Sampling(), text, path) for path in PATHS for text in texts]
+    places = [NodeContext(Sampling(), text, path) for path in PATHS for text in texts]
     edit(torch.zeros(len(places), VOCABULARY), places)
     assert [text.grammar.asked for text in texts] == [[((5, 3), PATHS)], [((), PATHS)]]  # type: ignore[union-attr]
 
@@ -125,8 +125,8 @@ def test_extreme_values_leave_a_law() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 1e37
     sampling = Sampling(repetition_penalty=0.01, logit_bias=((3, 100.0), (4, -100.0)), frequency_penalty=-2)
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
-    text = Text((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
-    edited = edit(logits, [Place(sampling, text), Place(nothing, text, (1, 2)), None])
+    text = LogitContext((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
+    edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, (1, 2)), None])
     rows = law(edited, LawParameters.of([sampling, nothing, Sampling()], logits.device))
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows.sum(1), torch.ones(3))

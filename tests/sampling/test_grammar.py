@@ -20,9 +20,9 @@ from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
 from engine.errors import RequestError
-from engine.plan import Text
+from engine.plan import LogitContext
 from engine.request import GRAMMAR, Request, Sampling
-from engine.sampling.edits import Place, edit
+from engine.sampling.edits import NodeContext, edit
 from engine.sampling.following import Following
 from engine.sampling.grammar import Grammars, GrammarState
 from engine.sampling.grammar_process import Vocabulary, _first_line, follow, read_vocabulary
@@ -183,7 +183,7 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabu
     bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
 
     def masked() -> list[bool]:
-        places = [Place(Sampling(grammar="any"), Text((1,), 1, grammar=state)) for state in (bad, good)]
+        places = [NodeContext(Sampling(grammar="any"), LogitContext((1,), 1, grammar=state)) for state in (bad, good)]
         masked_N: list[bool] = torch.isinf(edit(torch.zeros(2, vocabulary.vocab_size), places)).any(1).tolist()
         return masked_N
 

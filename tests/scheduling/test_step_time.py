@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.scheduling.step_time import MIXED, Point, StepTimes, Work, draft_passes
-from engine.text_drafters import Copy
+from engine.text_drafters import TextDraft
 from tests.scheduling.machine import Machine, chains
 
 USUAL = chains(1, (1, 3))
@@ -75,7 +75,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
     assert Work.of(Plan((row(),))) == Work(rows=1, text=11) == Work.of(Plan((row(),))).plain
     assert Work.of(Plan((row(fanout=(1,)), row(fanout=(1, 1))))).shape == MIXED
     assert Work.of(Plan((row(fanout=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
-    copied = Work.of(Plan((row(copies=(Copy("lookup", (1, 2, 3)),)),)))
+    copied = Work.of(Plan((row(copies=(TextDraft("lookup", (1, 2, 3)),)),)))
     assert (copied.nodes, copied.drafting, copied.passes, copied.shape) == (3, 1, (), MIXED)
 
 

@@ -29,7 +29,7 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
-from engine.text_drafters import Copy
+from engine.text_drafters import TextDraft
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 
 ALPHA = 1e-6
@@ -38,7 +38,7 @@ NUM_ROWS = 2_000
 VOCABULARY, NUM_TOKENS, END = 4, 3, 10
 CPU = torch.device("cpu")
 WORLD = small_world("generic", VOCABULARY, 11)
-COPIES = (Copy("prediction", (0, 1, 2)), Copy("prompt_lookup", (0, 2)), Copy("prompt_lookup", (3,)))
+COPIES = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (0, 2)), TextDraft("prompt_lookup", (3,)))
 
 
 def drafts(rule: str, *fanout: int, **more: Any) -> dict[str, Any]:
