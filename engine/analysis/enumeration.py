@@ -26,9 +26,9 @@ from engine.speculation.verification.block import blocks
 from engine.speculation.verification.greedy_block import (
     GreedyBlocks,
     greedy_blocks,
-    layers_after,
     next_token_weights,
     selection_at,
+    shifts_after,
 )
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.race import score_bounds
@@ -255,7 +255,7 @@ def _greedy_ends(
     law = _normalised(next_token_weights(every.chains, selection, tau_C))
     for token in range(every.model.vocabulary):
         token_C = torch.full_like(tau_C, token)
-        after = layers_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
+        after = shifts_after(every.chains, every.plain, every.by_depth, selection, count_C, tau_C, token_C)
         rows = zip(after.remaining_CM.tolist(), after.state_CM4.tolist(), after.num_chains_CM.tolist(), strict=True)
         shifts = [tuple(TargetShift(r, tuple(s), n) for r, s, n in zip(*row, strict=True) if r > 0) for row in rows]
         yield token, law, shifts

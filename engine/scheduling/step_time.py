@@ -33,15 +33,17 @@ MIXED: Shape = (0, 1)
 
 _KNOTS = 2.0 ** np.arange(11)
 """Rows of a pass between which its duration grows linearly."""
+# Standard deviations of logarithms.
 _MACHINE_STD, _MACHINE_DRIFT = 0.1, 0.03
-"""Of the machine's logarithm: at start, and what a second adds (times the square root of the seconds)."""
-_RATE_STD, _SHAPE_STD, _POINT_STD, _STEP_STD = 0.3, 0.07, 0.03, 0.15
-"""Standard deviations of logarithms: of a fitted rate, of a shape's own factor, of a step that calibration has
-measured, and of a step that is served. Served steps resemble their neighbours, so that one alone tells less."""
+"""The machine's factor at start, and what each second adds to its uncertainty (in quadrature)."""
+_RATE_STD, _SHAPE_STD = 0.3, 0.07
+"""A rate before calibration, and the factor by which served steps of a shape differ from calibrated ones."""
+_POINT_STD, _STEP_STD = 0.03, 0.15
+"""The noise of a calibrated step, and of a served one: neighbouring steps err alike, so that one alone tells less."""
 _BEND_WEIGHT = 0.1
-"""How much a bend of the piecewise linear costs weighs against errors of the points."""
+"""In the fit, the weight of a change of slope between two knots against the errors of the points."""
 _FORGET_S = 1800.0
-"""Seconds after which a third of what steps have told is still believed."""
+"""Seconds after which about a third of what served steps have told is left."""
 _MOST_SHAPES = 16
 _LONGEST_PAUSE_S = 60.0
 
@@ -218,6 +220,8 @@ class StepTimes:
         self._fit(points)
         # Served steps differ from those of calibration, by shape.
         np.fill_diagonal(self._variance[slots, slots], _SHAPE_STD**2)
+        # Calibration knows none of the steps that stand for all others, such as those with copied drafts.
+        self._variance[self._slots[MIXED], self._slots[MIXED]] = _RATE_STD**2
         self._fitted, self._fitted_variance = self._state.copy(), self._variance.copy()
         self._variance[0, 0] = _MACHINE_STD**2
 
@@ -240,11 +244,12 @@ class StepTimes:
 
     def rest_s(self, work: Work) -> float:
         """Seconds of a step but for drafting."""
-        return float(self._seconds([work])[1][0])
+        parts = sizes_of(work, self._window)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
+        return float(parts) * math.exp(self._state[self._slot(work.shape)])
 
     def read_s(self, tokens: int) -> float:
         """What so many tokens more add to a pass of the draft model."""
-        return tokens * float(self._rates[_NUM_REST + 2] * math.exp(self._state[0] + self._state[_NUM_REST + 3]))
+        return tokens * float(self._current_rates()[_NUM_REST + 2])
 
     def step_s(self, works: Sequence[Work]) -> Numbers:
         """[steps] seconds of whole steps, with what passes between two of them."""
@@ -265,9 +270,14 @@ class StepTimes:
     def _seconds(self, works: Sequence[Work]) -> tuple[Numbers, Numbers, Numbers]:
         """(seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
         sizes = np.array([sizes_of(work, self._window) for work in works])
-        parts = sizes * (self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS]))
+        parts = sizes * self._current_rates()
         parts[:, :_NUM_REST] *= np.exp(self._state[[self._slot(work.shape) for work in works]])[:, None]
         return parts[:, _NUM_REST:].sum(1), parts[:, :_NUM_REST].sum(1), parts
+
+    def _current_rates(self) -> Numbers:
+        """[terms] the rates as the machine is now."""
+        rates: Numbers = self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS])
+        return rates
 
     def _slot(self, shape: Shape) -> int:
         """The place of a shape's factor; shapes met when all places are taken share that of mixed ones."""

@@ -304,7 +304,7 @@ def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, Load
     """Greedy block verification without the change that it owes the next positions."""
     import engine.verifying as stepping
 
-    with patch.object(stepping, "_layers", lambda verdict: [()] * len(verdict.chain_B)):
+    with patch.object(stepping, "_shifts", lambda verdict: [()] * len(verdict.chain_B)):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

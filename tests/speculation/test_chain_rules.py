@@ -28,9 +28,9 @@ from engine.speculation.target_shift import effective_laws
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy_block import (
     greedy_blocks,
-    layers_after,
     next_token_weights,
     selection_at,
+    shifts_after,
 )
 from tests.speculation.exact import (
     BLOCK_NAMES,
@@ -136,7 +136,7 @@ def test_golden_nested_layers(case: dict, dtype: torch.dtype, precision: float) 
         selection = selection_at(chains, laws, known, count, tau)
         weights = next_token_weights(chains, selection, tau)[0]
         np.testing.assert_allclose((weights / weights.sum()).numpy(), step["residual_row"], atol=precision)
-        after = layers_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
+        after = shifts_after(chains, plain, by_depth, selection, count, tau, torch.tensor([token]))
         rows_of = zip(after.remaining_CM[0].tolist(), after.state_CM4[0].tolist(), strict=True)
         shifts = tuple(TargetShift(left, tuple(state), case["K"]) for left, state in rows_of if left > 0)
 

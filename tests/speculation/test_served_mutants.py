@@ -242,6 +242,6 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_older_layers_must_not_be_forgotten(rule: str) -> None:
     """The wrong variant: after a block only its own change holds, although an older one's window goes on."""
-    right = greedy_block.layers_after
-    with patch.object(greedy_block, "layers_after", lambda chains, plain, _, *rest: right(chains, plain, [], *rest)):
+    right = greedy_block.shifts_after
+    with patch.object(greedy_block, "shifts_after", lambda chains, plain, _, *rest: right(chains, plain, [], *rest)):
         assert min(found.p_value for found in fits(rule, kinds_with_layers(rule))) < ALPHA

@@ -166,7 +166,7 @@ def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
         return [(list(one.first), list(one.text)) for one in batch.run(RULES[rule].verify, 1)]
 
     plain = emitted()
-    monkeypatch.setattr(fused, "applies", lambda rows_NV: True)
+    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: True)
     assert emitted() == plain
 
 

@@ -85,7 +85,7 @@ def next_token_weights(chains: Chains, selection: Selection, accepted_C: Tensor)
     return torch.where(usable_C.unsqueeze(1), missing_CV, selection.target_NV)
 
 
-def layers_after(
+def shifts_after(
     chains: Chains,
     plain: LawTable,
     by_depth: list[TargetShifts],
@@ -145,5 +145,5 @@ def _verify_chosen(
     next_token_B = categorical(next_token_weights(chosen, selection, accepted_B), noise.chosen_residual_C)
     before = [shifts.select(chain_B) for shifts in by_depth]
     plain = plain.select(chain_B)
-    shifts = layers_after(chosen, plain, before, selection, count_B, accepted_B, next_token_B)
+    shifts = shifts_after(chosen, plain, before, selection, count_B, accepted_B, next_token_B)
     return ChainVerdict(chain_B, accepted_B, next_token_B, shifts=shifts)
