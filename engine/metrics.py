@@ -71,36 +71,36 @@ class Stopwatch:
 
 
 class HostTime(NamedTuple):
-    """Seconds around the parts of a step."""
+    """Seconds of host work outside the parts of a step."""
 
     before: float
-    """Between the last step and this one, where one followed the other."""
+    """Between the last step and this one; 0 where this one did not follow it at once."""
     usual: float
-    """That and planning, as it usually is with plain decoding."""
+    """Planning and messages of a usual step; plain decoding needs them too."""
 
 
 class Overhead:
-    """What a step takes beside its parts: planning, and the messages between it and the one before."""
+    """Host time of steps: planning a step, and the messages between two steps."""
 
     def __init__(self) -> None:
         self._last_stopped: float | None = None
         self._usual_s: float | None = None
 
     def add(self, stopwatch: Stopwatch, goes_on: bool, aside_s: float = 0.0) -> HostTime:
-        """Take in a step; `goes_on`: another one follows at once.
+        """Count a step. goes_on: whether another one follows at once.
 
-        aside_s: how much of what lies around its parts plain decoding would not have.
+        aside_s: host time of this step that plain decoding would not need (choosing shapes).
         """
         before_s = 0.0
         if self._last_stopped is not None:
             before_s = stopwatch.started - self._last_stopped
             around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s - aside_s
             usual_s = around_s if self._usual_s is None else self._usual_s
-            # Not every wait is ours: one that is unusually long counts as a usual one.
+            # A very long wait was for something else: it counts as four usual ones at most.
             self._usual_s = usual_s + _NEWS * (min(around_s, 4 * usual_s) - usual_s)
         self._last_stopped = stopwatch.stopped if goes_on else None
         return HostTime(before_s, self._usual_s or 0.0)
 
     def pause(self) -> None:
-        """Something else runs between the last step and the next."""
+        """The next step does not follow the last one at once: do not charge the time between them to it."""
         self._last_stopped = None

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass, field, fields
 
 from engine.api import MODEL, Outcome, StepStats
 from server.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
 
+@dataclass
 class SpeculationCount:
     """Speculative steps of one or more choices."""
 
-    def __init__(self, rule: str, num_spec_tokens: int) -> None:
-        self.rule = rule
-        self.num_spec_tokens = num_spec_tokens
-        self.accepted_per_step: Counter[int] = Counter()
-        self.num_chains = 0
-        self.num_nodes = 0
-        self.num_emitted = 0
-        self.plain_s = 0.0
-        self.calibrated_wall_s = 0.0
-        self.wall_s = 0.0
-        self.draft_s = 0.0
-        self.bias = 0.0
-        self.gaps: list[float] = []
-        self.copied: dict[str, Counter[str]] = {}
-        """By drafter beside the model: chains, nodes, accepted."""
+    rule: str
+    num_spec_tokens: int
+    accepted_per_step: Counter[int] = field(default_factory=Counter)
+    num_chains: int = 0
+    num_nodes: int = 0
+    num_emitted: int = 0
+    plain_s: float = 0.0
+    calibrated_wall_s: float = 0.0
+    """Time of the steps that `plain_s` is known for."""
+    wall_s: float = 0.0
+    draft_s: float = 0.0
+    bias: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    copied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By text drafter: `chains`, `nodes`, `accepted`."""
 
     def add_step(self, outcome: Outcome, stats: StepStats, num_kept: int) -> None:
         """Count a step of which `num_kept` tokens are in the answer."""
@@ -50,27 +52,14 @@ class SpeculationCount:
         for part in outcome.copied:
             accepted = min(left, part.num_accepted)
             left -= accepted
-            self.copied.setdefault(part.name, Counter()).update(
-                chains=part.num_chains, nodes=part.num_nodes, accepted=accepted
-            )
+            counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": accepted}
+            self.copied.update({(part.name, what): count for what, count in counts.items()})
 
     def merge(self, other: SpeculationCount) -> None:
-        """Add another choice's count."""
-        self.accepted_per_step.update(other.accepted_per_step)
-        for name, counts in other.copied.items():
-            self.copied.setdefault(name, Counter()).update(counts)
-        for name in (
-            "num_chains",
-            "num_nodes",
-            "num_emitted",
-            "plain_s",
-            "calibrated_wall_s",
-            "wall_s",
-            "draft_s",
-            "bias",
-            "gaps",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        """Add another choice's counts, all of them."""
+        for one in fields(self):
+            if one.name not in ("rule", "num_spec_tokens"):
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     @property
     def num_steps(self) -> int:
@@ -89,7 +78,7 @@ class SpeculationCount:
 
     @property
     def speedup(self) -> float | None:
-        """Time plain decoding would have taken for the same tokens, beside the same prompts, over the time taken.
+        """Time plain decoding would have taken for the same tokens and prompts, over the time taken.
 
         None where no step of it can be compared (`StepStats.plain_s`).
         """
@@ -101,7 +90,10 @@ class SpeculationCount:
         """The answer's `speculative_decoding`; None when it did not speculate."""
         if not self.num_steps:
             return None
-        drafters = {name: DrafterMetrics(c["chains"], c["nodes"], c["accepted"]) for name, c in self.copied.items()}
+        drafters = {
+            name: DrafterMetrics(*(self.copied[name, what] for what in ("chains", "nodes", "accepted")))
+            for name in dict.fromkeys(name for name, _ in self.copied)
+        }
         if self.num_chains > sum(one.num_drafts for one in drafters.values()):
             drafters[MODEL] = DrafterMetrics(
                 self.num_chains - sum(one.num_drafts for one in drafters.values()),

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine.analysis import growth, peers, turns
+from engine.analysis import growth, peers, reports, turns
 from engine.analysis.report import table
-from loadtest import honesty, overhead
+from loadtest import overhead
 from loadtest.daemon import running_daemon
-from loadtest.report import markdown, rules_markdown
+from loadtest.report import rules_markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -67,16 +67,13 @@ def test_the_table_is_the_committed_result() -> None:
 @pytest.mark.parametrize(
     ("mark", "file", "table_of"),
     [
-        ("bench", "bench-cpu", markdown),
-        ("pair", "bench-pair-cpu", markdown),
         ("arms-pair", "arms-pair-cpu", turns.markdown),
         ("arms-pair-16", "arms-pair-16-cpu", turns.markdown),
         ("arms-greedy", "arms-greedy-cpu", turns.markdown),
         ("arms-07", "arms-07-cpu", turns.markdown),
         ("arms-long", "arms-long-cpu", turns.markdown),
         ("arms-long-16", "arms-long-16-cpu", turns.markdown),
-        ("honesty", "honesty-cpu", honesty.markdown),
-        ("reports", "reports-cpu", honesty.markdown),
+        ("reports", "reports-cpu", reports.markdown),
         ("arms", "arms-cpu", turns.markdown),
         ("arms-several", "arms-several-cpu", turns.markdown),
         ("reported", "arms-cpu", turns.reported_markdown),

@@ -91,6 +91,22 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p90": statistics.quantiles(values, n=10)[-1]}
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """A row per arm; and one for plain answers beside plain ones."""
+    lines = ["| c | arm | error (median) | absolute error, median | 90 % of answers |", "|" + " --- |" * 5]
+    for cell in result["cells"]:
+        for arm, found in cell["arms"].items():
+            error = f"{found['error']:+.1%}" if "error" in found else f"{len(found['pairs'])} answers had drafts"
+            lines.append(f"| {cell['concurrency']} | {arm} | {error} | {_shown(found.get('absolute_error'))} |")
+        noise = _shown(cell["noise_of_two_plain_runs"])
+        lines.append(f"| {cell['concurrency']} | plain beside plain | | {noise} |")
+    return "\n".join(lines)
+
+
+def _shown(spread: dict[str, float] | None) -> str:
+    return f"{spread['median']:.1%} | {spread['p90']:.1%}" if spread else "- | -"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line, beside what says which pair is loaded."""
     parser.add_argument(
@@ -128,18 +144,6 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
         "cells": [{"concurrency": 1, **cell}],
     }
-    for name, found in cell["arms"].items():
-        print(f"{name}: {_shown(found)}", file=sys.stderr)
-    print(
-        "plain beside plain: {median:.1%} median, {p90:.1%} p90".format(**cell["noise_of_two_plain_runs"]),
-        file=sys.stderr,
-    )
+    print(markdown(result), file=sys.stderr)
     write(result, options.output)
     return result
-
-
-def _shown(found: dict[str, Any]) -> str:
-    if "error" not in found:
-        return f"{len(found['pairs'])} answers had drafts: too few to compare"
-    spread = found["absolute_error"]
-    return f"error {found['error']:+.1%}, absolute {spread['median']:.1%} median, {spread['p90']:.1%} p90"

@@ -50,7 +50,7 @@ class Acceptance:
         self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
 
     def fade(self, num_steps: int = 1) -> None:
-        """So many steps have passed: take in what they have shown, and let what lies further back fade."""
+        """So many steps have passed: count what was observed in them, and give older observations less weight."""
         for counts in (*self._taken.values(), *self._tried.values()):
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():

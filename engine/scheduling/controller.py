@@ -35,18 +35,18 @@ _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3),
 _CLEAR_GAIN = 1.03
 """By how much another shape must be better than the one in use."""
 _HOLD = 0.7
-"""A request that drafts stops where its drafts are worth less than this share of what they take: how good they are is
-known roughly, and a request that has stopped must be caught up with."""
+"""A request stops drafting when its drafts are worth less than this share of their time. Below 1, as their worth is an
+estimate, and as the draft model must catch up on a request that has stopped."""
 _CHOOSE_EVERY = 8
 """Steps between choices for the same requests."""
 _FEW = 4
-"""One request in so many may be another one until the next choice."""
+"""A choice holds until more than one request in so many has come or gone."""
 _EARLY = 64
-"""Steps after each of which acceptance is learned at once."""
+"""For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _TRIAL_SHARE = 4, 1 / 32
-"""Steps of a trial; and the most of all steps that may be trials'."""
+"""Steps of a trial, and the largest share of all steps that may belong to trials."""
 _PLAIN_STD = 0.03
-"""Plain steps are tried until their duration, beside that of the shape in use, is known so well."""
+"""Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
 
 class Choice(NamedTuple):
@@ -131,7 +131,7 @@ class Controller:
     ) -> None:
         """Decide for the adaptive requests that emit in the next step; called before each step.
 
-        others: what the requests beside them draft (`Row.fanout`).
+        others: what each of the other requests in the step drafts (`Row.fanout`).
         behind: tokens that the draft model must catch up on, by adaptive request.
         text_beside: tokens of the others' texts.
         """
@@ -181,8 +181,8 @@ class Controller:
         if self._num_trials % 2 and not options.works[0].drafting:
             doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
             return 0 if best and doubt > _PLAIN_STD**2 else None
-        root = np.linalg.cholesky(covariance + 1e-9 * np.eye(len(covariance)))
-        logs = root @ self._random.standard_normal(len(root))
+        variances, directions = np.linalg.eigh(covariance)
+        logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
         # How good the drafts of so many chains are is uncertain too, for all their lengths alike.
         by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
         logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
@@ -245,7 +245,7 @@ class Controller:
         return expected
 
     def _tokens_of(self, fanout: Fanout) -> float:
-        """Expected tokens of a step of a request with a shape of its own."""
+        """Expected tokens a step of a request that is not adaptive."""
         if not fanout:
             return 1.0
         length = len(fanout)

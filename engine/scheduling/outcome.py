@@ -18,7 +18,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Longest chain this step drafted; 0 for a plain step."""
     num_chains: int
     copied: list[DrafterCount]
-    """What the drafters beside the model contributed; they are part of the other counts."""
+    """What each text drafter contributed; the other counts include it."""
     num_predicted: int
     """Tokens among `token_ids` that the request's prediction has foreseen."""
     rule: str

@@ -76,7 +76,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
 
 
 def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> LogitContext | None:
-    """What the sequence's law depends on beside the logits; None where it depends on nothing else."""
+    """What the sequence's law depends on besides its logits; None if on nothing."""
     request, limits = sequence.request, sequence.request.limits
     holds_back = sequence.num_emitted < limits.min_tokens
     if not request.sampling.edits_logits and not holds_back:

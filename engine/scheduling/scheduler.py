@@ -68,8 +68,8 @@ class Scheduler:
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
         self._read_along = 0
-        """What the draft model reads of adaptive prompts in this step, beside as many tokens as the target: it is the
-        same before and after the controller chooses, as K/V that is published must be computed."""
+        """How many tokens more than the target the draft model reads of adaptive prompts in this step. Fixed before the
+        controller chooses: K/V that has been published to other requests must be computed."""
         self._next_id = 0
         self._step = 0
 
@@ -147,7 +147,7 @@ class Scheduler:
         if parts and self.config.max_prompt_tokens:
             held = max(held, budget - self.config.max_prompt_tokens)
         budget = self._plan_prompts(parts, budget - held)
-        # What this step computes is there for whoever is admitted now: a pass writes all K/V before it reads any.
+        # Requests admitted now can share the blocks of this step: a pass writes all K/V before it reads any.
         for part in parts.values():
             self._publish(part)
         while (admitted := self._admit(budget)) is not None:
@@ -205,8 +205,8 @@ class Scheduler:
     def _shares(self, prompts: list[Sequence], budget: int) -> dict[int, int]:
         """Most tokens of a step for each running prompt.
 
-        Within a priority all get the same, and what short ones leave. Requests that wait for a seat they could have
-        take part, so that a short prompt is computed beside a long one and not after it.
+        Within a priority all get an equal share, plus what shorter prompts leave over. Waiting requests for which a
+        seat is free get a share too, so that a short prompt is computed together with a long one and not after it.
         """
         num_seats = min(self.config.max_num_seqs - len(self._running), _MOST_SHARING)
         sharing = [*prompts, *self._waiting[:num_seats]]

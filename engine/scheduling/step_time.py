@@ -66,7 +66,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: int = 0
     """Tokens before each prompt token, summed over them."""
     read: int = 0
-    """Tokens that the draft model computes beside the last one of each request that drafts."""
+    """Tokens that the draft model computes, not counting the last one of each request that drafts."""
     shape: Shape = PLAIN
 
     @staticmethod
@@ -97,7 +97,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> Work:
-        """The same requests decoded plainly, without prompts beside them."""
+        """The same requests decoded plainly, without prompts."""
         return Work(rows=self.rows, text=self.text)
 
     @property
@@ -226,7 +226,7 @@ class StepTimes:
         self._variance[0, 0] = _MACHINE_STD**2
 
     def _fit(self, points: Sequence[Point]) -> None:
-        """Rates whose relative errors over the points are least; what the points leave open stays in the variance."""
+        """Fit the rates to the points; the variance keeps what the points do not determine."""
         sizes = np.array([sizes_of(work, self._window) for work, _, _ in points])
         drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
         rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, _NUM_TERMS)
@@ -333,8 +333,7 @@ class StepTimes:
         """One observation: a part of a step took `ratio` times what was predicted."""
         covariance = self._variance @ slopes
         known = float(slopes @ covariance) + std**2
-        gain = covariance / known
-        # A slow step may have met another process: it changes no more than what is known leaves open.
+        # A slow step may have met another process: it moves the state by at most one standard deviation.
         most = min(1.0, known / math.sqrt(max(known - std**2, 1e-12)))
-        self._state += gain * min(most, max(-0.5, ratio - 1.0))
-        self._variance -= np.outer(gain, covariance)
+        self._state += covariance / known * min(most, max(-0.5, ratio - 1.0))
+        self._variance -= np.outer(covariance, covariance) / known  # exactly symmetric

@@ -72,6 +72,12 @@ def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:
     assert adaptive["error"] == pytest.approx(0.1)
     assert adaptive["absolute_error"] == pytest.approx({"median": 0.1, "p90": 0.1})
     assert found["arms"]["plainly"] == {"pairs": []}, "an answer that was decoded plainly reports nothing"
+    rows = reports.markdown({"cells": [{"concurrency": 1, **found}]}).splitlines()
+    assert rows[2:] == [
+        "| 1 | adaptive | +10.0% | 10.0% | 10.0% |",
+        "| 1 | plainly | 0 answers had drafts | - | - |",
+        "| 1 | plain beside plain | | 0.0% | 0.0% |",
+    ]
 
 
 def test_a_pair_of_models_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,22 @@ def test_uncertainty_is_that_of_how_shapes_compare() -> None:
     assert known < 0.03**2 < unknown
 
 
+def test_the_variance_stays_one_over_many_steps() -> None:
+    """Of every size, with pauses between them: no direction gets a negative variance, nothing grows without bound."""
+    machine, random = Machine(noise=0.2), np.random.default_rng(3)
+    times = StepTimes(machine.points())
+    works = [chains(int(rows), shape) for rows in (1, 5, 16, 60) for shape in ((1, 1), (1, 5), (4, 3))]
+    works += [Work(rows=3, text=900), replace(USUAL, prompt=200, read=200), replace(USUAL, shape=MIXED)]
+    for number in range(6000):
+        work = works[int(random.integers(len(works))) if number % 3 == 0 else number // 3 % len(works)]
+        times.observe(work, *machine.parts_s(work), machine.now)
+        machine.now += random.exponential(5.0)
+    covariance = times.log_covariance(works)
+    assert np.linalg.eigvalsh(covariance).min() > -1e-9
+    assert covariance.max() < 1.0
+    assert np.isfinite(times.step_s(works)).all()
+
+
 def test_more_shapes_than_there_is_room_for_share_a_factor() -> None:
     times = StepTimes(Machine().points())
     for length in range(1, 40):
