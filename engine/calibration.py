@@ -28,7 +28,7 @@ _CONTEXTS = (32, 256, 1024, 4096, 16384)
 _WITH_LONGER_TEXTS = (1, 4, 16)
 _TEXT = 256
 """Tokens of the texts of steps that are not about longer ones."""
-_PROMPT_CHUNKS = (32, 128, 512)
+_PROMPT_CHUNKS = (32, 256)
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
 _BUDGET_S, _LEAST_REPEATS, _MOST_REPEATS = 0.1, 3, 15
@@ -144,7 +144,7 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
     usual = min(_TEXT, engine.facts.max_model_len // 2)
     room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
     for chunk in _PROMPT_CHUNKS:
-        if chunk <= min(room, usual) or chunk <= config.max_prompt_tokens <= room:
+        if chunk <= min(room, usual):
             yield made_up_plan(engine, 1, usual, num_prompt=chunk)
     if not speculation.num_drafts:
         return
