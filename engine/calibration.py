@@ -25,13 +25,16 @@ from engine.scheduling.step_time import Point, StepTimes, Work
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
+"""Tokens of texts."""
 _WITH_LONGER_TEXTS = (1, 4, 16)
+"""Numbers of requests whose plain steps are measured behind the shortest and the longest of these texts, not the
+shortest alone."""
 _TEXT = 256
 """Tokens of the texts of steps that are not about longer ones."""
-_PROMPT_CHUNKS = (32, 256)
+_PROMPT_CHUNKS = (32, 128)
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
-_BUDGET_S, _LEAST_REPEATS, _MOST_REPEATS = 0.1, 3, 15
+_BUDGET_S, _LEAST_REPEATS, _MOST_REPEATS = 0.04, 3, 15
 """Seconds of timed steps of each plan, and how many."""
 _WARM_UP_BELOW_S = 0.03
 """A step that takes longer is no slower behind another plan's step than behind its own (measured)."""
@@ -139,7 +142,8 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
     config = engine.scheduler.config
     numbers = [n for n in _NUM_ROWS if n < config.max_num_seqs] + [config.max_num_seqs]
     for num_rows in numbers:
-        for context in list(_contexts(engine, num_rows))[: None if num_rows in _WITH_LONGER_TEXTS else 1]:
+        contexts = list(_contexts(engine, num_rows))
+        for context in dict.fromkeys([contexts[0], contexts[-1]]) if num_rows in _WITH_LONGER_TEXTS else contexts[:1]:
             yield made_up_plan(engine, num_rows, context)
     usual = min(_TEXT, engine.facts.max_model_len // 2)
     room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
@@ -153,8 +157,8 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
     ends = dict.fromkeys(
         [*shapes, (1, 1), (1, speculation.draft_length), (speculation.num_drafts, speculation.draft_length)]
     )
-    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16, 64)):
-        for num_drafts, of_chain in ends if num_rows <= 4 else shapes:
+    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16)):
+        for num_drafts, of_chain in ends if num_rows == 1 else shapes:
             if num_rows == 1 or num_rows * (1 + num_drafts * of_chain) <= room:
                 chains = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
                 yield made_up_plan(engine, num_rows, usual, chains)

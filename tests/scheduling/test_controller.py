@@ -191,7 +191,7 @@ def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
     server = Server(Machine(noise=0.02), {1: 0.8})
     server.run(600)
     shapes = server.run(400)
-    assert shapes.count(mostly(shapes)) > 370
+    assert shapes.count(mostly(shapes)) > 320
 
 
 # -- requests and their surroundings ----------------------------------------------------------------------------------
