@@ -14,6 +14,7 @@ answer under any load (`Speculation.adaptive`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ _FEW = 4
 _EARLY = 64
 """For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _TRIAL_SHARE = 4, 1 / 32
-"""Steps of a trial, and the largest share of all steps that may belong to trials."""
-_PLAIN_STD = 0.03
+"""Steps of a trial, and the share of all steps that trials may have; after few steps their square root."""
+_PLAIN_STD = 0.02
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
 
@@ -102,7 +103,7 @@ class Controller:
     """The shape of every adaptive row."""
 
     def __init__(self, times: StepTimes, longest: int, trial_share: float = _TRIAL_SHARE, seed: int = 0) -> None:
-        """longest: most tokens of a chain; trial_share: most of the steps that may be trials'; seed: of the trials."""
+        """longest: most tokens of a chain; trial_share: of the steps, what trials may have; seed: of the trials."""
         self.times = times
         self.acceptance = Acceptance(longest)
         self.choice = Choice()
@@ -174,7 +175,8 @@ class Controller:
 
         Plain steps and samples (Thompson's) take turns.
         """
-        if self._num_tried + 0.5 > self._step * self._trial_share or len(options.shapes) == 1:
+        budget = max(math.sqrt(self._step), self._step * self._trial_share) if self._trial_share else 0.0
+        if self._num_tried + _TRIAL_STEPS > budget or len(options.shapes) == 1:
             return None
         self._num_trials += 1
         covariance = self.times.log_covariance(options.works)

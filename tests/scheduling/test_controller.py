@@ -158,8 +158,12 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
 def test_requests_whose_drafts_fail_decode_plainly_beside_others() -> None:
     server = Server(Machine(), {1: 0.95, 2: 0.0})
     server.run(80)
-    assert server.controller.fanout(server.sequences[0])
-    assert not server.controller.fanout(server.sequences[1])
+    drafted = Counter[int]()
+    for _ in range(60):
+        server.step()
+        drafted.update(one.sequence_id for one in server.sequences if server.controller.fanout(one))
+    assert drafted[1] > 50
+    assert drafted[2] < 10
 
 
 def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_decoding() -> None:
