@@ -46,7 +46,7 @@ _EARLY = 64
 """For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _TRIAL_SHARE = 4, 1 / 32
 """Steps of a trial, and the share of all steps that trials may have; after few steps their square root."""
-_PLAIN_STD = 0.02
+_PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
 
