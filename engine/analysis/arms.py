@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from engine.admission import with_kept_shape
+from engine.analysis.load import Load, add_load_arguments
 from engine.analysis.loading import names_of, prompts_of, write
 from engine.analysis.pair import Shape
 from engine.analysis.turns import (
@@ -47,7 +48,7 @@ from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
 from engine.execution.host import keep_freed_memory
 from engine.plan import level_widths
-from engine.request import Limits, Request, Sampling, Speculation
+from engine.request import Request, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
@@ -65,40 +66,6 @@ _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
 _LEAST_TURNS = 8
 _LIMITS = SpeculationConfig()
-
-
-@dataclass(frozen=True)
-class Load:
-    """What every arm is asked."""
-
-    prompts: Sequence[tuple[int, ...]]
-    num_tokens: int
-    """Of an answer, in the mean."""
-    temperature: float
-
-    @property
-    def longest_answer(self) -> int:
-        """Tokens."""
-        return self.num_tokens * 3 // 2
-
-    @property
-    def longest_text(self) -> int:
-        """Tokens of the longest prompt and the longest answer."""
-        return max(map(len, self.prompts)) + self.longest_answer
-
-    def requests(self, speculation: Speculation, seed_stable: bool = False) -> Iterator[Request]:
-        """One after the other, without end; the same for all arms but for the speculation."""
-        number = 0
-        while True:
-            length = random.Random(number).randint(max(1, self.num_tokens // 2), self.longest_answer)
-            yield Request(
-                request_id=str(number),
-                prompt_token_ids=self.prompts[number % len(self.prompts)],
-                sampling=Sampling(temperature=self.temperature, seed=number, seed_stable=seed_stable),
-                limits=Limits(max_tokens=length, ignore_eos=True),
-                speculation=speculation,
-            )
-            number += 1
 
 
 @dataclass
@@ -335,19 +302,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of plain decoding in a cell; the other arms do as much (default 20)",
     )
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
-
-
-def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
-    """What is asked of every arm, but for the prompts; and where the result goes."""
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=num_tokens,
-        help=f"tokens of an answer, in the mean (default {num_tokens})",
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
 
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:

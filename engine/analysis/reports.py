@@ -18,13 +18,12 @@ from tqdm import tqdm
 
 from engine.analysis.arms import (
     Arm,
-    Load,
-    add_load_arguments,
     check_room,
     load_engine,
     make_arms,
     speculation_of,
 )
+from engine.analysis.load import Load, add_load_arguments
 from engine.analysis.loading import prompts_of, write
 from engine.calibration import measure_points
 from engine.errors import ConfigError

@@ -14,13 +14,13 @@ from engine.analysis import arms as module
 from engine.analysis.__main__ import main
 from engine.analysis.arms import (
     Arm,
-    Load,
     check_room,
     compared,
     make_arms,
     same_greedy_answers,
     speculation_of,
 )
+from engine.analysis.load import Load
 from engine.analysis.turns import (
     Turn,
     chart,
