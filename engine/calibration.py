@@ -101,11 +101,11 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
         points = msgspec.convert(read_kept(file), list[Point])
-        if not points or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
+        shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
+        if 1 not in shortest_s or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
             raise ValueError
     except ValueError:
         return f"{file} cannot be read"
-    shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
     middle = sorted(shortest_s)[len(shortest_s) // 2]
     factors = {rows: _plain_s_now(engine, rows) / shortest_s[rows] for rows in (1, middle)}
     said = ", ".join(f"{factor:.2f} times as long for {rows} at once" for rows, factor in factors.items())

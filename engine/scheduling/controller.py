@@ -115,8 +115,8 @@ class Controller:
         self._trial_share = trial_share
         self._random = np.random.default_rng(seed)
         self._step = self._learned = self._next = self._num_tried = self._num_trials = 0
-        self._in_use = Choice()
-        """Chosen as the best; a trial may be made in its place."""
+        self._in_use = PLAIN
+        """The shape that was chosen as the best; a trial may be made in its place."""
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
         self._resting: frozenset[int] = frozenset()
         """Adaptive requests that were chosen not to draft."""
@@ -156,10 +156,10 @@ class Controller:
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
         handicap = np.full(len(options.shapes), 1 / _CLEAR_GAIN)
-        if ids & self._chosen_for[0] and self._in_use.shape in options.shapes:
-            handicap[options.shapes.index(self._in_use.shape)] = 1.0
+        if ids & self._chosen_for[0] and self._in_use in options.shapes:
+            handicap[options.shapes.index(self._in_use)] = 1.0
         best = int((options.rates * handicap).argmax())
-        self._in_use = self.choice = _choice(load.adaptive, options, best)
+        self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
         self._resting = ids - self.choice.drafting
         if any(one.num_remaining > 1 for one in load.adaptive):  # or no shape could be chosen but plain
             self.reads = self.choice.shape != PLAIN

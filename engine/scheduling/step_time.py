@@ -137,12 +137,12 @@ _NUM_TERMS = _DRAFT_TEXT + 1
 
 @lru_cache(maxsize=4096)
 def _sizes_without_texts(
-    rows: int, nodes: int, drafting: int, passes: tuple[int, ...], has_prompt: bool, prompt: int, read: int
+    rows: int, nodes: int, drafting: int, passes: tuple[int, ...], prompt: int, read: int
 ) -> Numbers:
     sizes = np.zeros(_NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    sizes[1 + _NUM_RAMPS : _TEXT] = rows, bool(nodes), drafting, nodes, has_prompt
+    sizes[1 + _NUM_RAMPS : _TEXT] = rows, bool(nodes), drafting, nodes, bool(prompt)
     if passes or read:
         of_passes = sizes[_NUM_REST:_DRAFT_TEXT]
         of_passes[0] = 1.0
@@ -155,9 +155,7 @@ def _sizes_without_texts(
 
 def sizes_of(work: Work, window: int) -> Numbers:
     """[terms] the sizes that the rates are multiplied with. window: tokens that the draft model sees; 0 is all."""
-    sizes = _sizes_without_texts(
-        work.rows, work.nodes, work.drafting, work.passes, work.prompt > 0, work.prompt, work.read
-    ).copy()
+    sizes = _sizes_without_texts(work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
     sizes[[_TEXT, _NODE_TEXT, _PROMPT_TEXT, _DRAFT_TEXT]] = (
