@@ -14,6 +14,7 @@ from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
+from engine.drafters.drafter import Drafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -97,11 +98,16 @@ def assemble(
         },
     )
     check_defaults(facts, config.speculation)
-    drafter = ModelDrafter(runners[1] if draft is not None else None, target.model.device, target.vocab_size)
+    drafter = drafter_of(runners[1]) if draft is not None else None
     tokenizer = config.model.tokenizer or target.name
     revision = config.model.revision if tokenizer == config.model.target else None
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
+
+
+def drafter_of(runner: ModelRunner) -> Drafter:
+    """What drafts with a draft model: a model of any kind, from its own logits."""
+    return ModelDrafter(runner)
 
 
 def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:

@@ -81,7 +81,7 @@ def _say_every(seconds: float, progress: Progress) -> Tell:
 def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> Path | None:
     """Where measurements of such an engine on such a machine are kept; None where there is no such place."""
     model = engine.target.model
-    runner = engine.drafter.runner
+    runner = engine.draft_runner
     described = {
         "target": model.config.to_dict(),
         "draft": runner.model.config.to_dict() if runner is not None else None,

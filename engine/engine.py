@@ -13,11 +13,12 @@ import torch
 
 from engine.admission import check_request
 from engine.config import EngineFacts, SpeculationConfig
-from engine.drafters.model import ModelDrafter
+from engine.drafters.chains import draw_chains
+from engine.drafters.drafter import Drafter
 from engine.errors import RequestError
 from engine.execution.runner import ModelRunner
 from engine.metrics import StepStats
-from engine.passes import moves_of, target_inputs
+from engine.passes import kept_paths, target_inputs, target_moves
 from engine.plan import Plan, Verdict
 from engine.request import Request
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
@@ -49,7 +50,7 @@ class Engine:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: ModelDrafter,
+        drafter: Drafter | None,
         scheduler: Scheduler,
         facts: EngineFacts,
         limits: SpeculationConfig,
@@ -75,16 +76,16 @@ class Engine:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
         phase = self.telemetry.phase
         with phase("draft"):  # chains, and the law each token was drawn from
-            draft = self.drafter.draw(plan)
+            draft = draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device)
         with phase("target"):  # one pass over every drafted node
             logits_NV = self.target.forward(target_inputs(plan, draft))
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # the exact rule of each request
             winners = verify_chains(plan, draft, logits_NV)
         with phase("keep"):  # forget the rejected branches
-            target_moves, draft_moves = moves_of(plan, draft, winners, self.facts.block_size)
-            self.target.keep(target_moves)
-            self.drafter.keep(draft_moves)
+            self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
+            if self.drafter is not None:
+                self.drafter.keep(plan, kept_paths(winners))
         verdict = Verdict(tuple(winner.emission for winner in winners), prompt_logprobs)
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
 
@@ -96,6 +97,11 @@ class Engine:
         stats = self.telemetry.end_step(self.following.num_waiting)
         gone = {request_id for request_id, _ in failed}
         return StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], stats, failed)
+
+    @property
+    def draft_runner(self) -> ModelRunner | None:
+        """Runs the draft model; None where there is none."""
+        return self.drafter.runner if self.drafter is not None else None
 
     def stats(self) -> StepStats:
         """The state between steps."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cache.tensors import KVMoves
+from engine.cache.tensors import KVMoves, slot_moves
 from engine.drafters.draft import Draft
-from engine.drafters.model import ModelDrafter
+from engine.drafters.drafter import KeptPath
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.plan import Plan
 from engine.verifying import Winner
@@ -29,26 +29,18 @@ def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
     return parts
 
 
-def moves_of(
-    plan: Plan, draft: Draft | None, winners: Sequence[Winner], block_size: int
-) -> tuple[list[KVMoves], list[KVMoves]]:
-    """What makes the K/V of accepted paths contiguous, by row: in the target's storage, and in the draft model's."""
-    target_moves: list[KVMoves] = []
-    draft_moves: list[KVMoves] = []
+def target_moves(plan: Plan, draft: Draft | None, winners: Sequence[Winner], block_size: int) -> list[KVMoves]:
+    """What makes the target's K/V of accepted paths contiguous, by row."""
     if draft is None:
-        return target_moves, draft_moves
+        return []
+    moves = []
     for row, tree, winner in zip(plan.sampling_rows, draft.trees, winners, strict=True):
+        path = tree.paths[winner.rank][1 : len(winner.emission.accepted) + 1]
+        pairs = [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]
+        moves.append(slot_moves(pairs, row.block_ids, block_size))
+    return moves
 
-        def slot(index: int, blocks: Sequence[int] = row.block_ids) -> int:
-            return blocks[index // block_size] * block_size + index % block_size
 
-        path = tree.paths[winner.rank]
-        of_target, of_draft = [], []
-        for depth in range(1, len(winner.emission.accepted) + 1):
-            to = row.end + depth - 1
-            of_target.append((row.end + path[depth] - 1, to))
-            if depth <= winner.emission.num_draft_kept:
-                of_draft.append((ModelDrafter.node_index(row, winner.rank, depth), to))
-        for moves, found in ((target_moves, of_target), (draft_moves, of_draft)):
-            moves.append([(slot(source), slot(to)) for source, to in found if source != to])
-    return target_moves, draft_moves
+def kept_paths(winners: Sequence[Winner]) -> list[KeptPath]:
+    """What the drafter may keep, by sampling row."""
+    return [KeptPath(winner.rank, winner.emission.num_draft_kept) for winner in winners]

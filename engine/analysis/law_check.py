@@ -153,9 +153,9 @@ def _laws(
 
 def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:
     """Cells for the two tokens after a prompt."""
-    assert engine.drafter.runner is not None, "only a pair can be checked"
+    assert engine.draft_runner is not None, "only a pair can be checked"
     first_V = _laws(engine.target, engine, prompt, (), sampling)[0]
-    draft_V = _laws(engine.drafter.runner, engine, prompt, (), sampling)[0]
+    draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
     first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
     second_NV = _laws(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
     cells: dict[Cell, float] = {}

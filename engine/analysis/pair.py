@@ -273,9 +273,9 @@ def _laws_along(
     known = (*prompt, *tokens[:-1])
     blocks = tuple(range(-(-len(known) // engine.facts.block_size)))
     part = SequenceInput(known, 0, blocks, NO_NODES, slice(len(prompt) - 1, None))
-    assert engine.drafter.runner is not None
+    assert engine.draft_runner is not None
     laws = []
-    for runner in (engine.target, engine.drafter.runner):
+    for runner in (engine.target, engine.draft_runner):
         logits_NV = runner.forward([part])
         parameters = LawParameters.of([Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device)
         laws.append(law(logits_NV, parameters))

@@ -21,6 +21,15 @@ _USUAL_MOVES = 32
 """No more than these in usual steps, drafted or copied: one kernel for all of them."""
 
 
+def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:
+    """The moves of a sequence from index to index, as slots; without those that stay where they are."""
+
+    def slot(index: int) -> int:
+        return block_ids[index // block_size] * block_size + index % block_size
+
+    return [(slot(source), slot(to)) for source, to in pairs if source != to]
+
+
 @dataclass(frozen=True)
 class KVShape:
     """Shape of one token's K and V in every layer."""

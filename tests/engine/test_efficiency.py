@@ -72,7 +72,7 @@ def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> tor
     """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both models."""
     ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=engine.facts.device)
     logs = []
-    for runner in (engine.target, engine.drafter.runner):
+    for runner in (engine.target, engine.draft_runner):
         assert runner is not None
         runner.model.set_attn_implementation("eager")
         with torch.inference_mode():

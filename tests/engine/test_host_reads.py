@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from engine.drafters.chains import draw_chains
 from engine.engine import Engine
 from engine.request import Speculation
 from tests.engine import tiny
@@ -67,7 +68,7 @@ def test_a_step_reads_what_was_drafted_and_the_verdict(name: str) -> None:
 def test_drafting_reads_its_tokens_once_at_its_end(name: str) -> None:
     engine = running(SHAPES[name][0])
     with counted_reads() as counts:
-        engine.drafter.draw(engine.scheduler.plan())
+        draw_chains(engine.scheduler.plan(), engine.drafter, engine.target.vocab_size, engine.target.device)
     assert counts == {"tolist": 1}
 
 
@@ -77,10 +78,10 @@ def test_drafting_does_not_wait_for_the_device() -> None:
     """CUDA itself finds waits that no count of calls shows."""
     engine = running(SHAPES["bv_race"][0])
     plan = engine.scheduler.plan()
-    engine.drafter.draw(plan)
+    draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with patch("engine.drafters.model.merge", lambda *_: ()):
-            engine.drafter.draw(plan)
+        with patch("engine.drafters.chains.merge", lambda *_: ()):
+            draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device)
     finally:
         torch.cuda.set_sync_debug_mode("default")

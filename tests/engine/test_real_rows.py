@@ -38,10 +38,10 @@ def real_laws() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = tuple(range(-(-len(tokens) // engine.facts.block_size)))
         part = SequenceInput(tokens, 0, blocks, NO_NODES, slice(0, None))
         temperature = (1.0, 0.6)[number % 2]
-        assert engine.drafter.runner is not None
+        assert engine.draft_runner is not None
         p, q = (
             (runner.forward([part])[:left].double() / temperature).softmax(-1)
-            for runner in (engine.target, engine.drafter.runner)
+            for runner in (engine.target, engine.draft_runner)
         )
         yield p, q
         left -= len(p)

@@ -374,7 +374,7 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     assert len(checked.seen) > 20
 
 
-@pytest.mark.parametrize("part", ["engine.drafters.model._contexts", "engine.verifying._contexts"])
+@pytest.mark.parametrize("part", ["engine.drafters.chains._contexts", "engine.verifying._contexts"])
 def test_laws_that_forget_a_node_s_path_are_found_out(
     checked: Checked, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """A whole step without a model: drafts drawn, copied chains followed, every rule's rows verified together.
 
-`ModelDrafter.draw` and `verify_chains` as the engine calls them, on logits that are looked up in a small world. What a
+`draw_chains` and `verify_chains` as the engine calls them, on logits that are looked up in a small world. What a
 row emits is completed by the target to three tokens, whose law must be the target's own, in each kind of row.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine import verifying
 from engine.analysis.enumeration import Model, Path, Rows
+from engine.drafters.chains import draw_chains
 from engine.drafters.draft import Draft
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import SequenceInput
@@ -115,7 +116,7 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
 def step(rows: Sequence[Row]) -> tuple[Draft, list[Emission]]:
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
-    draft = ModelDrafter(LookedUp(WORLD), CPU, VOCABULARY).draw(plan)  # type: ignore[arg-type]
+    draft = draw_chains(plan, ModelDrafter(LookedUp(WORLD)), VOCABULARY, CPU)  # type: ignore[arg-type]
     assert draft is not None
     paths: list[Path] = []
     for tree in draft.trees:

@@ -1,0 +1,49 @@
+"""What a source of drafted chains must do.
+
+A drafter gives logits; how chains are drawn from them is the same for all (`chains.py`). To add one: a file with a
+class like `ModelDrafter` (`model.py`), and a line in `engine.building.drafter_of`. Drafters that find chains in texts
+have no laws: `engine.text_drafters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.execution.runner import ModelRunner
+from engine.plan import Plan
+
+
+class KeptPath(NamedTuple):
+    """What a sampling row keeps of its drafted chains."""
+
+    chain: int
+    """Which of its chains."""
+    num_drafted: int
+    """How many of its first tokens are kept for which a drafter may have K/V."""
+
+
+class Drafter(Protocol):
+    """Gives the logits that chains are drawn from.
+
+    Drafts are checked against the law they were drawn from, so the output stays the target's whatever the logits are,
+    as long as they depend on nothing but the text, the path to the node and the past.
+    """
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """Runs the draft model, where it is one with K/V."""
+
+    def begin(self, plan: Plan) -> Tensor:
+        """Catch up on every row's `draft_input_ids`; [N, V] logits below the root of each row that draws, in order."""
+
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        """[N, V] logits below the drafted nodes of `depth` (1 is below the root), in the order of their chains.
+
+        token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
+        """
+
+    def keep(self, plan: Plan, kept: Sequence[KeptPath]) -> None:
+        """After the step: make the K/V of what each sampling row has kept the K/V of its text."""
