@@ -6,6 +6,7 @@ Not for: running it (`process.py`), or measuring it (`calibration.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
-from engine.drafters.drafter import Drafter
+from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -47,12 +48,22 @@ def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> E
 
 
 def assemble(
-    config: EngineConfig, target: LoadedModel, draft: LoadedModel | None, progress: Progress = lambda _: None
+    config: EngineConfig,
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    progress: Progress = lambda _: None,
+    kind: DrafterKind | None = None,
 ) -> Engine:
-    """An engine around models that are already loaded behind the hook."""
+    """An engine around models that are already loaded behind the hook.
+
+    kind: what drafts with the draft model, where that is not seen from the model.
+    """
     check_speculation(config)
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
+    kind = None if draft is None else kind or kind_of(draft)
+    if kind is not None and kind.reads_hidden:
+        shapes[0] = replace(shapes[0], hidden_dim=target.model.config.get_text_config().hidden_size)
     ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
         way, memory = _prepare(model, shape, config, progress)
@@ -61,53 +72,56 @@ def assemble(
     max_model_len = _max_model_len(config, models)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
+    pool = num_blocks, config.cache.block_size
     runners = [
-        ModelRunner(
-            model.model,
-            shape,
-            num_blocks,
-            config.cache.block_size,
-            target.vocab_size,
-            backend=way.backend,
-            ranks=model.ranks,
-            paged=way.paged,
-            # What ranks exchange in a pass is not recorded.
-            replayed=way.paged and model.ranks is None,
-        )
+        _runner(model, shape, way, pool, target.vocab_size)
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
     bytes_by_model = [num_blocks * config.cache.block_size * per_token for per_token in token_bytes]
-    facts = EngineFacts(
-        vocab_size=target.vocab_size,
-        max_model_len=max_model_len,
+    memory_plan = {
+        "weights": weight_bytes[0],
+        "draft_weights": sum(weight_bytes[1:]),
+        "kv_cache": bytes_by_model[0],
+        "draft_kv_cache": sum(bytes_by_model[1:]),
+        "workspace": _workspace_bytes(config, target.vocab_size),
+    }
+    facts = _facts(config, models, max_model_len)
+    facts = msgspec.structs.replace(
+        facts,
         num_blocks=num_blocks,
-        block_size=config.cache.block_size,
         eos_token_ids=sorted(target.eos_token_ids),
         device=str(target.model.device),
         dtype=str(target.model.dtype).removeprefix("torch."),
-        architecture=target.model_type,
-        has_draft=draft is not None,
-        max_copied_tokens=config.scheduler.max_copied_tokens,
-        rules=rule_facts(),
-        memory_plan={
-            "weights": weight_bytes[0],
-            "draft_weights": sum(weight_bytes[1:]),
-            "kv_cache": bytes_by_model[0],
-            "draft_kv_cache": sum(bytes_by_model[1:]),
-            "workspace": _workspace_bytes(config, target.vocab_size),
-        },
+        memory_plan=memory_plan,
     )
     check_defaults(facts, config.speculation)
-    drafter = drafter_of(runners[1]) if draft is not None else None
+    drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer = config.model.tokenizer or target.name
     revision = config.model.revision if tokenizer == config.model.target else None
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
 
 
-def drafter_of(runner: ModelRunner) -> Drafter:
-    """What drafts with a draft model: a model of any kind, from its own logits."""
-    return ModelDrafter(runner)
+def _runner(
+    loaded: LoadedModel, shape: KVShape, way: BackendChoice, pool: tuple[int, int], vocab_size: int
+) -> ModelRunner:
+    """What runs a model; pool: (blocks, tokens of each)."""
+    return ModelRunner(
+        loaded.model,
+        shape,
+        *pool,
+        vocab_size,
+        backend=way.backend,
+        ranks=loaded.ranks,
+        paged=way.paged,
+        # What ranks exchange in a pass is not recorded.
+        replayed=way.paged and loaded.ranks is None,
+    )
+
+
+def kind_of(_draft: LoadedModel) -> DrafterKind:
+    """What drafts with a draft model: any causal language model drafts from its own logits."""
+    return DrafterKind(lambda runner, _: ModelDrafter(runner))
 
 
 def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:
@@ -178,21 +192,25 @@ def check_speculation(config: EngineConfig) -> None:
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
-    beforehand = EngineFacts(
-        vocab_size=outlines[0].vocab_size,
-        max_model_len=_max_model_len(config, outlines),
+    check_defaults(_facts(config, outlines, _max_model_len(config, outlines)), config.speculation)
+
+
+def _facts(config: EngineConfig, models: Sequence[Outline], max_model_len: int) -> EngineFacts:
+    """What is known of an engine before its weights are read."""
+    return EngineFacts(
+        vocab_size=models[0].vocab_size,
+        max_model_len=max_model_len,
         num_blocks=0,
         block_size=config.cache.block_size,
         eos_token_ids=[],
         device="",
         dtype="",
-        architecture=outlines[0].model_type,
-        has_draft=len(outlines) > 1,
+        architecture=models[0].model_type,
+        has_draft=len(models) > 1,
         max_copied_tokens=config.scheduler.max_copied_tokens,
         rules=rule_facts(),
         memory_plan={},
     )
-    check_defaults(beforehand, config.speculation)
 
 
 def _lookahead(config: EngineConfig) -> int:

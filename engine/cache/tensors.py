@@ -38,14 +38,23 @@ class KVShape:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    hidden_dim: int = 0
+    """Width of the hidden states that are kept beside K and V, for a drafter that reads them; 0 where none does."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V over all layers."""
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """Bytes of all that is kept of one token."""
+        return self.num_layers * self.layer_bytes(dtype) + self.hidden_dim * dtype.itemsize
+
+    def layer_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 
 class KVTensors:
-    """Keys [layers, slots, heads, key_dim] and values [layers, slots, heads, value_dim]."""
+    """Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim] and hidden states [slots, D].
+
+    A hidden state is what the model's last layer and final norm give for a token; `hidden` is None where none are kept.
+    """
 
     def __init__(self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         layout = (shape.num_layers, num_slots, shape.num_kv_heads)
@@ -53,6 +62,9 @@ class KVTensors:
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         """(keys, values) of each layer: views."""
+        self.hidden = (
+            torch.zeros((num_slots, shape.hidden_dim), dtype=dtype, device=device) if shape.hidden_dim else None
+        )
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self._has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
@@ -70,7 +82,7 @@ class KVTensors:
         return gathered
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move K/V by sequence: all of one's are read before any is written, and no two share a slot."""
+        """Move what is kept of tokens, by sequence: all is read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if not moves:
             return
@@ -80,11 +92,15 @@ class KVTensors:
             move_SM2 = torch.from_numpy(_padded(moves)).to(self.keys.device, non_blocking=True)
             keep(self.keys, move_SM2)
             keep(self.values, move_SM2)
+            if self.hidden is not None:
+                keep(self.hidden[None, :, None], move_SM2)
             return
         pairs = torch.from_numpy(np.concatenate(moves)).to(self.keys.device, non_blocking=True)
         source, destination = pairs[:, 0], pairs[:, 1]
         self.keys[:, destination] = self.keys[:, source]
         self.values[:, destination] = self.values[:, source]
+        if self.hidden is not None:
+            self.hidden[destination] = self.hidden[source]
 
 
 def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str | None:

@@ -1,13 +1,13 @@
 """What a source of drafted chains must do.
 
 A drafter gives logits; how chains are drawn from them is the same for all (`chains.py`). To add one: a file with a
-class like `ModelDrafter` (`model.py`), and a line in `engine.building.drafter_of`. Drafters that find chains in texts
+class like `ModelDrafter` (`model.py`), and a line in `engine.building.kind_of`. Drafters that find chains in texts
 have no laws: `engine.text_drafters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,6 +23,16 @@ class KeptPath(NamedTuple):
     """Which of its chains."""
     num_drafted: int
     """How many of its first tokens are kept for which a drafter may have K/V."""
+
+
+class DrafterKind(NamedTuple):
+    """How a drafter is made."""
+
+    make: Callable[[ModelRunner, ModelRunner], Drafter]
+    """From what runs the draft model, and what runs the target."""
+    reads_hidden: bool = False
+    """Whether it reads the target's hidden states: they are then kept in `storage.hidden` of the target's runner, by
+    the slots of the text's tokens, for all but those that the plan is still to compute."""
 
 
 class Drafter(Protocol):

@@ -6,7 +6,8 @@ order. Each is compared with plain transformers at every start; where it gives o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,7 +21,10 @@ class Backend(Protocol):
     """Runs the passes of one model."""
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype; K/V goes where `metadata` says."""
+        """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
+
+        K/V goes where `metadata` says, and so do hidden states where `metadata.storage.hidden` is there for them.
+        """
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
         """Pack weights where that makes products faster; the memory that packed weights take, in bytes.
@@ -37,6 +41,12 @@ class TransformersBackend:
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
+        with _keeping_hidden(self._model, metadata):
+            return self._logits(token_ids_T, positions_T, metadata, wanted_N)
+
+    def _logits(
+        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
+    ) -> Tensor:
         output = self._model(
             input_ids=token_ids_T.unsqueeze(0),
             position_ids=positions_T.unsqueeze(0),
@@ -51,3 +61,21 @@ class TransformersBackend:
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
         """Pack the weights of its linear layers; some model's code may look at weights that a packed layer has not."""
         return pack(take_over(self._model), wanted, works, choices)
+
+
+@contextlib.contextmanager
+def _keeping_hidden(model: Any, metadata: AttentionMetadata) -> Iterator[None]:
+    """Write the hidden states that the model's body gives to where they are kept, if they are."""
+    kept_SD = metadata.storage.hidden
+    if kept_SD is None:
+        yield
+        return
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        kept_SD[metadata.slots_T] = output[0][0]
+
+    hook = model.base_model.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -91,8 +91,15 @@ class LeanDecoder:
             normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
             gate_TM, up_TM = layer.gate_up(normed_TD).chunk(2, -1)
             hidden_TD = hidden_TD + layer.down(silu(gate_TM) * up_TM)
-        hidden_ND = rms_norm(hidden_TD[wanted_N], hidden_TD.shape[-1:], self._body.norm.weight, self._eps)
-        return self._head(hidden_ND)
+        kept_SD = metadata.storage.hidden
+        if kept_SD is None:
+            return self._head(self._final_norm(hidden_TD[wanted_N]))
+        hidden_TD = self._final_norm(hidden_TD)
+        kept_SD[metadata.slots_T] = hidden_TD
+        return self._head(hidden_TD[wanted_N])
+
+    def _final_norm(self, hidden_TD: Tensor) -> Tensor:
+        return rms_norm(hidden_TD, hidden_TD.shape[-1:], self._body.norm.weight, self._eps)
 
     def _attention(
         self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, metadata: AttentionMetadata

@@ -62,7 +62,7 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
-        self._layer_bytes = shape.token_bytes(model.dtype) // shape.num_layers
+        self._layer_bytes = shape.layer_bytes(model.dtype)
         # One block more than the pool has: for the K/V of padding.
         num_slots = num_blocks * block_size
         self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)

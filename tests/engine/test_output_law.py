@@ -20,6 +20,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from engine.drafters.drafter import DrafterKind
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation
@@ -160,10 +161,13 @@ def sample(
     speculation: Speculation,
     sampling: dict[str, float],
     num_answers: int = NUM_ANSWERS,
+    kind: DrafterKind | None = None,
     **more: Any,
 ) -> Counter[tuple[int, ...]]:
     """First three tokens of longer answers; `more` are fields of the requests."""
-    engine = tiny.build(*pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8)
+    engine = tiny.build(
+        *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
+    )
     engine.following.source = NoTokenTwice()  # type: ignore[assignment]
     requests = [
         tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})

@@ -11,6 +11,7 @@ import torch
 
 from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, Prepack, SchedulerConfig, SpeculationConfig
+from engine.drafters.drafter import DrafterKind
 from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
@@ -94,6 +95,7 @@ def build(
     max_copied_tokens: int = 0,
     prepack: Prepack = "off",
     draft_window: int = 0,
+    kind: DrafterKind | None = None,
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
@@ -117,6 +119,7 @@ def build(
         ),
         target,
         draft,
+        kind=kind,
     )
 
 

@@ -1,0 +1,160 @@
+"""A drafter that reads the target's hidden states, made of the protocol alone: its laws, and the law of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.cache.tensors import KVMoves, KVTensors
+from engine.drafters.drafter import DrafterKind
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.execution.attention import HOOK
+from engine.execution.loading import LoadedModel
+from engine.execution.runner import ModelRunner
+from engine.plan import Plan
+from engine.request import Speculation
+from tests.engine import test_output_law as output_law
+from tests.engine import tiny
+
+VOCABULARY = 101
+SPECULATIONS = {
+    "chains": Speculation(rule="bv_race", num_drafts=4, draft_length=3),
+    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
+}
+
+
+class HiddenDrafter(ModelDrafter):
+    """The draft model's logits, plus a linear function of the target's hidden state before the root."""
+
+    def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
+        super().__init__(runner)
+        self.target = target
+        shape = target.model.config.hidden_size, target.vocab_size
+        self.head_DV = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(tiny.DEVICE)
+        self.read: list[tuple[int, int, Tensor]] = []
+        """(sequence, index, hidden state) of all that was read."""
+
+    def begin(self, plan: Plan) -> Tensor:
+        logits_NV = super().begin(plan)
+        drawing = [row for row in plan.sampling_rows if row.fanout]
+        kept = self.target.storage.hidden
+        assert kept is not None
+        for logits_V, row in zip(logits_NV, drawing, strict=True):
+            # The target computes the root in this step, and all of a prompt's last chunk.
+            index, size = row.first_index - 1, self.target.block_size
+            if index < 0:
+                continue
+            hidden_D = kept[row.block_ids[index // size] * size + index % size]
+            self.read.append((row.sequence_id, index, hidden_D.clone()))
+            logits_V += 0.3 * hidden_D @ self.head_DV
+        return logits_NV
+
+
+KIND = DrafterKind(HiddenDrafter, reads_hidden=True)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt_neox"])
+def pair(request: pytest.FixtureRequest) -> tuple[LoadedModel, LoadedModel]:
+    """One that runs by the fast decoder, and one that runs by transformers."""
+    if request.param == "llama":
+        target = tiny.llama(seed=31)
+    else:
+        import transformers
+
+        target = tiny.load_model(
+            transformers.GPTNeoXConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=256,
+                initializer_range=0.3,
+            ),
+            seed=31,
+        )
+    return target, tiny.perturbed(target, seed=3, amount=0.03)
+
+
+def by_transformers(target: LoadedModel, tokens: Sequence[int]) -> Tensor:
+    """[tokens, D] the hidden states of a text, by a plain pass."""
+    target.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        output = target.model.base_model(input_ids=torch.tensor([tokens], device=tiny.DEVICE), use_cache=False)
+    target.model.set_attn_implementation(HOOK)
+    hidden_TD: Tensor = output.last_hidden_state[0]
+    return hidden_TD
+
+
+def drafted(pair: tuple[LoadedModel, LoadedModel], speculation: Speculation) -> tuple[Engine, dict[int, list[int]]]:
+    """An engine after some texts with a common beginning, few blocks and little budget; the texts by sequence."""
+    engine = tiny.build(*pair, num_blocks=30, budget=48, kind=KIND)
+    shared = tiny.prompts(VOCABULARY, [20])[0]
+    prompts = [shared + rest for rest in tiny.prompts(VOCABULARY, [3, 30, 9, 5, 60, 2], seed=1)]
+    requests = [
+        tiny.request(str(number), prompt, speculation, max_tokens=40, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = tiny.run(engine, requests)
+    assert run.num_preemptions > 0
+    assert engine.scheduler.num_cache_hits > 0
+    assert run.num_accepted > run.num_outcomes / 2, "too few drafts are accepted to move anything"
+    # Sequences are numbered as requests are queued.
+    return engine, {number: prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)}
+
+
+def largest_error(engine: Engine, pair: tuple[LoadedModel, LoadedModel], texts: dict[int, list[int]]) -> float:
+    """How far what was read is from the hidden states of the texts."""
+    assert isinstance(engine.drafter, HiddenDrafter)
+    expected = {number: by_transformers(pair[0], text) for number, text in texts.items()}
+    assert len(engine.drafter.read) > 20
+    return max(float((found - expected[number][index]).abs().max()) for number, index, found in engine.drafter.read)
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_the_target_s_hidden_states_are_where_a_drafter_looks(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
+    """In steps of prompt chunks and trees, behind shared beginnings and after preemption."""
+    engine, texts = drafted(pair, SPECULATIONS[name])
+    assert largest_error(engine, pair, texts) < 1e-3
+
+
+def test_hidden_states_that_stay_where_they_were_drafted_are_found_out(
+    pair: tuple[LoadedModel, LoadedModel],
+) -> None:
+    keep = KVTensors.keep
+
+    def without_hidden(self: KVTensors, moves: Sequence[KVMoves]) -> None:
+        hidden, self.hidden = self.hidden, None
+        keep(self, moves)
+        self.hidden = hidden
+
+    with patch.object(KVTensors, "keep", without_hidden):
+        engine, texts = drafted(pair, SPECULATIONS["chains"])
+    assert largest_error(engine, pair, texts) > 0.1
+
+
+@pytest.mark.parametrize("name", ["bv_race 4", "traversal tree"])
+def test_output_has_the_target_s_law(name: str) -> None:
+    target = tiny.llama(seed=21, vocabulary=output_law.VOCABULARY, layers=1, spread=0.25)
+    models = target, tiny.llama(seed=22, vocabulary=output_law.VOCABULARY, layers=1, spread=0.25)
+    plain = output_law.SAMPLINGS["plain"]
+    counts = output_law.sample(models, output_law.SPECULATIONS[name], plain, kind=KIND)
+    assert output_law.g_test(counts, output_law.exact_law(target, plain)) > output_law.ALPHA
+
+
+def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    plain, reading = tiny.build(*pair), tiny.build(*pair, kind=KIND)
+    assert plain.target.storage.hidden is None
+    assert reading.draft_runner is not None
+    assert reading.draft_runner.storage.hidden is None
+    num_slots = reading.facts.num_blocks * reading.facts.block_size
+    width = pair[0].model.config.hidden_size
+    bytes_of_hidden = num_slots * width * 4
+    assert reading.facts.memory_plan["kv_cache"] - plain.facts.memory_plan["kv_cache"] == bytes_of_hidden
+    assert np.prod(reading.target.storage.hidden.shape) * 4 == bytes_of_hidden  # type: ignore[union-attr]
