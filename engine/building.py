@@ -9,30 +9,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-import torch
 
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
-from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts, Prepack, RuleFacts
+from engine.config import MODEL, EngineConfig, EngineFacts, Prepack, RuleFacts
 from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
 from engine.execution.packing import Choices
-from engine.execution.probe import BackendChoice, find_kv_shape, probe_ways, runs
+from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
+from engine.memory import MemoryPlan, lookahead, plan_memory
 from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES
-from engine.text_drafters import TEXT_DRAFTERS, most_copied
+from engine.text_drafters import TEXT_DRAFTERS
 
-_DEFAULT_CPU_BYTES = 1 << 30
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
 _CPU_PROMPT_TOKENS = 512
-_DEFAULT_CUDA_SHARE = 0.8
 _LARGEST_DEFAULT_LENGTH = 32768
 
 
@@ -66,56 +64,61 @@ def assemble(
         shapes[0] = replace(shapes[0], hidden_dim=target.model.config.get_text_config().hidden_size)
     ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
-        way, memory = _prepare(model, shape, config, progress)
+        way, num_bytes = _prepare(model, shape, config, progress)
         ways.append(way)
-        weight_bytes.append(memory)
-    max_model_len = _max_model_len(config, models)
+        weight_bytes.append(num_bytes)
+    facts = _facts(config, models)
+    num_replayed = sum(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
-    num_blocks = _num_blocks(config, max_model_len, sum(token_bytes), target.model.device)
-    pool = num_blocks, config.cache.block_size
+    memory = plan_memory(config, facts, token_bytes, num_replayed, target.model.device)
     runners = [
-        _runner(model, shape, way, pool, target.vocab_size)
+        _runner(model, shape, way, config, memory, target.vocab_size)
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
-    bytes_by_model = [num_blocks * config.cache.block_size * per_token for per_token in token_bytes]
-    memory_plan = {
-        "weights": weight_bytes[0],
-        "draft_weights": sum(weight_bytes[1:]),
-        "kv_cache": bytes_by_model[0],
-        "draft_kv_cache": sum(bytes_by_model[1:]),
-        "workspace": _workspace_bytes(config, target.vocab_size),
-    }
-    facts = _facts(config, models, max_model_len)
+    for runner in runners:
+        runner.record(config.scheduler.max_num_seqs, progress)
     facts = msgspec.structs.replace(
         facts,
-        num_blocks=num_blocks,
+        num_blocks=memory.num_blocks,
         eos_token_ids=sorted(target.eos_token_ids),
         device=str(target.model.device),
         dtype=str(target.model.dtype).removeprefix("torch."),
-        memory_plan=memory_plan,
+        memory_plan={
+            "weights": weight_bytes[0],
+            "draft_weights": sum(weight_bytes[1:]),
+            "kv_cache": memory.pool_bytes[0],
+            "draft_kv_cache": sum(memory.pool_bytes[1:]),
+            **memory.kept_back,
+        },
     )
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer = config.model.tokenizer or target.name
     revision = config.model.revision if tokenizer == config.model.target else None
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
-    return Engine(runners[0], drafter, _scheduler(config, target, num_blocks), facts, config.speculation, grammars)
+    scheduler = _scheduler(config, target, memory.num_blocks)
+    return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
 
 
 def _runner(
-    loaded: LoadedModel, shape: KVShape, way: BackendChoice, pool: tuple[int, int], vocab_size: int
+    loaded: LoadedModel,
+    shape: KVShape,
+    way: BackendChoice,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    vocab_size: int,
 ) -> ModelRunner:
-    """What runs a model; pool: (blocks, tokens of each)."""
     return ModelRunner(
         loaded.model,
         shape,
-        *pool,
+        memory.num_blocks,
+        config.cache.block_size,
         vocab_size,
         backend=way.backend,
         ranks=loaded.ranks,
         paged=way.paged,
-        # What ranks exchange in a pass is not recorded.
-        replayed=way.paged and loaded.ranks is None,
+        replayed=is_replayed(loaded, way.paged),
+        most_blocks=memory.most_blocks,
     )
 
 
@@ -181,7 +184,7 @@ def check_speculation(config: EngineConfig) -> None:
             f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}, or raise "
             "--max-draft-length"
         )
-    largest = 1 + _lookahead(config)
+    largest = 1 + lookahead(config)
     if config.scheduler.max_num_batched_tokens < largest:
         raise ConfigError(
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: one request may verify {largest} "
@@ -192,14 +195,14 @@ def check_speculation(config: EngineConfig) -> None:
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
-    check_defaults(_facts(config, outlines, _max_model_len(config, outlines)), config.speculation)
+    check_defaults(_facts(config, outlines), config.speculation)
 
 
-def _facts(config: EngineConfig, models: Sequence[Outline], max_model_len: int) -> EngineFacts:
+def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:
     """What is known of an engine before its weights are read."""
     return EngineFacts(
         vocab_size=models[0].vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=_max_model_len(config, models),
         num_blocks=0,
         block_size=config.cache.block_size,
         eos_token_ids=[],
@@ -213,14 +216,6 @@ def _facts(config: EngineConfig, models: Sequence[Outline], max_model_len: int) 
     )
 
 
-def _lookahead(config: EngineConfig) -> int:
-    """Most tokens that one request drafts in a step."""
-    copied = most_copied(config.scheduler.max_copied_tokens)
-    if config.model.draft is None:
-        return copied
-    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
-
-
 def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
     shortest = min(models, key=lambda model: model.max_positions)
     longest = shortest.max_positions
@@ -230,35 +225,3 @@ def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
             f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions; lower it to {longest}"
         )
     return wanted or min(longest, _LARGEST_DEFAULT_LENGTH)
-
-
-def _num_blocks(config: EngineConfig, max_model_len: int, token_bytes: int, device: torch.device) -> int:
-    cache = config.cache
-    block_size = cache.block_size
-    smallest = -(-(max_model_len + _lookahead(config)) // block_size)
-    wanted = cache.num_blocks or _memory_bytes(cache, device) // (token_bytes * block_size)
-    # More than every seat filled to the brim is never used.
-    wanted = wanted if cache.num_blocks else min(wanted, smallest * config.scheduler.max_num_seqs)
-    if wanted < smallest:
-        raise ConfigError(
-            f"the K/V cache has room for {wanted} blocks, but one request of {max_model_len} tokens needs {smallest}; "
-            "give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
-        )
-    return wanted
-
-
-def _memory_bytes(cache: CacheConfig, device: torch.device) -> int:
-    if cache.memory_bytes:
-        return cache.memory_bytes
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _DEFAULT_CUDA_SHARE)
-    return _DEFAULT_CPU_BYTES
-
-
-def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Laws of a full step: target and draft rows in float32, and the cumulative sums in float64."""
-    wanted = config.speculation
-    nodes = 1 + (wanted.num_drafts * wanted.draft_length if config.model.draft else 0)
-    rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
-    return rows * vocab_size * (4 + 4 + 8)

@@ -152,19 +152,6 @@ class Plan:
         return tuple(row for row in self.rows if row.emits)
 
     @property
-    def has_prefill(self) -> bool:
-        """Whether any row computes more than the one token of a decode step."""
-        return any(len(row.input_ids) > 1 or not row.emits for row in self.rows)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the draft model computes more than what the last step emitted, or something nobody drafts from."""
-        return any(
-            len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
-            for row in self.rows
-        )
-
-    @property
     def has_drafts(self) -> bool:
         """Whether any row drafts."""
         return any(row.fanout or row.copies for row in self.rows)

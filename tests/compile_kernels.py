@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.cache.triton_keep import _keep
-from engine.execution.triton_attention import _attend
+from engine.execution.triton_attention import _attend, _merge
 from engine.sampling.triton_rows import _draw_in_tile, _softmax, _sum_tiles
 
 _ATTENTION = {
@@ -23,7 +23,6 @@ _ATTENTION = {
     "value_dim": 128,
     "key_block": 128,
     "value_block": 128,
-    "num_parts": 4,
     "has_softcap": False,
     "has_window": False,
     "upcast": False,
@@ -65,7 +64,12 @@ def main() -> None:
         moved = {"storage": dtype, "moves": "*i64", "layer_stride": "i64"}
         for aligned in ((), ("storage", "moves", "layer_stride", "width")):
             assert reads_before_it_writes(compiled(_keep, moved, {"most": 32, "columns": 128}, aligned))
-        compiled(_attend, own | dict.fromkeys(("query", "keys", "values"), dtype), _ATTENTION | more)
+        for output in ("*fp32", dtype):
+            operands = dict.fromkeys(("query", "keys", "values"), dtype) | {"output": output}
+            compiled(_attend, own | operands, _ATTENTION | more)
+        merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
+        for has_sinks in (False, True):
+            compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
     compiled(_softmax, {"logits": "*fp32", "temperatures": "*fp32", "law": "*fp32"}, {"tile": 4096})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}

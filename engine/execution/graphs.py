@@ -1,9 +1,10 @@
-"""Small passes replayed as CUDA graphs: a few fixed shapes, into which every decode step is padded.
+"""Small passes replayed as CUDA graphs: a few fixed shapes, recorded at start, into which every decode step is padded.
 
-A pass of R sequences with up to Q queries each gets the next shape of the menu. Its buffers never move: the host writes
-one array of numbers into them, and the recorded kernels run without Python. Sequences that are padding have no rows;
-rows that are padding see nothing, and their K/V goes to a block that nobody reads. Prompts, and steps too large for the
-menu, run as they are.
+A pass of R sequences with up to Q queries each runs as the smallest recorded shape that has room for it. Buffers never
+move: the host writes one array of numbers into them, and the recorded kernels run without Python. Sequences that are
+padding have no rows; rows that are padding see nothing, and their K/V goes to a block that nobody reads. Nothing is
+recorded while requests are served, as that would stop all of them: prompts, and steps too large for the recorded
+shapes, run as they are.
 
 Without CUDA nothing is recorded and the same padded pass is computed: that is how padding is tested.
 """
@@ -11,7 +12,6 @@ Without CUDA nothing is recorded and the same padded pass is computed: that is h
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,17 +22,15 @@ from torch import Tensor
 
 from engine.cache.tensors import KVTensors
 from engine.execution.attention import AttentionMetadata
-from engine.execution.inputs import Ints, PassInput
+from engine.execution.inputs import NO_NODES, Ints, PassInput, SequenceInput, build
 from engine.execution.paged import Paged, PagedInput, moved, packed, pages_of
 
 log = logging.getLogger("polydraft")
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
-_FEWEST_KEYS = 512
 _WORD = 64
 # Logits of a padded pass; larger steps gain nothing by being replayed.
 _LOGIT_BYTES = 256 << 20
-_MOST_SHAPES = 64
 
 Compute = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
 """Logits [T, V] from token ids, positions, metadata and the wanted rows."""
@@ -43,13 +41,27 @@ class Shape(NamedTuple):
 
     sequences: int
     queries: int
-    keys: int
-    words: int
 
     @property
     def rows(self) -> int:
         """T."""
         return self.sequences * self.queries
+
+    def has_room(self, num_sequences: int, most_queries: int) -> bool:
+        """Whether a pass of so many sequences, and queries of each, fits."""
+        return num_sequences <= self.sequences and most_queries <= self.queries
+
+
+def menu(most_sequences: int, vocab_size: int) -> list[Shape]:
+    """The shapes that are recorded for steps of up to so many sequences, the largest first."""
+    counts = [1 << power for power in range((most_sequences - 1).bit_length() + 1)]
+    shapes = [Shape(count, queries) for count in counts for queries in _QUERIES]
+    return sorted((s for s in shapes if s.rows * vocab_size * 4 <= _LOGIT_BYTES), key=lambda s: s.rows, reverse=True)
+
+
+def logit_bytes(most_sequences: int, vocab_size: int) -> int:
+    """Memory of the logits that all recorded shapes share."""
+    return max((shape.rows for shape in menu(most_sequences, vocab_size)), default=0) * vocab_size * 4
 
 
 @dataclass
@@ -62,103 +74,99 @@ class _Recorded:
     """[3, T] token ids, positions and slots."""
     paged: Paged
     graph: torch.cuda.CUDAGraph | None = None
-    logits: Tensor | None = None
 
 
 class Graphs:
     """The recorded passes of one model."""
 
-    def __init__(self, compute: Compute, storage: KVTensors, page_size: int, spare_slot: int, vocab_size: int) -> None:
-        """spare_slot: where the K/V of padding goes."""
-        self._compute = compute
+    def __init__(self, storage: KVTensors, page_size: int, spare_slot: int, vocab_size: int, most_pages: int) -> None:
+        """spare_slot: where the K/V of padding goes; most_pages: of the longest text with its drafts."""
         self._storage = storage
         self._page_size = page_size
         self._spare_slot = spare_slot
         self._vocab_size = vocab_size
+        self._most_pages = most_pages
         self._device = storage.keys.device
         self._recorded: dict[Shape, _Recorded] = {}
-        # One memory for all: passes run one after the other, and what they give is copied out.
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self._works = True
+        self._logits = torch.empty((0, vocab_size), device=self._device)
+        """[rows of the largest shape, V]: every pass's logits are read before the next pass runs."""
 
-    def run(self, batch: PassInput, drawn_T: Tensor | None) -> Tensor | None:
-        """Logits [N, V] at the wanted rows; None where the pass does not fit the menu."""
-        if not self._works:
-            return None
-        host = pages_of(batch)
-        shape = shape_of(host)
-        if shape is None or shape.rows * self._vocab_size * 4 > _LOGIT_BYTES:
+    def record(self, compute: Compute, most_sequences: int, progress: Callable[[str], None]) -> None:
+        """Record every shape of the menu. A model whose passes cannot be recorded is served without graphs."""
+        shapes = menu(most_sequences, self._vocab_size)
+        self._logits = self._logits.new_empty((max((s.rows for s in shapes), default=0), self._vocab_size))
+        if self._device.type != "cuda":
+            self._recorded = {shape: self._buffers(shape) for shape in shapes}
+            return
+        # One stream and one memory for all: passes run one after the other.
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            stream.wait_stream(current)
+            for number, shape in enumerate(shapes):
+                progress(f"recording CUDA graphs: {number} of {len(shapes)}")
+                recorded = self._buffers(shape)
+                with torch.cuda.stream(stream):
+                    self._run(compute, recorded)  # compiles and allocates what is not to be recorded
+                recorded.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(recorded.graph, pool=pool, stream=stream):
+                    self._run(compute, recorded)
+                self._recorded[shape] = recorded
+            current.wait_stream(stream)
+        except Exception as error:  # an operation that cannot be recorded
+            self._recorded.clear()
+            log.warning("passes run without CUDA graphs: %s", error)
+        finally:
+            # A recording that fails leaves its stream in use.
+            torch.cuda.set_stream(current)
+
+    def run(self, compute: Compute, batch: PassInput, host: PagedInput, drawn_T: Tensor | None) -> Tensor | None:
+        """Logits [N, V] at the wanted rows; None where the pass fits no recorded shape. host: `pages_of(batch)`."""
+        shape = self._shape_of(host)
+        if shape is None:
             return None
         rows = rows_of(host, shape)
-        pages = pad(host, shape, rows, self._page_size)
         long = np.zeros((3, shape.rows), dtype=np.int64)
         long[2] = self._spare_slot
         long[1:, rows] = batch.positions_T, batch.slots_T
         if drawn_T is None:
             long[0, rows] = batch.token_ids_T
-        recorded = self._recorded.get(shape)
-        if recorded is None:
-            if len(self._recorded) >= _MOST_SHAPES:
-                del self._recorded[next(iter(self._recorded))]
-            recorded = self._record(pages, long, shape)
-            if not self._works:
-                self._recorded.clear()
-                return None
-            self._recorded[shape] = recorded
-        else:
-            recorded.numbers.copy_(moved(packed(pages), self._device), non_blocking=True)
-            recorded.long.copy_(moved(long, self._device), non_blocking=True)
+        recorded = self._recorded[shape]
+        pages = pad(host, shape, rows, self._most_pages)
+        recorded.numbers.copy_(moved(packed(pages), self._device), non_blocking=True)
+        recorded.long.copy_(moved(long, self._device), non_blocking=True)
         if drawn_T is not None:
             recorded.long[0].index_copy_(0, moved(rows, self._device), drawn_T)
         if recorded.graph is not None:
             recorded.graph.replay()
-            logits = recorded.logits
         else:
-            logits = self._run(recorded)
-        assert logits is not None
-        # A copy: the next replay writes into the same memory.
-        return logits.index_select(0, moved(rows[batch.wanted_N], self._device))
+            self._run(compute, recorded)
+        # A copy: the next pass writes into the same memory.
+        return self._logits.index_select(0, moved(rows[batch.wanted_N], self._device))
 
-    def _run(self, recorded: _Recorded) -> Tensor:
+    def _shape_of(self, host: PagedInput) -> Shape | None:
+        """The smallest recorded shape that has room for a pass; None where none has."""
+        size = len(host.counts), int(host.counts.max(initial=0))
+        if host.words.shape[1] > 1 or host.pages.shape[1] > self._most_pages:
+            return None
+        return min((shape for shape in self._recorded if shape.has_room(*size)), key=lambda s: s.rows, default=None)
+
+    def _run(self, compute: Compute, recorded: _Recorded) -> None:
         token_ids, positions, slots = recorded.long
         metadata = AttentionMetadata(self._storage, slots, paged=recorded.paged)
-        return self._compute(token_ids, positions, metadata, torch.arange(len(slots), device=self._device))
+        wanted = torch.arange(len(slots), device=self._device)
+        self._logits[: len(slots)].copy_(compute(token_ids, positions, metadata, wanted))
 
-    def _record(self, pages: PagedInput, long: Ints, shape: Shape) -> _Recorded:
-        numbers = moved(packed(pages), self._device).clone()
-        paged = Paged.over(numbers, pages, self._page_size, shape.queries, shape.keys)
-        recorded = _Recorded(numbers, moved(long, self._device).clone(), paged)
-        if self._device.type != "cuda":
-            return recorded
-        try:
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # compiles and allocates what is not to be recorded
-                    self._run(recorded)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                recorded.logits = self._run(recorded)
-            recorded.graph = graph
-        except Exception as error:  # a model whose passes cannot be recorded is served without graphs
-            self._works = False
-            log.warning("passes run without CUDA graphs: %s", error)
-        return recorded
-
-
-def shape_of(host: PagedInput) -> Shape | None:
-    """The smallest shape of the menu that has room for a pass; None for a pass that is too large."""
-    most = int(host.counts.max(initial=0))
-    if most > _QUERIES[-1]:
-        return None
-    keys = max(_FEWEST_KEYS, int(host.num_keys.max(initial=1)))
-    return Shape(
-        sequences=1 << (len(host.counts) - 1).bit_length(),
-        queries=_QUERIES[bisect_left(_QUERIES, most)],
-        keys=1 << (keys - 1).bit_length(),
-        words=host.words.shape[1],
-    )
+    def _buffers(self, shape: Shape) -> _Recorded:
+        """The buffers of a shape, holding a pass of padding alone."""
+        nothing = build([SequenceInput((), 0, (0,), NO_NODES, slice(0))], self._page_size)
+        none = pad(pages_of(nothing), shape, np.zeros(0, dtype=np.int64), self._most_pages)
+        numbers = moved(packed(none), self._device).clone()
+        most_keys = self._most_pages * self._page_size
+        paged = Paged.over(numbers, none, self._page_size, shape.queries, most_keys)
+        long = torch.zeros((3, shape.rows), dtype=torch.int64, device=self._device)
+        long[2] = self._spare_slot
+        return _Recorded(numbers, long, paged)
 
 
 def rows_of(host: PagedInput, shape: Shape) -> Ints:
@@ -168,8 +176,8 @@ def rows_of(host: PagedInput, shape: Shape) -> Ints:
     return place.astype(np.int64)
 
 
-def pad(host: PagedInput, shape: Shape, rows: Ints, page_size: int) -> PagedInput:
-    """A pass in the given shape."""
+def pad(host: PagedInput, shape: Shape, rows: Ints, most_pages: int) -> PagedInput:
+    """A pass in the given shape, its page table as wide as the longest text's."""
     count = len(host.counts)
 
     def by_sequence(values: np.ndarray, *width: int) -> np.ndarray:
@@ -184,13 +192,13 @@ def pad(host: PagedInput, shape: Shape, rows: Ints, page_size: int) -> PagedInpu
         return result
 
     return PagedInput(
-        pages=by_sequence(host.pages, -(-shape.keys // page_size)),
+        pages=by_sequence(host.pages, most_pages),
         starts=np.arange(shape.sequences, dtype=np.int32) * shape.queries,
         counts=by_sequence(host.counts),
         first_keys=by_sequence(host.first_keys),
         ends=by_sequence(host.ends),
         num_keys=by_sequence(host.num_keys),
-        node_positions=by_sequence(host.node_positions, shape.words * _WORD),
+        node_positions=by_sequence(host.node_positions, _WORD),
         limits=by_row(host.limits),
         words=by_row(host.words),
         positions=by_row(host.positions),

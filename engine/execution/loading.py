@@ -58,8 +58,10 @@ class LoadedModel(Outline):
 
     model: Any
     eos_token_ids: frozenset[int]
+    is_share: bool = False
+    """Whether this is one rank's share of a split model."""
     ranks: Ranks | None = None
-    """The processes that hold the other shares of a split model."""
+    """On rank 0: the processes that hold the other shares."""
 
     @property
     def weight_bytes(self) -> int:
@@ -132,7 +134,7 @@ def load(
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
-    return adopt(model if split or one_by_one else model.to(device), name)
+    return replace(adopt(model if split or one_by_one else model.to(device), name), is_share=split)
 
 
 def adopt(model: Any, name: str) -> LoadedModel:

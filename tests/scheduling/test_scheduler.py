@@ -154,6 +154,14 @@ TestAdaptiveTraffic = AdaptiveTraffic.TestCase
 TestAdaptiveTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+def is_behind(plan: Plan) -> bool:
+    """Whether the draft model computes more than what the last step emitted, or something nobody drafts from."""
+    return any(
+        len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
+        for row in plan.rows
+    )
+
+
 def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
     """Where that changes, it catches up with the near ones at once, with the far ones piece by piece beside their
     decoding; the wrong variant never drafts for these again."""
@@ -174,7 +182,7 @@ def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> Non
     while True:
         plan = scheduler.plan()
         assert all(row.emits for row in plan.rows)
-        assert plan.is_behind
+        assert is_behind(plan)
         short, middle, long = sorted(plan.rows, key=lambda row: row.end)
         read.append(tuple((len(row.draft_input_ids), bool(row.fanout)) for row in (short, middle, long)))
         assert short.fanout
@@ -188,7 +196,7 @@ def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> Non
     drafts = [tuple(drafting for _, drafting in step) for step in read]
     assert drafts == sorted(drafts), "who drafts goes on"
     assert (True, True, False) in drafts
-    assert not scheduler.plan().is_behind
+    assert not is_behind(scheduler.plan())
 
 
 class Noting(Whims):

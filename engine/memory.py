@@ -1,0 +1,87 @@
+"""How a device's memory is shared out: weights, what steps need, and the K/V of as many blocks as the rest holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import CacheConfig, EngineConfig, EngineFacts
+from engine.errors import ConfigError
+from engine.execution.graphs import logit_bytes
+from engine.text_drafters import most_copied
+
+_DEFAULT_CPU_BYTES = 1 << 30
+# Of the memory that is free beside what is kept back; the rest is for a pass's activations.
+_DEFAULT_CUDA_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What memory the loaded models leave, and what it is for; sizes in bytes."""
+
+    num_blocks: int
+    """Of the pool that target and draft share."""
+    most_blocks: int
+    """Of the longest text with its drafts."""
+    pool_bytes: Sequence[int]
+    """K/V of each model."""
+    kept_back: Mapping[str, int]
+    """What steps need besides."""
+
+
+def plan_memory(
+    config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], num_replayed: int, device: torch.device
+) -> MemoryPlan:
+    """Share out what memory is left; raises ConfigError where it does not hold one request of the longest text.
+
+    token_bytes: what each model keeps of a token; num_replayed: how many of them run as recorded passes.
+    """
+    kept_back = {
+        "workspace": _workspace_bytes(config, facts.vocab_size),
+        "graphs": num_replayed * logit_bytes(config.scheduler.max_num_seqs, facts.vocab_size),
+    }
+    block_bytes = [config.cache.block_size * per_token for per_token in token_bytes]
+    most_blocks = -(-(facts.max_model_len + lookahead(config)) // config.cache.block_size)
+    num_blocks = config.cache.num_blocks
+    if not num_blocks:
+        room = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
+        # More than every seat filled to the brim is never used.
+        num_blocks = min(room, most_blocks * config.scheduler.max_num_seqs)
+    if num_blocks < most_blocks:
+        raise ConfigError(
+            f"the K/V cache has room for {num_blocks} blocks, but one request of {facts.max_model_len} tokens needs "
+            f"{most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
+        )
+    return MemoryPlan(num_blocks, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
+
+
+def lookahead(config: EngineConfig) -> int:
+    """Most tokens that one request drafts in a step."""
+    copied = most_copied(config.scheduler.max_copied_tokens)
+    if config.model.draft is None:
+        return copied
+    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
+
+
+def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
+    """Memory for K/V; kept_back: what steps need besides."""
+    if cache.memory_bytes:
+        return cache.memory_bytes
+    if device.type == "cuda":
+        # An engine that is gone may still hold some, and so does torch of what probing has used.
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, int((free - kept_back) * _DEFAULT_CUDA_SHARE))
+    return _DEFAULT_CPU_BYTES
+
+
+def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Laws of a full step: target and draft rows in float32, and the cumulative sums in float64."""
+    wanted = config.speculation
+    nodes = 1 + (wanted.num_drafts * wanted.draft_length if config.model.draft else 0)
+    rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
+    return rows * vocab_size * (4 + 4 + 8)
