@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -209,6 +211,36 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     }
     with patches[fault], pytest.raises(LoadError, match="differ from plain transformers"):
         probe.probe(loaded, shape)
+
+
+def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> None:
+    """They make the same passes together: rank 0 alone would wait for the others in the passes that only they make."""
+    name, from_pretrained = saved(tmp_path), transformers.AutoModelForCausalLM.from_pretrained
+
+    def whole(name: str, tp_plan: str | None = None, **more: Any) -> Any:
+        return from_pretrained(name, **more)
+
+    with patch.object(transformers.AutoModelForCausalLM, "from_pretrained", whole):
+        share = load(name, None, torch.float32, torch.device("cpu"), split=True)
+    others = load(name, None, torch.float32, torch.device("cpu"))
+    on_cuda = MagicMock()
+    on_cuda.device.type = "cuda"
+    first, second = replace(share, model=on_cuda, ranks=MagicMock()), replace(share, model=on_cuda)
+    assert not probe.is_replayed(first, paged=True)
+    assert not probe.is_replayed(second, paged=True)
+    assert probe.is_replayed(replace(others, model=on_cuda), paged=True)
+    assert not probe.is_replayed(replace(others, model=on_cuda), paged=False)
+    assert not probe.is_replayed(others, paged=True)
+
+
+def test_large_logits_may_differ_by_their_rounding() -> None:
+    """In bfloat16 a logit of 13 has neighbours 1/16 away, which is much where logits have a small spread."""
+    plain = torch.linspace(-0.3, 0.3, 1000).sin()[None] + 12.9
+    neighbour, far = plain.clone(), plain.clone()
+    neighbour[0, 500] += 1 / 16
+    far[0, 500] += 3 / 16
+    assert probe.distance(neighbour, plain, torch.bfloat16) < 0.5 < 1 < probe.distance(far, plain, torch.bfloat16)
+    assert probe.distance(neighbour, plain, torch.float32) > 10
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,3 +172,13 @@ def test_tiles_have_few_sizes() -> None:
     assert sizes == {4, 8, 16}
     assert {triton_attention.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}
     assert triton_attention.tile_queries_of(21, 128, torch.bfloat16) == 1
+
+
+def test_a_server_compiles_few_kernels() -> None:
+    """As Triton tells kinds of launches apart, over 400 steps of many sizes; no device is needed for that."""
+    script = Path(__file__).parent.parent / "kernel_kinds.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Attention for three sizes of tiles, whole or in parts, and what merges parts.
+    assert int(done.stdout) == 3 * 2 + 1

@@ -1,0 +1,76 @@
+"""Counts the kinds of attention kernels that a mixed load asks for, as Triton tells them apart; needs no device.
+
+A kind is compiled when it is first met, and whoever meets it waits. Prints their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from engine.cache.tensors import KVShape, KVTensors
+from engine.execution import triton_attention
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
+from engine.execution.paged import Paged, pages_of
+from engine.execution.scaled import Kind
+from engine.speculation.topology import merge_chains
+
+PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
+NUM_STEPS = 400
+CPU = torch.device("cpu")
+
+
+class Counting:
+    """In place of a kernel: notes under which key Triton would keep each launch's."""
+
+    def __init__(self, kernel: Any, kinds: set[str]) -> None:
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.name, self.kinds = kernel.fn.__name__, kinds
+
+    def __getitem__(self, _grid: object) -> Counting:
+        return self
+
+    def __call__(self, *operands: Any, **constants: Any) -> None:
+        _, specialization, _ = self.bind(*operands, **constants)
+        self.kinds.add(f"{self.name} {specialization}")
+
+
+def step(chance: np.random.Generator) -> list[SequenceInput]:
+    """Decoding rows with trees of many sizes, and now and then a prompt's chunk."""
+    parts = []
+    for _ in range(chance.integers(1, 33)):
+        length = int(chance.integers(1, 3000))
+        blocks = chance.integers(0, 4000, 300).tolist()[: -(-(length + 600) // PAGE)]
+        kind = chance.integers(0, 4)
+        if kind == 0:
+            parts.append(SequenceInput(list(range(int(chance.integers(2, 512)))), length, blocks, NO_NODES, slice(0)))
+            continue
+        tree = merge_chains(chance.integers(0, 50, (int(chance.integers(1, 9)), int(chance.integers(1, 7)))).tolist())
+        nodes = NO_NODES if kind == 1 else Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+        parts.append(SequenceInput([1], length, blocks, nodes, slice(0, None)))
+    return parts
+
+
+def main() -> None:
+    """Decode steps and prompts of many sizes."""
+    kinds: set[str] = set()
+    for name in ("_attend", "_merge"):
+        setattr(triton_attention, name, Counting(getattr(triton_attention, name), kinds))
+    storage = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), 2 * PAGE, torch.bfloat16, CPU)
+    chance = np.random.default_rng(3)
+    for _ in range(NUM_STEPS):
+        batch = build(step(chance), PAGE)
+        query = torch.zeros(1, HEADS, len(batch.positions_T), DIM, dtype=torch.bfloat16)
+        paged = Paged.of(pages_of(batch), PAGE, CPU)
+        triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), None)
+    print(len(kinds))
+
+
+if __name__ == "__main__":
+    main()
