@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
+from engine.execution.triton_layer import _add_norm, _gate, _rotate_and_write
 from engine.sampling.triton_rows import _draw_in_tile, _softmax, _sum_tiles
 
 _ATTENTION = {
@@ -50,6 +51,17 @@ def reads_before_it_writes(ptx: str) -> bool:
     return any(last_read < found.start() < first_write for found in re.finditer(r"bar(rier)?\.sync", ptx))
 
 
+def compile_layer(dtype: str) -> None:
+    """What lies between products, for heads of a size that is no power of two."""
+    numbers = dict.fromkeys(("hidden", "added", "weight", "summed", "normed", "joined", "result"), dtype)
+    numbers |= dict.fromkeys(("cosines", "sines", "query_norm", "key_norm", "query", "keys", "values"), dtype)
+    numbers |= {"slots": "*i64", "eps": "fp32"}
+    for flag in (False, True):
+        compiled(_add_norm, numbers, {"block": 4096, "has_added": flag})
+        compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
+    compiled(_gate, numbers, {"tile": 1024})
+
+
 def main() -> None:
     """All kernels in the kinds that are served; attention also with what some models add."""
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
@@ -68,6 +80,7 @@ def main() -> None:
             operands = dict.fromkeys(("query", "keys", "values"), dtype) | {"output": output}
             compiled(_attend, own | operands, _ATTENTION | more)
         merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
+        compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
     compiled(_softmax, {"logits": "*fp32", "temperatures": "*fp32", "law": "*fp32"}, {"tile": 4096})

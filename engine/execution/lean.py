@@ -19,7 +19,10 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
+from engine.execution.fused_layer import use_kernels
 from engine.execution.packing import Choices, PackedLinear, is_plain, pack
+from engine.execution.paged import Paged
+from engine.execution.scaled import Kind
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -39,6 +42,13 @@ class _Layer:
     gate_up: PackedLinear
     down: PackedLinear
 
+    @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Those of q and k, where the layer has them."""
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return self.query_norm, self.key_norm
+
 
 class LeanDecoder:
     """Runs the passes of one model."""
@@ -56,6 +66,7 @@ class LeanDecoder:
         self._scaling = float(body.layers[0].self_attn.scaling)
         half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
         self._sign = torch.cat([-half, half])
+        self._use_kernels = use_kernels(torch.device(model.device), model.dtype)
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:  # noqa: ARG002
@@ -85,7 +96,10 @@ class LeanDecoder:
         """[N, V] logits at the wanted tokens of a flat pass."""
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
-        cos_T1D, sin_T1D = cos_1TD[0].unsqueeze(1), (sin_1TD[0] * self._sign).unsqueeze(1)
+        rotation = cos_1TD[0], sin_1TD[0] * self._sign
+        if metadata.paged is not None and self._use_kernels:
+            return self._by_kernels(hidden_TD, rotation, metadata, metadata.paged, wanted_N)
+        cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in rotation)
         for layer in self._layers:
             hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, metadata)
             normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
@@ -97,6 +111,40 @@ class LeanDecoder:
         hidden_TD = self._final_norm(hidden_TD)
         kept_SD[metadata.slots_T] = hidden_TD
         return self._head(hidden_TD[wanted_N])
+
+    def _by_kernels(
+        self,
+        hidden_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        paged: Paged,
+        wanted_N: Tensor,
+    ) -> Tensor:
+        """The same with one kernel between any two products."""
+        from engine.execution import triton_layer  # Triton is there where kernels are used
+        from engine.execution.triton_attention import attend_paged
+
+        assert isinstance(metadata.slots_T, Tensor)
+        storage, added_TD = metadata.storage, None
+        for layer in self._layers:
+            hidden_TD, normed_TD = triton_layer.add_norm(hidden_TD, added_TD, layer.attention_norm, self._eps)
+            query_THD = triton_layer.rotate_and_write(
+                layer.qkv(normed_TD),
+                rotation,
+                layer.norms,
+                self._eps,
+                metadata.slots_T,
+                storage.layers[layer.layer_idx],
+            )
+            query_1HTD = query_THD.transpose(0, 1).unsqueeze(0)
+            attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, Kind(), None)
+            added_TD = layer.output(attended[0].flatten(1))
+            hidden_TD, normed_TD = triton_layer.add_norm(hidden_TD, added_TD, layer.mlp_norm, self._eps)
+            added_TD = layer.down(triton_layer.gate(layer.gate_up(normed_TD)))
+        _, normed_TD = triton_layer.add_norm(hidden_TD, added_TD, self._body.norm.weight, self._eps)
+        if storage.hidden is not None:
+            storage.hidden[metadata.slots_T] = normed_TD
+        return self._head(normed_TD[wanted_N])
 
     def _final_norm(self, hidden_TD: Tensor) -> Tensor:
         return rms_norm(hidden_TD, hidden_TD.shape[-1:], self._body.norm.weight, self._eps)

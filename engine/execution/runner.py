@@ -128,11 +128,11 @@ class ModelRunner:
 
     def _metadata(self, batch: PassInput, host: PagedInput | None = None) -> AttentionMetadata:
         """host: `pages_of(batch)`, where it is there already."""
-        slots = _as_slice(batch.slots_T)
-        slots_T = to_device(batch.slots_T, self.device) if slots is None else slots
         if self._paged:
             paged = Paged.of(host or pages_of(batch), self.block_size, self.device)
-            return AttentionMetadata(self.storage, slots_T, paged=paged)
+            return AttentionMetadata(self.storage, to_device(batch.slots_T, self.device), paged=paged)
+        slots = _as_slice(batch.slots_T)
+        slots_T = to_device(batch.slots_T, self.device) if slots is None else slots
         groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
         return AttentionMetadata(self.storage, slots_T, groups)
 

@@ -221,5 +221,11 @@ def test_every_kernel_compiles_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for_types = ["_keep", "_keep", "_attend", "_attend", "_merge", "_merge"] * 3
+    for_types = [
+        *["_keep"] * 2,
+        *["_attend"] * 2,
+        *["_add_norm", "_rotate_and_write"] * 2,
+        "_gate",
+        *["_merge"] * 2,
+    ] * 3
     assert done.stdout.split() == [*for_types, "_softmax", *["_sum_tiles", "_draw_in_tile"] * 2]

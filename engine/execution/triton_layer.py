@@ -1,0 +1,133 @@
+"""What a decoder layer does between its products, in one Triton kernel each: ours are four, torch's twelve.
+
+A pass over few tokens of a large model is bound by the number of its kernels. Between the four products of a layer
+there are a sum with a norm (twice), what becomes of q, k and v (norm, rotation, writing K/V), attention
+(`triton_attention.py`), and the gate. Numbers are rounded to the model's dtype where transformers rounds a sum or a
+norm; elsewhere fewer times.
+
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean.py` decides where; its plain operations are
+the oracle.
+"""
+
+# A kernel's arguments are pointers and numbers that Triton sees only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_GATE_TILE = 1024
+
+
+@triton.jit
+def _add_norm(
+    hidden, added, weight, summed, normed, width, eps, block: tl.constexpr, has_added: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, block)
+    inside = column < width
+    value = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
+    if has_added:
+        value += tl.load(added + row + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(summed.dtype.element_ty)
+        tl.store(summed + row + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row + column, value * scale * factor, mask=inside)
+
+
+@triton.jit
+def _rotate_and_write(
+    joined, cosines, sines, query_norm, key_norm, slots, query, keys, values,
+    num_heads, num_kv_heads, eps,
+    head_dim: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, block)
+    inside = column < head_dim
+    own = joined + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
+    value = tl.load(own + column, mask=inside, other=0.0)
+    slot = tl.load(slots + token)
+    if head >= num_heads + num_kv_heads:
+        to = values + (slot * num_kv_heads + head - num_heads - num_kv_heads) * head_dim
+        tl.store(to + column, value, mask=inside)
+    else:
+        # Rotation by halves: each number meets the one at its place in the other half.
+        other_column = tl.where(column < head_dim // 2, column + head_dim // 2, column - head_dim // 2)
+        other = tl.load(own + other_column, mask=inside, other=0.0)
+        first, second = value.to(tl.float32), other.to(tl.float32)
+        if has_norm:
+            scale = tl.rsqrt(tl.sum(first * first, axis=0) / head_dim + eps)
+            norm = query_norm
+            if head >= num_heads:
+                norm = key_norm
+            first *= scale * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+            second *= scale * tl.load(norm + other_column, mask=inside, other=0.0).to(tl.float32)
+            first, second = first.to(value.dtype).to(tl.float32), second.to(value.dtype).to(tl.float32)
+        cosine = tl.load(cosines + token * head_dim + column, mask=inside, other=0.0).to(tl.float32)
+        sine = tl.load(sines + token * head_dim + column, mask=inside, other=0.0).to(tl.float32)
+        rotated = first * cosine + second * sine
+        to = query + (token * num_heads + head) * head_dim
+        if head >= num_heads:
+            to = keys + (slot * num_kv_heads + head - num_heads) * head_dim
+        tl.store(to + column, rotated, mask=inside)
+
+
+@triton.jit
+def _gate(joined, result, width, tile: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = column < width
+    gate = tl.load(joined + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+def add_norm(hidden_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the sum, its RMS norm); both of the model's dtype. All rows follow each other in memory."""
+    num_rows, width = hidden_TD.shape
+    normed_TD = torch.empty_like(hidden_TD)
+    summed_TD = hidden_TD if added_TD is None else torch.empty_like(hidden_TD)
+    _add_norm[(num_rows,)](
+        hidden_TD, hidden_TD if added_TD is None else added_TD, weight_D, summed_TD, normed_TD, width, eps,
+        block=triton.next_power_of_2(width), has_added=added_TD is not None,
+    )  # fmt: skip
+    return summed_TD, normed_TD
+
+
+def rotate_and_write(
+    joined_TX: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    slots_T: Tensor,
+    layer: tuple[Tensor, Tensor],
+) -> Tensor:
+    """[T, H, D] rotated queries; keys and values are written to their slots.
+
+    joined_TX: heads of q, then k, then v; rotation: cosines and sines [T, D], the sines of the first half negated;
+    norms: RMS norm weights of q and k; layer: (keys, values) [slots, H_kv, D] of the layer.
+    """
+    keys, values = layer
+    num_kv_heads, head_dim = keys.shape[1:]
+    num_tokens = len(joined_TX)
+    num_heads = joined_TX.shape[1] // head_dim - 2 * num_kv_heads
+    query_THD = joined_TX.new_empty((num_tokens, num_heads, head_dim))
+    query_norm, key_norm = norms if norms is not None else (joined_TX, joined_TX)
+    _rotate_and_write[(num_tokens, num_heads + 2 * num_kv_heads)](
+        joined_TX, *rotation, query_norm, key_norm, slots_T, query_THD, keys, values, num_heads, num_kv_heads, eps,
+        head_dim=head_dim, block=triton.next_power_of_2(head_dim), has_norm=norms is not None,
+    )  # fmt: skip
+    return query_THD
+
+
+def gate(joined_TX: Tensor) -> Tensor:
+    """[T, M] silu(gate) * up of [T, 2 M]."""
+    num_rows, width = joined_TX.shape[0], joined_TX.shape[1] // 2
+    result_TM = joined_TX.new_empty((num_rows, width))
+    _gate[(num_rows, triton.cdiv(width, _GATE_TILE))](joined_TX, result_TM, width, tile=_GATE_TILE)
+    return result_TM
