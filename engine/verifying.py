@@ -84,7 +84,8 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
         else:
             chosen = np.flatnonzero(np.isin(request_C, numbers))
             index = to_device(chosen, logits_NV.device)
-            verdict = verify(task.chains.select(index), task.target.select(index), task.noise.select(index))
+            shape = len(numbers), int(np.bincount(request_C[chosen]).max())
+            verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
         for number, winner in zip(numbers, _winners(rows, draft, task, verdict, chosen), strict=True):
             winners[number] = winner
     return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])

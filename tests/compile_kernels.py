@@ -12,7 +12,8 @@ from triton.compiler import ASTSource
 from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
 from engine.execution.triton_layer import _add_norm, _gate, _rotate_and_write
-from engine.sampling.triton_rows import _draw_in_tile, _softmax, _sum_tiles
+from engine.sampling.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
+from engine.speculation.verification.triton_block import _decide, _race, _sum_prefixes, _walk
 
 _ATTENTION = {
     "page_size": 16,
@@ -83,13 +84,25 @@ def main() -> None:
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
-    compiled(_softmax, {"logits": "*fp32", "temperatures": "*fp32", "law": "*fp32"}, {"tile": 4096})
+    rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
+    compiled(_sum_exponentials, rows, {"tile": 4096})
+    compiled(_softmax, rows, {"tile": 4096, "tiles": 64})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
-    draws = {"from_surplus": "*i32", "tiles": "*i64", "rests": "*fp64", "tokens": "*i64"}
+    draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}
     for has_draft in (True, False):
         compiled(_sum_tiles, laws | sums, {"tile": 1024, "has_draft": has_draft})
-        compiled(_draw_in_tile, laws | draws, {"tile": 1024, "has_draft": has_draft})
+        constants = {"tile": 1024, "tiles": 256, "has_draft": has_draft, "has_wanted": has_draft}
+        compiled(_draw, laws | sums | draws, constants)
+    verified = dict.fromkeys(("tokens", "target_rows", "draft_rows", "lengths"), "*i64") | sums
+    verified |= dict.fromkeys(("accepted", "requests", "verdict"), "*i64")
+    verified |= dict.fromkeys(("log_ratios", "log_ceilings", "weights", "scores"), "*fp64")
+    verified |= dict.fromkeys(("accept_numbers", "residual_numbers", "score_numbers"), "*fp64")
+    verified |= dict.fromkeys(("target", "draft"), "*fp32")
+    compiled(_walk, verified, {"block": 16})
+    compiled(_sum_prefixes, verified, {"tile": 1024})
+    compiled(_decide, verified, {"block": 16, "tile": 1024, "tiles": 256})
+    compiled(_race, verified, {"block": 1024})
 
 
 if __name__ == "__main__":

@@ -18,35 +18,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.sampling.draw import categorical
-
-_TILE = 1024
+TILE = 1024
 _LAW_TILE = 4096
 
 
 @triton.jit
-def _softmax(logits, temperatures, law, width, row_stride, tile: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
+def _sum_exponentials(logits, temperatures, largest, totals, width, row_stride, num_tiles, tile: tl.constexpr):
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = number * tile + tl.arange(0, tile)
+    value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     # Finite, so that differences of masked tokens are defined.
-    largest, total = -1e30, 0.0
-    for begin in range(0, width, tile):
-        column = begin + tl.arange(0, tile)
-        value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
-        new_largest = tl.maximum(largest, tl.max(value, axis=0))
-        # The maximum goes first: at tiny temperatures the quotients alone would overflow.
-        fade = tl.exp((largest - new_largest) / temperature)
-        total = total * fade + tl.sum(tl.exp((value - new_largest) / temperature), axis=0)
-        largest = new_largest
-    for begin in range(0, width, tile):
-        column = begin + tl.arange(0, tile)
-        value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
-        share = tl.exp((value - largest) / temperature) / total
-        tl.store(law + row * width + column, share, mask=column < width)
+    own = tl.maximum(tl.max(value, axis=0), -1e30)
+    # The maximum goes first: at tiny temperatures the quotients alone would overflow.
+    total = tl.sum(tl.exp((value - own) / tl.load(temperatures + row)), axis=0)
+    tl.store(largest + row * num_tiles + number, own)
+    tl.store(totals + row * num_tiles + number, total)
 
 
 @triton.jit
-def _weights(target, draft, weight, column, width, has_draft: tl.constexpr):
+def _softmax(
+    logits, temperatures, largest, totals, law, width, row_stride, num_tiles, tile: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    place = tl.arange(0, tiles)
+    of_tile = tl.load(largest + row * num_tiles + place, mask=place < num_tiles, other=-1e30)
+    sums = tl.load(totals + row * num_tiles + place, mask=place < num_tiles, other=0.0)
+    whole = tl.max(of_tile, axis=0)
+    total = tl.sum(sums * tl.exp((of_tile - whole) / temperature), axis=0)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
+    tl.store(law + row * width + column, tl.exp((value - whole) / temperature) / total, mask=column < width)
+
+
+@triton.jit
+def weights_of(target, draft, weight, column, width, has_draft: tl.constexpr):
     """(the mass (weight * target - draft)+ of some tokens, the target's)."""
     mass = tl.load(target + column, mask=column < width, other=0.0)
     surplus = mass
@@ -64,7 +70,7 @@ def _sum_tiles(
     chain, number = tl.program_id(0), tl.program_id(1)
     column = number * tile + tl.arange(0, tile)
     row, other = tl.load(target_rows + chain), tl.load(draft_rows + chain)
-    surplus, mass = _weights(
+    surplus, mass = weights_of(
         target + row * width, draft + other * width, tl.load(weights + chain), column, width, has_draft
     )
     at = chain * num_tiles + number
@@ -73,23 +79,47 @@ def _sum_tiles(
 
 
 @triton.jit
-def _draw_in_tile(
-    target, target_rows, draft, draft_rows, weights, from_surplus, tiles, rests, tokens,
-    width, tile: tl.constexpr, has_draft: tl.constexpr,
+def draw_token(
+    target, draft, weight, wanted, surplus_sums, target_sums, uniform, width, num_tiles,
+    tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr,
+):  # fmt: skip
+    """A token from the surplus, or from the target's law where it is not wanted or nothing of it is left."""
+    number = tl.arange(0, tiles)
+    is_tile = number < num_tiles
+    surplus_of = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
+    target_of = tl.load(target_sums + number, mask=is_tile, other=0.0)
+    from_surplus = wanted & (tl.sum(surplus_of, axis=0) > 0)
+    of_tile = tl.where(from_surplus, surplus_of, target_of)
+    cumulative = tl.cumsum(of_tile, axis=0)
+    bound = uniform * tl.max(cumulative, axis=0)
+    # Rounding may leave the number behind the last tile, or token, that has mass.
+    reached = tl.min(tl.where((cumulative > bound) & (of_tile > 0), number, tiles), axis=0)
+    chosen = tl.minimum(reached, tl.max(tl.where(of_tile > 0, number, 0), axis=0))
+    rest = bound - tl.sum(tl.where(number < chosen, of_tile, 0.0), axis=0)
+    place = tl.arange(0, tile)
+    surplus, mass = weights_of(target, draft, weight, chosen * tile + place, width, has_draft)
+    weights = tl.where(from_surplus, surplus, mass).to(tl.float64)
+    first = tl.min(tl.where((tl.cumsum(weights, axis=0) > rest) & (weights > 0), place, tile), axis=0)
+    last = tl.max(tl.where(weights > 0, place, 0), axis=0)
+    return chosen * tile + tl.minimum(first, last)
+
+
+@triton.jit
+def _draw(
+    target, target_rows, draft, draft_rows, weights, wanted, surplus_sums, target_sums, uniforms, tokens,
+    width, num_tiles, tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr, has_wanted: tl.constexpr,
 ):  # fmt: skip
     chain = tl.program_id(0)
-    place = tl.arange(0, tile)
-    column = tl.load(tiles + chain) * tile + place
     row, other = tl.load(target_rows + chain), tl.load(draft_rows + chain)
-    surplus, mass = _weights(
-        target + row * width, draft + other * width, tl.load(weights + chain), column, width, has_draft
-    )
-    chosen = tl.where(tl.load(from_surplus + chain) != 0, surplus, mass).to(tl.float64)
-    reached = (tl.cumsum(chosen, axis=0) > tl.load(rests + chain)) & (chosen > 0)
-    first = tl.min(tl.where(reached, place, tile), axis=0)
-    # Rounding may leave the number behind the last token that has mass.
-    last = tl.max(tl.where(chosen > 0, place, 0), axis=0)
-    tl.store(tokens + chain, tl.load(tiles + chain) * tile + tl.minimum(first, last))
+    is_wanted = tl.full([], 1, tl.int1)
+    if has_wanted:
+        is_wanted = tl.load(wanted + chain) != 0
+    token = draw_token(
+        target + row * width, draft + other * width, tl.load(weights + chain), is_wanted,
+        surplus_sums + chain * num_tiles, target_sums + chain * num_tiles, tl.load(uniforms + chain), width, num_tiles,
+        tile, tiles, has_draft,
+    )  # fmt: skip
+    tl.store(tokens + chain, token.to(tl.int64))
 
 
 def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
@@ -98,7 +128,16 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     num_rows, width = logits_NV.shape
     law_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
     if num_rows:
-        _softmax[(num_rows,)](logits_NV, temperature_N.contiguous(), law_NV, width, logits_NV.stride(0), tile=_LAW_TILE)
+        temperature_N = temperature_N.contiguous()
+        num_tiles = triton.cdiv(width, _LAW_TILE)
+        sums = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=logits_NV.device)
+        sizes = width, logits_NV.stride(0), num_tiles
+        grid = num_rows, num_tiles
+        _sum_exponentials[grid](logits_NV, temperature_N, sums[0], sums[1], *sizes, tile=_LAW_TILE)
+        _softmax[grid](
+            logits_NV, temperature_N, sums[0], sums[1], law_NV, *sizes,
+            tile=_LAW_TILE, tiles=triton.next_power_of_2(num_tiles),
+        )  # fmt: skip
     return law_NV
 
 
@@ -123,7 +162,7 @@ class Surplus:
         assert draft_MV.is_contiguous(), "a law's rows follow each other"
         self._operands = (target_NV, self._target_row_C, draft_MV, draft_row_C, weight_C.contiguous())
         self._width, self._num_chains = target_NV.shape[1], len(target_row_C)
-        self._num_tiles = triton.cdiv(self._width, _TILE)
+        self._num_tiles = triton.cdiv(self._width, TILE)
         shape = (self._num_chains, self._num_tiles)
         self._surplus_CT, self._target_CT = (
             torch.empty(shape, dtype=torch.float64, device=target_NV.device) for _ in range(2)
@@ -131,7 +170,7 @@ class Surplus:
         if self._num_chains:
             _sum_tiles[shape](
                 *self._operands, self._surplus_CT, self._target_CT,
-                self._width, self._num_tiles, tile=_TILE, has_draft=self._has_draft,
+                self._width, self._num_tiles, tile=TILE, has_draft=self._has_draft,
             )  # fmt: skip
 
     def sum(self) -> Tensor:
@@ -140,18 +179,12 @@ class Surplus:
 
     def draw(self, uniform_C: Tensor, wanted_C: Tensor | None = None) -> Tensor:
         """[C] a token from each surplus; from the target law where `wanted_C` is false or nothing is left."""
-        usable_C = self.sum() > 0
-        if wanted_C is not None:
-            usable_C &= wanted_C
-        sums_CT = torch.where(usable_C.unsqueeze(1), self._surplus_CT, self._target_CT)
-        tile_C = categorical(sums_CT, uniform_C)
-        cumulative_CT = sums_CT.cumsum(1)
-        before_CT = cumulative_CT - sums_CT
-        rest_C = uniform_C.double() * cumulative_CT[:, -1] - before_CT.gather(1, tile_C.unsqueeze(1)).squeeze(1)
-        token_C = torch.empty_like(tile_C)
+        token_C = torch.empty_like(self._target_row_C)
         if self._num_chains:
-            _draw_in_tile[(self._num_chains,)](
-                *self._operands, usable_C.to(torch.int32), tile_C, rest_C, token_C,
-                self._width, tile=_TILE, has_draft=self._has_draft,
+            _draw[(self._num_chains,)](
+                *self._operands, self._operands[1] if wanted_C is None else wanted_C.contiguous().view(torch.int8),
+                self._surplus_CT, self._target_CT, uniform_C.contiguous(), token_C, self._width, self._num_tiles,
+                tile=TILE, tiles=triton.next_power_of_2(self._num_tiles),
+                has_draft=self._has_draft, has_wanted=wanted_C is not None,
             )  # fmt: skip
         return token_C

@@ -148,8 +148,8 @@ class Chains:
         """L, the longest chain."""
         return self.tokens_CL.shape[1]
 
-    def select(self, index: Tensor) -> Chains:
-        """The chains at `index`; requests keep their numbers."""
+    def select(self, index: Tensor, shape: tuple[int, int] | None = None) -> Chains:
+        """The chains at `index`; requests keep their numbers. shape: of what is selected, where the host knows it."""
         return Chains(
             self.tokens_CL[index],
             self.length_C[index],
@@ -157,6 +157,7 @@ class Chains:
             self.draft.select(index),
             None if self.leads_CL is None else self.leads_CL[index],
             None if self.shifts is None else self.shifts.select(index),
+            shape,
         )
 
 

@@ -29,7 +29,7 @@ from tests.engine import tiny  # noqa: E402
 
 DEVICE = tiny.DEVICE
 # More than two tiles of a row, and no whole number of them.
-WIDTH = 2 * triton_rows._TILE + 77
+WIDTH = 2 * triton_rows.TILE + 77
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_corners_of_a_draw() -> None:
     laws = torch.zeros(3, WIDTH, device=DEVICE)
     laws[0, -1] = 1.0
     laws[1, [5, WIDTH - 2]] = 0.5
-    laws[2, triton_rows._TILE - 1 : triton_rows._TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
+    laws[2, triton_rows.TILE - 1 : triton_rows.TILE + 1] = torch.tensor([1e-38, 1.0], device=DEVICE)
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
 
     def draw(row: int, **more: Tensor) -> list[int]:
@@ -120,7 +120,7 @@ def test_corners_of_a_draw() -> None:
 
     assert draw(0) == [WIDTH - 1] * 2
     assert draw(1) == [5, WIDTH - 2]
-    assert draw(2)[1] == triton_rows._TILE
+    assert draw(2)[1] == triton_rows.TILE
     one = torch.ones(2, dtype=torch.float64, device=DEVICE)
     same = {"weight_C": one, "draft_MV": laws, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
     assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's law is drawn from"
@@ -228,4 +228,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "_gate",
         *["_merge"] * 2,
     ] * 3
-    assert done.stdout.split() == [*for_types, "_softmax", *["_sum_tiles", "_draw_in_tile"] * 2]
+    assert done.stdout.split() == [
+        *(*for_types, "_sum_exponentials", "_softmax", *["_sum_tiles", "_draw"] * 2),
+        *("_walk", "_sum_prefixes", "_decide", "_race"),
+    ]

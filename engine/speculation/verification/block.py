@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification import fused_block
 from engine.speculation.verification.rule import ChainVerdict, draw_residual, surplus_sum
 
 
@@ -80,6 +81,8 @@ def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoi
 
 def verify_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """One chain per request: accept its longest prefix that block verification allows."""
+    if fused_block.takes(chains, target):
+        return fused_block.race(chains, target, noise)
     accepted_C, next_token_C = stop_chains(chains, target, blocks(chains, target), noise)
     order_C = torch.arange(chains.num_chains, device=accepted_C.device)
     return ChainVerdict(order_C, accepted_C, next_token_C)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification import fused_block
 from engine.speculation.verification.block import Blocks, blocks, stop_chains
 from engine.speculation.verification.rule import ChainVerdict, chain_table
 
@@ -49,6 +50,13 @@ def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
 
 def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
+    if fused_block.takes(chains, target):
+        return fused_block.race(chains, target, noise)
+    return race_plainly(chains, target, noise)
+
+
+def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+    """The same by plain operations on whole laws: the oracle of the kernels."""
     known = blocks(chains, target)
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)
     lower_C, upper_C = score_bounds(chains, target, known, accepted_C, next_token_C)

@@ -1,0 +1,139 @@
+"""Kernels give the verdicts of plain block verification and of the plain race: in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.sampling import fused
+from engine.sampling.draw import categorical
+from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.speculation.verification import ChainVerdict, fused_block
+from engine.speculation.verification.block import verify_block
+from engine.speculation.verification.race import verify_bv_race
+from tests.engine import tiny
+
+DEVICE = tiny.DEVICE
+WIDTH = 1100
+Case = tuple[Chains, LawTable, ChainNoise]
+
+
+def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: bool = False) -> Case:
+    """Chains of requests with so many each; some tokens are impossible for the target.
+
+    ends: all random numbers lie at the ends of [0, 1).
+    """
+    chance = np.random.default_rng(seed)
+    count = sum(counts)
+
+    def law(rows: int) -> torch.Tensor:
+        logits = torch.from_numpy(spread * chance.standard_normal((rows, WIDTH)))
+        # A few likely tokens, so that drafts are accepted now and then.
+        logits[:, :6] += 5
+        return logits
+
+    draft = law(count * length)
+    target = law(count * (length + 1))
+    target_row_CX = torch.arange(count * (length + 1)).view(count, length + 1)
+    target[target_row_CX[:, :-1].flatten()] += draft
+    target[:, 3] = -torch.inf
+    target[::5, 1:40] = -torch.inf
+    draft_NV = draft.softmax(1).float()
+    uniform = torch.from_numpy(chance.random(count * length))
+    tokens_CL = categorical(draft_NV, uniform).view(count, length)
+    request_C = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    # Numbers of requests need not follow each other.
+    chains = Chains(
+        tokens_CL.to(DEVICE),
+        torch.from_numpy(chance.integers(0, length + 1, count)).to(DEVICE),
+        (2 * request_C + 1).to(DEVICE),
+        LawTable(draft_NV.to(DEVICE), torch.arange(count * length, device=DEVICE).view(count, length)),
+        shape=(len(counts), max(counts)),
+    )
+    numbers = torch.from_numpy(chance.random((count, 2 * length + 3))).to(DEVICE)
+    if ends:
+        numbers = torch.where(numbers < 0.5, 0.0, 1 - 2.0**-53)
+    noise = ChainNoise(
+        numbers[:, :length], numbers[:, -3], numbers[:, -2], numbers[:, length : 2 * length], numbers[:, -1]
+    )
+    return chains, LawTable(target.softmax(1).float().to(DEVICE), target_row_CX.to(DEVICE)), noise
+
+
+CASES = {
+    "several chains": lambda: case([4, 4, 4, 4, 4], 5, 1),
+    "one chain each": lambda: case([1] * 24, 3, 2),
+    "as many as they are": lambda: case([1, 3, 2, 5, 1, 1], 4, 3),
+    "one token": lambda: case([3] * 8, 1, 4),
+    "close laws": lambda: case([2] * 10, 6, 5, spread=0.3),
+    "ends of the numbers": lambda: case([3] * 8, 3, 6, ends=True),
+}
+
+
+def verdict(verify: Any, chains: Chains, target: LawTable, noise: ChainNoise, by_kernels: bool) -> list[list[int]]:
+    with (
+        patch.object(fused, "use_kernels", lambda _: False),
+        patch.object(fused_block, "takes", lambda *_: by_kernels),
+    ):
+        found: ChainVerdict = verify(chains, target, noise)
+    return [part.tolist() for part in (found.chain_B, found.accepted_B, found.next_token_B)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdicts_are_those_of_the_plain_race(name: str) -> None:
+    chains, target, noise = CASES[name]()
+    expected = verdict(verify_bv_race, chains, target, noise, by_kernels=False)
+    assert verdict(verify_bv_race, chains, target, noise, by_kernels=True) == expected
+    assert len(set(expected[1])) > 1 or name in ("one token", "ends of the numbers")
+
+
+def test_verdicts_are_those_of_plain_block_verification() -> None:
+    chains, target, noise = CASES["one chain each"]()
+    expected = verdict(verify_block, chains, target, noise, by_kernels=False)
+    assert verdict(verify_block, chains, target, noise, by_kernels=True) == expected
+
+
+WRONG: dict[str, Callable[[Chains, LawTable, ChainNoise], Case]] = {
+    "one number for two decisions": lambda c, t, n: (c, t, replace(n, residual_C=n.score_C)),
+    "the score of another chain": lambda c, t, n: (c, t, replace(n, score_C=n.score_C.roll(1))),
+    "chains as long as the longest": lambda c, t, n: (replace(c, length_C=c.length_C * 0 + c.max_length), t, n),
+    "laws of the next prefix": lambda c, t, n: (c, replace(t, row_CX=t.row_CX.roll(1, 1)), n),
+    "drafts of another chain": lambda c, t, n: (replace(c, tokens_CL=c.tokens_CL.roll(1, 0)), t, n),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_comparison_has_teeth(wrong: str) -> None:
+    right = CASES["several chains"]()
+    expected = verdict(verify_bv_race, *right, by_kernels=False)
+    assert verdict(verify_bv_race, *WRONG[wrong](*right), by_kernels=True) != expected
+
+
+def test_a_device_where_they_are_wrong_is_found_out() -> None:
+    assert fused_block.find_fault(DEVICE) is None
+    race = fused_block.race
+
+    def spoilt(name: str) -> Callable[[Chains, LawTable, ChainNoise], ChainVerdict]:
+        return lambda *operands: replace(found := race(*operands), **{name: getattr(found, name).roll(1)})
+
+    for name in ("chain_B", "accepted_B", "next_token_B"):
+        with patch.object(fused_block, "race", spoilt(name)):
+            assert fused_block.find_fault(DEVICE) == f"{name.removesuffix('_B')} differs"
+
+
+def test_what_the_kernels_cannot_know_stays_plain() -> None:
+    chains, target, _ = CASES["several chains"]()
+    nothing = replace(chains, tokens_CL=chains.tokens_CL[:, :0])
+    with patch.object(fused, "use_kernels", lambda _: True), patch.object(fused_block, "usable", lambda *_: True):
+        assert fused_block.takes(chains, target)
+        assert not fused_block.takes(replace(chains, shape=None), target)
+        assert not fused_block.takes(nothing, target)
+    if DEVICE.type == "cpu":
+        assert not fused_block.takes(chains, target)
