@@ -6,6 +6,7 @@ Not for: deciding what is verified (`scheduling`), or the models (`execution`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
 from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.gap import acceptance_gap
+from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
@@ -146,35 +147,45 @@ def split_prompts(
     if not any(row.prompt_next for row in plan.rows):
         return (), logits_NV
     trees = iter(draft.trees if draft is not None else ())
-    found: list[tuple[TokenLogprob, ...]] = []
+    of_prompts: list[int] = []
     nodes: list[int] = []
     start = 0
     for row in plan.rows:
         num_known = len(row.input_ids) if row.prompt_next else int(row.emits)
-        rows_NV = logits_NV[start : start + len(row.prompt_next)]
-        found.append(token_logprobs(rows_NV, row.prompt_next, row.num_prompt_logprobs) if row.prompt_next else ())
+        of_prompts += range(start, start + len(row.prompt_next))
         if row.emits:
             stop = start + num_known + next(trees).num_nodes
             nodes += range(start + num_known - 1, stop)
             start = stop
         else:
             start += num_known
-    return tuple(found), logits_NV[nodes]
+    wanted = [(row.prompt_next, row.num_prompt_logprobs) for row in plan.rows]
+    return tuple(_logprobs(logits_NV[of_prompts], wanted)), logits_NV[nodes]
+
+
+def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) -> list[tuple[TokenLogprob, ...]]:
+    """The logprobs of several rows' (tokens, number of likeliest tokens); logits_NV: of all their tokens in order."""
+    tokens = [token for of_row, _ in wanted for token in of_row]
+    found = iter(token_logprobs(logits_NV, tokens, [count for of_row, count in wanted for _ in of_row]))
+    return [tuple(itertools.islice(found, len(of_row))) for of_row, _ in wanted]
 
 
 def _with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners: list[Winner]) -> list[Winner]:
     """The winners, with the logprobs of what they emit where their rows ask for them."""
     if all(row.num_logprobs is None for row in rows):
         return winners
-    result = []
+    nodes: list[int] = []
+    wanted: list[tuple[Sequence[int], int]] = []
     for row, tree, start, winner in zip(rows, draft.trees, draft.starts[:-1].tolist(), winners, strict=True):
+        emitted: tuple[int, ...] = ()
         if row.num_logprobs is not None:
             emitted = (*winner.emission.accepted, winner.emission.next_token)
-            nodes = [start + node for node in tree.paths[winner.rank][: len(emitted)]]
-            logprobs = token_logprobs(logits_NV[nodes], emitted, row.num_logprobs)
-            winner = replace(winner, emission=replace(winner.emission, logprobs=logprobs))
-        result.append(winner)
-    return result
+            nodes += [start + node for node in tree.paths[winner.rank][: len(emitted)]]
+        wanted.append((emitted, row.num_logprobs or 0))
+    return [
+        replace(winner, emission=replace(winner.emission, logprobs=logprobs))
+        for winner, logprobs in zip(winners, _logprobs(logits_NV[nodes], wanted), strict=True)
+    ]
 
 
 def observe_gap(
@@ -199,13 +210,8 @@ def observe_gap(
         nowhere = torch.zeros_like(mine[:1])
         p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(nowhere), nowhere, nowhere)
     apart = row.num_drafts // row.fanout[0]
-    gap = acceptance_gap(
-        speculation.rule,
-        method_of(row),
-        (p_1V[0] / p_1V.sum()).cpu().numpy(),
-        (q_1V[0] / q_1V.sum()).cpu().numpy(),
-        chains.tokens_CL[::apart, 0].tolist(),
-    )
+    p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], chains.tokens_CL[::apart, 0])
+    gap = acceptance_gap(speculation.rule, method_of(row), p_V.cpu().numpy(), q_V.cpu().numpy(), tokens_K.tolist())
     emissions = list(verdict.emissions)
     emissions[number] = replace(emissions[number], gap=gap)
     return replace(verdict, emissions=tuple(emissions))

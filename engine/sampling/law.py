@@ -32,24 +32,26 @@ class LawParameters:
     any_greedy: bool
     values: Mapping[str, Tensor]
     """[N] parameters of the filters that change the law of any row, by name."""
+    largest: Mapping[str, float]
+    """The largest of each, at most, where it was known on the host."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> LawParameters:
         """Parameters of one row per entry of `samplings`."""
         temperatures = [0.0 if s.is_greedy else s.temperature for s in samplings]
-        values = {}
+        values, largest = {}, {}
         for one in FILTERS:
             of_rows = [getattr(s, one.name) for s in samplings]
             if any(map(one.changes, of_rows)):
                 values[one.name] = _moved(torch.tensor(of_rows), device)
-        return LawParameters(
-            _moved(torch.tensor(temperatures, dtype=torch.float32), device), 0.0 in temperatures, values
-        )
+                largest[one.name] = max(of_rows)
+        temperature_N = _moved(torch.tensor(temperatures, dtype=torch.float32), device)
+        return LawParameters(temperature_N, 0.0 in temperatures, values, largest)
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
-        return LawParameters(self.temperature_N[index_N], self.any_greedy, values)
+        return LawParameters(self.temperature_N[index_N], self.any_greedy, values, self.largest)
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
@@ -60,49 +62,49 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:
     """Probabilities (float32, same shape) of the law that each row's request samples from."""
     filters = [one for one in FILTERS if one.name in parameters.values]
-    if fused.use_kernels(logits_NV) and not parameters.any_greedy and all(one.of_probabilities for one in filters):
-        law_NV = fused.softmax(logits_NV, parameters.temperature_N)
+    scale_N = parameters.temperature_N
+    if parameters.any_greedy:
+        scale_N = torch.where(scale_N == 0, 1.0, scale_N)
+    if fused.use_kernels(logits_NV) and all(one.of_probabilities for one in filters):
+        law_NV = fused.softmax(logits_NV, scale_N)
     else:
-        law_NV = _softmax(logits_NV.to(torch.float32), parameters, filters)
+        law_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, filters)
     for one in filters:
         if one.of_probabilities:
-            law_NV = one.apply(law_NV, parameters.values[one.name])
+            law_NV = one.apply(law_NV, parameters.values[one.name], parameters.largest[one.name])
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(law_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         law_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, law_NV)
     return law_NV
 
 
-def _softmax(logits_NV: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:
+def _softmax(logits_NV: Tensor, scale_N: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:
     """The law before the filters of probabilities; greedy rows get any."""
-    scale_N = parameters.temperature_N
-    if parameters.any_greedy:
-        scale_N = torch.where(scale_N == 0, 1.0, scale_N)
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N.unsqueeze(-1)
     for one in filters:
         if not one.of_probabilities:
-            scaled_NV = one.apply(scaled_NV, parameters.values[one.name])
+            scaled_NV = one.apply(scaled_NV, parameters.values[one.name], parameters.largest[one.name])
     return scaled_NV.softmax(-1)
 
 
-def _min_p(scaled_NV: Tensor, min_p_N: Tensor) -> Tensor:
+def _min_p(scaled_NV: Tensor, min_p_N: Tensor, _largest: float) -> Tensor:
     """Drop tokens below this share of the most likely token's probability."""
     return scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
 
 
-def _top_k(scaled_NV: Tensor, top_k_N: Tensor) -> Tensor:
+def _top_k(scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
     """Keep the k most likely tokens; 0 keeps all."""
     num_tokens = scaled_NV.shape[-1]
     wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
-    widest = int(torch.where(wanted_N < num_tokens, wanted_N, 1).max())
+    widest = min(int(largest), num_tokens)
     largest_NK = scaled_NV.topk(widest, dim=-1).values
     edge_N1 = largest_NK.gather(-1, (wanted_N.clamp(max=widest) - 1).unsqueeze(-1))
     edge_N1 = edge_N1.masked_fill((wanted_N >= num_tokens).unsqueeze(-1), -torch.inf)
     return scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
 
 
-def _top_p(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+def _top_p(law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
     """Keep the smallest set of most likely tokens with mass >= top_p; renormalise."""
     num_tokens = law_NV.shape[-1]
     window = min(_TOP_P_WINDOW, num_tokens)
@@ -127,8 +129,9 @@ class Filter(NamedTuple):
     """Field of `Sampling` that has its parameter."""
     changes: Callable[[float], bool]
     """Whether the law changes at this value of the parameter."""
-    apply: Callable[[Tensor, Tensor], Tensor]
-    """[N, V] from [N, V] and the parameters [N]; a row whose parameter changes nothing stays as it is."""
+    apply: Callable[[Tensor, Tensor, float], Tensor]
+    """[N, V] from [N, V], the parameters [N] and the largest of them, known on the host; a row whose parameter changes
+    nothing stays as it is."""
     of_probabilities: bool
     """Whether it takes and gives probabilities; else logits over temperature, the largest of each row 0."""
 

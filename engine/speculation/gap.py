@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.speculation import theory
 from engine.speculation.theory import Law
@@ -19,6 +20,20 @@ from engine.speculation.verification.rule import NodeRule
 
 # The optimum without replacement is a quadrature per token: above this (vocabulary x drafts) it would stall a step.
 _MOST_QUADRATURES = 20_000
+# Of larger vocabularies the likeliest tokens are looked at: sorting all of 152,000 takes 25 ms, of these 2 ms.
+_MOST_TOKENS = 16_384
+
+
+def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The laws over their likeliest tokens and the drafted ones, each with sum 1, and the drafted tokens' places there.
+
+    What is left out has little mass in either law, and the gap is at most off by that mass.
+    """
+    if len(p_V) > _MOST_TOKENS:
+        order_V = (p_V + q_V).scatter(0, tokens_K, torch.inf)
+        kept = order_V.topk(_MOST_TOKENS).indices.sort().values
+        p_V, q_V, tokens_K = p_V[kept], q_V[kept], torch.searchsorted(kept, tokens_K)
+    return p_V / p_V.sum(), q_V / q_V.sum(), tokens_K
 
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -43,11 +45,12 @@ def counted_reads() -> Iterator[Counter[str]]:
         yield counts
 
 
-def running(speculation: Speculation) -> Engine:
+def running(speculation: Speculation, num_logprobs: int | None = None, **sampling: Any) -> Engine:
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     for i in range(3):
-        engine.submit(tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, temperature=1.0, seed=i))
+        one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **{"temperature": 1.0, "seed": i, **sampling})
+        engine.submit(msgspec.structs.replace(one, num_logprobs=num_logprobs))
     for _ in range(3):
         engine.run_step()
     return engine
@@ -62,6 +65,26 @@ def test_a_step_reads_what_was_drafted_and_the_verdict(name: str) -> None:
         with counted_reads() as counts:
             engine.run_step()
         assert counts.total() == most, counts
+
+
+@pytest.mark.parametrize(
+    ("wish", "reads"),
+    [
+        ({"top_k": 5}, 2),
+        ({"temperature": 0.0}, 2),
+        ({"min_p": 0.1}, 2),
+        # One copy for the logprobs of all rows.
+        ({"num_logprobs": 3}, 3),
+        # The paths of four levels, which penalties are counted along, come to the host.
+        ({"frequency_penalty": 0.5}, 2 + 4),
+    ],
+)
+def test_what_requests_ask_for_costs_few_reads(wish: dict[str, Any], reads: int) -> None:
+    engine = running(SHAPES["bv_race"][0], **wish)
+    engine.limits = type(engine.limits)(observed_share=0.0)
+    with counted_reads() as counts:
+        engine.run_step()
+    assert counts.total() == reads, counts
 
 
 @pytest.mark.parametrize("name", ["block", "bv_race"])

@@ -86,11 +86,25 @@ def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, mon
     assert torch.equal(beside, fused.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
 
 
-def test_other_filters_and_temperature_zero_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_of_logits_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "softmax", None)
     logits = torch.randn(1, 50, device=DEVICE)
-    for sampling in (Sampling(temperature=0), Sampling(top_k=3), Sampling(min_p=0.1)):
+    for sampling in (Sampling(top_k=3), Sampling(min_p=0.1)):
         assert law(logits, LawParameters.of([sampling], DEVICE)).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_greedy_row_leaves_the_others_to_the_kernels(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.from_numpy(np.random.default_rng(8).standard_normal((3, WIDTH))).float().to(DEVICE)
+    samplings = [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(temperature=1.2, top_p=0.5)]
+    parameters = LawParameters.of(samplings, DEVICE)
+    calls = []
+    softmax = fused.softmax
+    monkeypatch.setattr(fused, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
+    found = law(logits, parameters)
+    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: False)
+    assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
+    assert len(calls) == 1
+    assert found[0].max() == found[0, logits[0].argmax()] == 1
 
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.analysis import bounds
 from engine.analysis.enumeration import conditional_laws, draft_tuples
-from engine.speculation import theory
+from engine.speculation import gap, theory
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES
@@ -92,3 +92,21 @@ def test_conditional_acceptance_averages_to_the_acceptance() -> None:
         mean = sum(w * law[list(set(d))].sum() for (d, w), law in zip(drafts.items(), laws, strict=True))
         assert mean >= closed(p, q, 2) - 1e-12
     assert set(DRAFT_METHODS) == {"iid", "without_replacement", "greedy", "spechub"}
+
+
+def test_the_gap_of_a_large_vocabulary_is_that_of_its_likeliest_tokens() -> None:
+    """Drafted tokens are among them, however unlikely they are."""
+    chance = np.random.default_rng(7)
+    logits = 3 * chance.standard_normal(50_000)
+    p_V = torch.from_numpy(logits).softmax(0)
+    q_V = torch.from_numpy(logits + 0.5 * chance.standard_normal(50_000)).softmax(0)
+    tokens = [int(p_V.argmin()), int(q_V.argmax()), 17, 17]
+    p, q, places = gap.likeliest(p_V, q_V, torch.tensor(tokens))
+    assert len(p) == len(q) == gap._MOST_TOKENS
+    assert p.sum().item() == pytest.approx(1) == q.sum().item()
+    ratio = p[places] / q[places]
+    assert torch.allclose(ratio / ratio[0], (p_V[tokens] / q_V[tokens]) / (p_V[tokens[0]] / q_V[tokens[0]]))
+    whole = acceptance_gap("bv_race", "iid", p_V.numpy(), q_V.numpy(), tokens)
+    assert acceptance_gap("bv_race", "iid", p.numpy(), q.numpy(), tokens) == pytest.approx(whole, abs=2e-3)
+    small = torch.tensor([0.5, 0.3, 0.2])
+    assert torch.equal(gap.likeliest(small, small, torch.tensor([2]))[0], small / small.sum())
