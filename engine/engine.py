@@ -62,7 +62,7 @@ class Engine:
         self.facts = facts
         self.limits = limits
         self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
-        self.telemetry = Telemetry(scheduler)
+        self.telemetry = Telemetry(scheduler, target.device)
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -37,10 +37,25 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
 
 
-class Stopwatch:
-    """Times a step and its phases."""
+class DeviceClock(Protocol):
+    """Time as a device sees it: the host goes on while the device still works on what it was given."""
 
-    def __init__(self) -> None:
+    def mark(self) -> Any:
+        """The moment at which the device has done all it was given so far."""
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """Time between two marks; None where the device has not come to the second one yet."""
+
+    def wait(self, mark: Any) -> None:
+        """Until the device has come to a mark."""
+
+
+class Stopwatch:
+    """Times a step and its phases: on a device by its own clock, as the host may be done with a phase long before."""
+
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        self._clock = clock
+        self._marks: list[tuple[str, float, Any, Any]] = []
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
         self.started = self.stopped = time.perf_counter()
         self.parts_s = 0.0
@@ -49,19 +64,37 @@ class Stopwatch:
     def start(self) -> None:
         """Begin a step."""
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
+        self._marks = []
         self.started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside counts for this phase."""
         began = time.perf_counter()
+        on_device = self._clock if name != _PARTS else None
+        begin = on_device.mark() if on_device is not None else None
         try:
             yield
         finally:
-            self._phases_s[name] += time.perf_counter() - began
+            host_s = time.perf_counter() - began
+            self._phases_s[name] += host_s
+            if on_device is not None:
+                self._marks.append((name, host_s, begin, on_device.mark()))
 
-    def stop(self) -> tuple[float, dict[str, float]]:
-        """(duration of the step, duration by phase); `host` is whatever no phase claims."""
+    def stop(self, waits: bool = False) -> tuple[float, dict[str, float]]:
+        """(duration of the step, duration by phase); `host` is whatever no phase claims.
+
+        waits: the step ends when the device is done with it; for steps after which nothing is read from it.
+        """
+        if self._clock is not None and self._marks:
+            if waits:
+                began = time.perf_counter()
+                self._clock.wait(self._marks[-1][-1])
+                self._phases_s[_PARTS] += time.perf_counter() - began
+            for name, host_s, begin, end in self._marks:
+                device_s = self._clock.seconds(begin, end)
+                if device_s is not None:
+                    self._phases_s[name] += device_s - host_s
         self.stopped = time.perf_counter()
         wall_s = self.stopped - self.started
         phases_s = dict(self._phases_s)

@@ -6,16 +6,36 @@ of step times learns from every step; answers and dashboards get the figures of 
 
 from __future__ import annotations
 
+import torch
+
 from engine.metrics import Overhead, StepStats, Stopwatch
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_time import StepTimes, Work
 
 
+class CudaClock:
+    """Marks are events of the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment at which the stream has done all it was given so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        """Time between two marks; None where the stream has not come to the second one yet."""
+        return float(begin.elapsed_time(end)) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Until the stream has come to a mark."""
+        mark.synchronize()
+
+
 class Telemetry:
     """Measures the steps of one engine."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.stopwatch = Stopwatch()
+    def __init__(self, scheduler: Scheduler, device: torch.device) -> None:
+        self.stopwatch = Stopwatch(CudaClock() if device.type == "cuda" else None)
         self.phase = self.stopwatch.phase
         self.times: StepTimes | None = None
         """How long steps take; None where none were measured."""
@@ -30,7 +50,7 @@ class Telemetry:
 
     def end_step(self, num_read: int) -> StepStats:
         """The step that began last has ended; num_read: requests whose grammars are being read."""
-        wall_s, phases_s = self.stopwatch.stop()
+        wall_s, phases_s = self.stopwatch.stop(waits=not self._scheduler.last_plan.sampling_rows)
         self.num_steps += 1
         # Planning and messages cost plain decoding the same; the controller does not run then.
         around_s = self._overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
