@@ -31,7 +31,7 @@ from engine.speculation.target_shift import apply_shifts
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
-from engine.speculation.verification.rule import draw_residual
+from engine.speculation.verification.longest_match import verify_certain
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -94,8 +94,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Wi
 
 def _emit_plainly(draft: Draft, target: LawTable) -> list[Winner]:
     """One token of every row from its law: what every rule does without drafts."""
-    none_C = torch.zeros_like(draft.layout.length)
-    token_C = draw_residual(draft.chains, target, none_C, torch.ones_like(draft.noise.score_C), draft.noise.residual_C)
+    token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
     return [Winner(0, Emission((), token, 0)) for token in token_C.tolist()]
 
 
@@ -266,8 +265,8 @@ def _parts(
 ) -> Iterator[tuple[Verify, list[int]]]:
     """(rule, row numbers): the rows that are verified together, of one rule and within the memory for it."""
     by_rule: dict[Verify, list[int]] = {}
-    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on]
-    races = any(row.num_drafts > 1 and _name_of(row) == "bv_race" for row in going_on)
+    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on and not row.sampling.is_certain]
+    races = any(row.num_drafts > 1 and row.speculation.rule == "bv_race" for row in going_on)
     of_one_chain = RULES["bv_race" if races else "block"].verify
     for number, row in enumerate(rows):
         by_rule.setdefault(_rule_of(row, bool(goes_on_R[number]), of_one_chain), []).append(number)
@@ -296,15 +295,11 @@ def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
         return of_one_chain
     if speculation.over_acceptance > 0:
         return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
-    if row.num_drafts == 1 and _name_of(row) in ("block", "bv_race"):
+    if row.sampling.is_certain:
+        return verify_certain
+    if row.num_drafts == 1 and speculation.rule in ("block", "bv_race"):
         return of_one_chain
-    return RULES[_name_of(row)].verify
-
-
-def _name_of(row: Row) -> str:
-    """The rule a row is verified by."""
-    # Where laws are certain every rule accepts the longest exact match; this one takes any set of drafts.
-    return "nss" if row.sampling.is_certain else row.speculation.rule
+    return RULES[speculation.rule].verify
 
 
 def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:

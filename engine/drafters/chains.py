@@ -72,8 +72,7 @@ def _draw_levels(
             # Tokens stay on the device.
             logits_NV = drafter.below(depth, tokens_CL[level.chain_N, depth - 1])
         logits_NV = edit(logits_NV, _contexts(rows, level, tokens_CL, depth))
-        below_NV = law_NV[level.laws]
-        below_NV.copy_(law(logits_NV, of_law.select(level.laws)))
+        below_NV = law(logits_NV, of_law.select(level.laws), law_NV[level.laws])
         order_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
         tokens_C = tokens_CL[:, depth]
         for draw in level.draws:

@@ -23,11 +23,11 @@ def use_kernels(rows_NV: Tensor) -> bool:
     return usable("rows of the vocabulary are computed", find_fault, rows_NV.device)
 
 
-def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
     """`triton_rows.softmax`."""
-    from engine.sampling import triton_rows  # Triton is there where `applies`
+    from engine.sampling import triton_rows  # Triton is there where kernels are used
 
-    return triton_rows.softmax(logits_NV, temperature_N)
+    return triton_rows.softmax(logits_NV, temperature_N, law_NV)
 
 
 def surplus(

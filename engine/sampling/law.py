@@ -30,6 +30,7 @@ class LawParameters:
     temperature_N: Tensor
     """0 where the law is the most likely token."""
     any_greedy: bool
+    all_greedy: bool
     values: Mapping[str, Tensor]
     """[N] parameters of the filters that change the law of any row, by name."""
     largest: Mapping[str, float]
@@ -46,12 +47,13 @@ class LawParameters:
                 values[one.name] = _moved(torch.tensor(of_rows), device)
                 largest[one.name] = max(of_rows)
         temperature_N = _moved(torch.tensor(temperatures, dtype=torch.float32), device)
-        return LawParameters(temperature_N, 0.0 in temperatures, values, largest)
+        return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest)
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
-        return LawParameters(self.temperature_N[index_N], self.any_greedy, values, self.largest)
+        temperature_N = self.temperature_N[index_N]
+        return LawParameters(temperature_N, self.any_greedy, self.all_greedy, values, self.largest)
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
@@ -59,23 +61,29 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.to(device, non_blocking=True)
 
 
-def law(logits_NV: Tensor, parameters: LawParameters) -> Tensor:
-    """Probabilities (float32, same shape) of the law that each row's request samples from."""
+def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:
+    """Probabilities (float32, same shape) of the law that each row's request samples from.
+
+    law_NV: where to write them, if given.
+    """
+    if parameters.all_greedy:
+        law_NV = torch.empty_like(logits_NV, dtype=torch.float32) if law_NV is None else law_NV
+        return law_NV.zero_().scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
     filters = [one for one in FILTERS if one.name in parameters.values]
     scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
     if fused.use_kernels(logits_NV) and all(one.of_probabilities for one in filters):
-        law_NV = fused.softmax(logits_NV, scale_N)
+        found_NV = fused.softmax(logits_NV, scale_N, law_NV)
     else:
-        law_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, filters)
+        found_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, filters)
     for one in filters:
         if one.of_probabilities:
-            law_NV = one.apply(law_NV, parameters.values[one.name], parameters.largest[one.name])
+            found_NV = one.apply(found_NV, parameters.values[one.name], parameters.largest[one.name])
     if parameters.any_greedy:
-        peak_NV = torch.zeros_like(law_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
-        law_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, law_NV)
-    return law_NV
+        peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
+        found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
+    return found_NV if law_NV is None or found_NV is law_NV else law_NV.copy_(found_NV)
 
 
 def _softmax(logits_NV: Tensor, scale_N: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:

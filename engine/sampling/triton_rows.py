@@ -122,11 +122,13 @@ def _draw(
     tl.store(tokens + chain, token.to(tl.int64))
 
 
-def softmax(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """[N, V] float32 laws of logits of any float type at positive temperatures."""
+def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+    """[N, V] float32 laws of logits of any float type at positive temperatures; written to `law_NV` where given."""
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     num_rows, width = logits_NV.shape
-    law_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
+    if law_NV is None:
+        law_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
+    assert law_NV.is_contiguous(), "a law's rows follow each other"
     if num_rows:
         temperature_N = temperature_N.contiguous()
         num_tiles = triton.cdiv(width, _LAW_TILE)
@@ -157,7 +159,10 @@ class Surplus:
         self._has_draft = draft_MV is not None
         self._target_row_C = target_row_C.contiguous()
         draft_row_C = self._target_row_C if draft_row_C is None else draft_row_C.contiguous()
-        weight_C = torch.ones_like(target_row_C, dtype=torch.float64) if weight_C is None else weight_C
+        if weight_C is None:
+            # Without a draft law no weight is used.
+            own = self._target_row_C
+            weight_C = torch.ones_like(own, dtype=torch.float64) if self._has_draft else own
         draft_MV = target_NV if draft_MV is None else draft_MV
         assert draft_MV.is_contiguous(), "a law's rows follow each other"
         self._operands = (target_NV, self._target_row_C, draft_MV, draft_row_C, weight_C.contiguous())

@@ -14,6 +14,7 @@ Not for: running the draft model (`engine.drafters`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     if method == MOST_LIKELY:
         return weights_NV.topk(num_children, dim=1).indices
     if method == "iid" or num_children == 1:
-        row_C = torch.arange(len(weights_NV), device=weights_NV.device).repeat_interleave(num_children)
+        row_C = _parents(len(weights_NV), num_children, weights_NV.device)
         return fused.draw(weights_NV, row_C, uniform_NK.reshape(-1)).reshape(uniform_NK.shape)
     if method == "greedy":
         likeliest_NK = weights_NV.topk(num_children, dim=1).indices
@@ -63,6 +64,12 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
         tokens.append(categorical(weights_NV, uniform_NK[:, k]))
         weights_NV = weights_NV.scatter(1, tokens[-1].unsqueeze(1), 0.0)
     return torch.stack(tokens, 1)
+
+
+@lru_cache(maxsize=256)
+def _parents(num_parents: int, num_children: int, device: torch.device) -> Tensor:
+    """[N * K] the parent of every child."""
+    return torch.arange(num_parents, device=device).repeat_interleave(num_children)
 
 
 def _drawn_or(weights_NV: Tensor, uniform_N: Tensor, otherwise_N: Tensor) -> Tensor:

@@ -132,8 +132,8 @@ def test_what_the_kernels_cannot_know_stays_plain() -> None:
     chains, target, _ = CASES["several chains"]()
     nothing = replace(chains, tokens_CL=chains.tokens_CL[:, :0])
     with patch.object(fused, "use_kernels", lambda _: True), patch.object(fused_block, "usable", lambda *_: True):
-        assert fused_block.takes(chains, target)
-        assert not fused_block.takes(replace(chains, shape=None), target)
-        assert not fused_block.takes(nothing, target)
+        assert fused_block.takes(chains, target.law_NV)
+        assert not fused_block.takes(replace(chains, shape=None), target.law_NV)
+        assert not fused_block.takes(nothing, target.law_NV)
     if DEVICE.type == "cpu":
-        assert not fused_block.takes(chains, target)
+        assert not fused_block.takes(chains, target.law_NV)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
+from torch import Tensor
 
 from engine.kernels import usable
 from engine.sampling import fused
@@ -19,14 +20,17 @@ MOST_CHAINS = 1024
 """A race looks at all chains of a step in each of its programs."""
 
 
-def takes(chains: Chains, target: LawTable) -> bool:
-    """Whether the kernels verify these chains: the host must know whose they are, and something be drafted."""
+def takes(chains: Chains, numbers: Tensor) -> bool:
+    """Whether the kernels verify these chains: the host must know whose they are, and something be drafted.
+
+    numbers: any tensor of the verification.
+    """
     return (
         chains.shape is not None
         and chains.max_length > 0
         and chains.num_chains <= MOST_CHAINS
-        and fused.use_kernels(target.law_NV)
-        and usable("chains are verified", find_fault, target.law_NV.device)
+        and fused.use_kernels(numbers)
+        and usable("chains are verified", find_fault, numbers.device)
     )
 
 
@@ -35,6 +39,13 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     from engine.speculation.verification import triton_block  # Triton is there where kernels are used
 
     return triton_block.race(chains, target, noise)
+
+
+def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+    """`triton_block.winners`."""
+    from engine.speculation.verification import triton_block
+
+    return triton_block.winners(chains, score_C, accepted_C, next_token_C)
 
 
 def find_fault(device: torch.device) -> str | None:

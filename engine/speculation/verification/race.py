@@ -50,7 +50,7 @@ def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
 
 def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
-    if fused_block.takes(chains, target):
+    if fused_block.takes(chains, target.law_NV):
         return fused_block.race(chains, target, noise)
     return race_plainly(chains, target, noise)
 
@@ -61,5 +61,12 @@ def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVe
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)
     lower_C, upper_C = score_bounds(chains, target, known, accepted_C, next_token_C)
     score_C = lower_C + (upper_C - lower_C) * (1 - noise.score_C)
+    return winners(chains, score_C, accepted_C, next_token_C)
+
+
+def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+    """Each request's chain with the smallest score (ties: the first), with what it accepted and its next token."""
+    if fused_block.takes(chains, score_C):
+        return fused_block.winners(chains, score_C, accepted_C, next_token_C)
     winner_B = first_per_request(score_C, chains)
     return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from engine.sampling.triton_rows import TILE, draw_token, weights_of
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
@@ -155,10 +156,16 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
         width, num_tiles, length, accept_CL.stride(0),
         block=block, tile=TILE, tiles=triton.next_power_of_2(num_tiles),
     )  # fmt: skip
+    return winners(chains, score_C, found[0], found[1])
+
+
+def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+    """`race.winners`."""
+    assert chains.shape is not None
     num_requests = chains.shape[0]
-    verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=device)
+    verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=score_C.device)
     _race[(num_requests,)](
-        chains.request_C.contiguous(), score_C, found[0], found[1], verdict_3B, num_chains, num_requests,
-        block=MOST_CHAINS,
+        chains.request_C.contiguous(), score_C.contiguous(), accepted_C.contiguous(), next_token_C.contiguous(),
+        verdict_3B, chains.num_chains, num_requests, block=MOST_CHAINS,
     )  # fmt: skip
     return ChainVerdict(*verdict_3B)

@@ -1,0 +1,115 @@
+"""How many launches a step costs on a device, counted on a CPU: each takes some microseconds, whatever it computes.
+
+Passes of the models are replayed as one launch; here they give made-up logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
+
+import engine.engine as stepping
+from engine.execution import lean
+from engine.execution.lean import LeanDecoder
+from engine.execution.probe import find_kv_shape
+from engine.execution.runner import ModelRunner, Pass
+from engine.request import Speculation
+from engine.sampling import fused
+from engine.speculation.verification import fused_block
+from tests.engine import tiny
+from tests.execution.test_groups import passes
+from tests.execution.test_lean import SIZES, randomised
+from tests.launches import counted_launches
+
+CHAIN = Speculation(rule="block", num_drafts=1, draft_length=5)
+CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
+
+
+def made_up(self: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -> Tensor:
+    shape = len(prepared.batch.wanted_N), self.vocab_size
+    return torch.linspace(0, 3, shape[0] * shape[1]).view(shape)
+
+
+def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) -> tuple[Counter[str], Counter[str]]:
+    """Of drafting, and of verification, in a step of requests that all draft so."""
+    target = tiny.llama(1)
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
+    engine.limits = type(engine.limits)(observed_share=0.0)
+    for i in range(num_requests):
+        wish = {"temperature": 1.0, "seed": i, **sampling}
+        engine.submit(tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish))
+    for _ in range(2):
+        engine.run_step()
+    found = []
+
+    def counted(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            with counted_launches() as launches:
+                result = part(*operands)
+            found.append(launches - Counter(linspace=launches["linspace"]))
+            return result
+
+        return run
+
+    with (
+        patch.object(stepping, "draw_chains", counted(stepping.draw_chains)),
+        patch.object(stepping, "verify_chains", counted(stepping.verify_chains)),
+        patch.object(ModelRunner, "run", made_up),
+        patch.object(fused, "use_kernels", lambda _: True),
+        patch.object(fused_block, "usable", lambda *_: True),
+    ):
+        engine.run_step()
+    drafting, verification = found
+    return drafting, verification
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+@pytest.mark.parametrize("speculation", [CHAIN, CHAINS], ids=["chain", "chains"])
+def test_a_drafted_level_costs_seven_and_a_verdict_ten(speculation: Speculation, num_requests: int) -> None:
+    """The law in two, the draw in two; numbers in, tokens out, tokens in: of however many requests and chains."""
+    drafting, verification = launches_of(speculation, num_requests)
+    assert drafting.total() <= 1 + 7 * speculation.draft_length, drafting
+    assert verification.total() <= 10, verification
+    assert {"_walk", "_sum_prefixes", "_decide", "_race"} <= set(verification)
+
+
+def test_a_plain_step_costs_seven() -> None:
+    drafting, verification = launches_of(tiny.OFF, 4)
+    assert (drafting + verification).total() <= 7, (drafting, verification)
+
+
+def test_temperature_zero_is_not_much_dearer() -> None:
+    drafting, verification = launches_of(CHAIN, 1, temperature=0.0)
+    assert drafting.total() <= 1 + 9 * CHAIN.draft_length, drafting
+    assert verification.total() <= 20, verification
+
+
+def test_a_layer_is_six_kernels_besides_its_products() -> None:
+    counts = []
+    for num_layers in (2, 3):
+        loaded = randomised(transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": num_layers}, head_dim=8), seed=3)
+        with patch.object(lean, "use_kernels", lambda *_: True):
+            decoder = LeanDecoder(loaded.model)
+        shape = find_kv_shape(loaded)
+        runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
+        (step,) = runner.prepare([passes()[1][:1]])
+        with counted_launches() as launches, patch("engine.execution.triton_attention.num_parts_of", lambda *_: 2):
+            runner.run(step)
+        counts.append(launches)
+    of_layer = counts[1] - counts[0]
+    products = Counter({name: count for name, count in of_layer.items() if name in ("linear", "mm", "addmm")})
+    kernels = {"_add_norm": 2, "_rotate_and_write": 1, "_attend": 1, "_merge": 1, "_gate": 1}
+    assert of_layer - products == Counter(kernels)
+    assert products.total() == 4

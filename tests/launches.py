@@ -1,0 +1,52 @@
+"""Counts what a step would launch on a device, where there is none: tensor operations that compute, and kernels.
+
+Kernels run in Triton's interpreter, whose own tensor operations do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+# They give another view of a tensor, or memory without numbers.
+_FREE = {
+    *("view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze", "squeeze"),
+    *("split", "split_with_sizes", "unbind", "as_strided", "detach", "detach_", "alias", "lift_fresh", "unfold"),
+    *("empty", "new_empty", "empty_like", "empty_strided", "reshape", "flatten", "resolve_conj", "resolve_neg"),
+}
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, launches: Counter[str]) -> None:
+        super().__init__()
+        self.launches = launches
+        self.counts = True
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = operation._schema.name.removeprefix("aten::")
+        if self.counts and name not in _FREE:
+            self.launches[name] += 1
+        return operation(*arguments, **(options or {}))
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """By name."""
+    launches: Counter[str] = Counter()
+    mode = _Counting(launches)
+    run = GridExecutor.__call__
+
+    def launch(self: GridExecutor, *operands: Any, **constants: Any) -> None:
+        launches[self.fn.__name__] += 1
+        mode.counts = False
+        run(self, *operands, **constants)
+        mode.counts = True
+
+    with patch.object(GridExecutor, "__call__", launch), mode:
+        yield launches
