@@ -1,7 +1,7 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
-# make gpu-check  tests, exactness gate and bench on a CUDA device, by a Python that has one (GPU_PYTHON=python3)
+# make gpu-check  half an hour on a CUDA device: tests, times, figures, by a Python that has one (GPU_PYTHON=python3)
 # make mutants  change the code one place at a time: which changes does no test notice? (hours; goes on where it stopped)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
@@ -43,7 +43,7 @@ bench: $(VENV)/.dev
 	$(BIN)/polydraft bench --short $(ARGS)
 
 gpu-check:
-	$(GPU_PYTHON) -m engine.analysis.gpu_check $(ARGS)
+	$(GPU_PYTHON) -m engine.analysis.gpu_session $(ARGS)
 
 mutants: $(VENV)/.mutants
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m mutmut run $(ARGS)

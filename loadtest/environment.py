@@ -12,14 +12,24 @@ from typing import Any
 
 def environment() -> dict[str, Any]:
     """Commit, processor, libraries."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in ("torch", "transformers", "polydraft")},
     }
+
+
+def _commit() -> str | None:
+    """None outside a repository, and where there is no git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return described.stdout.strip() or None
 
 
 def _cpu_model() -> str:

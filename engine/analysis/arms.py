@@ -192,6 +192,7 @@ def measure(
     concurrency: int,
     seconds: float,
     progress: Any,
+    warm_up_s: float = _WARM_UP_S,
 ) -> dict[str, Any]:
     """A cell: all arms at one concurrency, doing what plain decoding does in about so many seconds."""
     # Not on the arms that are measured: what they learn would be of another temperature.
@@ -206,7 +207,7 @@ def measure(
     turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
     arms = make_arms(engine, names, points, load)
     order = random.Random(concurrency)
-    num_warm_up = max(1, round(_WARM_UP_S / turn_s))
+    num_warm_up = max(1, round(warm_up_s / turn_s))
     for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
         if number == num_warm_up:
             for arm in arms.values():

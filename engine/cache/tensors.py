@@ -66,7 +66,7 @@ class KVTensors:
             torch.zeros((num_slots, shape.hidden_dim), dtype=dtype, device=device) if shape.hidden_dim else None
         )
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
-        self._has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
+        self.has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer at `slots`, [slots, heads, dim]; valid until the next call, which uses the same memory."""
@@ -86,7 +86,7 @@ class KVTensors:
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if not moves:
             return
-        if self._has_kernel:
+        if self.has_kernel:
             from engine.cache.triton_keep import keep  # Triton is there where a kernel was chosen
 
             move_SM2 = torch.from_numpy(_padded(moves)).to(self.keys.device, non_blocking=True)

@@ -37,13 +37,16 @@ class Size:
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    head_dim: int = 64
 
 
 SIZES = {
     "125m": Size(768, 12, 2560, 12, 4),
     "draft": Size(256, 2, 512, 4, 2),
-    "tiny": Size(128, 2, 192, 4, 2),
+    "tiny": Size(128, 2, 192, 4, 2, head_dim=32),
+    "0.6b": Size(1024, 28, 3072, 16, 8, head_dim=128),
     "1b": Size(2048, 16, 8192, 32, 8),
+    "8b": Size(4096, 32, 14336, 32, 8, head_dim=128),
 }
 
 
@@ -62,7 +65,16 @@ def disturbed(below_VS: Tensor, amount: float, seed: int) -> Tensor:
     return below_VS + amount * torch.randn(below_VS.shape, generator=generator)
 
 
-def build(size: Size, vocabulary: int, tokens_VS: Tensor, below_VS: Tensor, positions: int, seed: int) -> Any:
+def build(
+    size: Size,
+    vocabulary: int,
+    tokens_VS: Tensor,
+    below_VS: Tensor,
+    positions: int,
+    seed: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """A Llama whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
     import transformers
 
@@ -76,48 +88,59 @@ def build(size: Size, vocabulary: int, tokens_VS: Tensor, below_VS: Tensor, posi
         pad_token_id=None,
         **asdict(size),
     )
-    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.eval().requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight *= _SMALL
         layer.mlp.down_proj.weight *= _SMALL
-    embedding_VD = torch.randn(vocabulary, size.hidden_size)
+    embedding_VD = torch.randn(vocabulary, size.hidden_size, device=device)
     embedding_VD /= embedding_VD.norm(dim=1, keepdim=True)
     model.model.embed_tokens.weight.copy_(embedding_VD * size.hidden_size**0.5)
+    write_head(model, tokens_VS, below_VS)
+    return model
+
+
+def write_head(model: Any, tokens_VS: Tensor, below_VS: Tensor) -> None:
+    """Give a model that `build` made another table."""
+    width = model.config.hidden_size
+    device = model.lm_head.weight.device
+    tokens_VS, below_VS = tokens_VS.to(device), below_VS.to(device)
+    embedding_VD = model.model.embed_tokens.weight.float() / width**0.5
     # The final norm leaves a vector of length sqrt(D): a row of the head is a sum over the tokens it follows.
     # They are not quite orthogonal: what is missing at the successors is added until nothing is.
     head_VD = torch.zeros_like(embedding_VD)
-    wanted_VS = (_LIKELIHOOD + below_VS) / size.hidden_size**0.5
+    wanted_VS = (_LIKELIHOOD + below_VS) / width**0.5
     for column in list(range(tokens_VS.shape[1])) * _ROUNDS:
         next_V = tokens_VS[:, column]
         missing_V = wanted_VS[:, column] - (head_VD[next_V] * embedding_VD).sum(1)
         head_VD.index_add_(0, next_V, embedding_VD * missing_V.unsqueeze(1))
     model.lm_head.weight.copy_(head_VD)
-    return model
 
 
 def acceptance(target: Any, draft: Any, temperature: float = 1.0, num_tokens: int = 512) -> float:
     """Mean over last tokens of sum min(p, q): how often a single draft is accepted."""
     with torch.inference_mode():
-        last_N1 = torch.randint(300, 4000, (num_tokens, 1), generator=torch.Generator().manual_seed(1))
-        laws = [(model(input_ids=last_N1).logits[:, -1] / temperature).softmax(-1) for model in (target, draft)]
+        highest = min(4000, target.config.vocab_size)
+        last_N1 = torch.randint(highest // 13, highest, (num_tokens, 1), generator=torch.Generator().manual_seed(1))
+        last_N1 = last_N1.to(target.device)
+        laws = [(model(input_ids=last_N1).logits[:, -1].float() / temperature).softmax(-1) for model in (target, draft)]
     return float(torch.minimum(*laws).sum(-1).mean())
 
 
-def write(
-    folder: Path, size: str, draft_size: str, vocabulary: int, agreement: float, positions: int
-) -> dict[str, Any]:
-    """Write target and draft with tokenizers into `folder`; what they are, as written to pair.json."""
+def make(
+    size: str, draft_size: str, vocabulary: int, agreement: float, positions: int, **where: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """(target, draft, what they are); where: device and dtype."""
     tokens_VS, below_VS = successors(vocabulary, seed=1)
-    target = build(SIZES[size], vocabulary, tokens_VS, below_VS, positions, seed=2)
+    target = build(SIZES[size], vocabulary, tokens_VS, below_VS, positions, 2, **where)
+    draft = build(SIZES[draft_size], vocabulary, tokens_VS, below_VS, positions, 4, **where)
     low, high = 0.0, 8.0
     for _ in tqdm(range(8), desc="finding the disturbance", unit="try"):
         amount = (low + high) / 2
-        draft = build(SIZES[draft_size], vocabulary, tokens_VS, disturbed(below_VS, amount, 3), positions, seed=4)
+        write_head(draft, tokens_VS, disturbed(below_VS, amount, 3))
         found = acceptance(target, draft)
         low, high = (amount, high) if found > agreement else (low, amount)
-    for name, model in (("target", target), ("draft", draft)):
-        model.save_pretrained(folder / name)
-        _write_tokenizer(folder / name, vocabulary)
     about = {
         "parameters": {
             name: sum(p.numel() for p in m.parameters()) for name, m in (("target", target), ("draft", draft))
@@ -126,6 +149,17 @@ def write(
         "vocabulary": vocabulary,
         "disturbance": amount,
     }
+    return target, draft, about
+
+
+def write(
+    folder: Path, size: str, draft_size: str, vocabulary: int, agreement: float, positions: int
+) -> dict[str, Any]:
+    """Write target and draft with tokenizers into `folder`; what they are, as written to pair.json."""
+    target, draft, about = make(size, draft_size, vocabulary, agreement, positions)
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(folder / name)
+        _write_tokenizer(folder / name, vocabulary)
     (folder / "pair.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 

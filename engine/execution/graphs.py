@@ -91,6 +91,11 @@ class Graphs:
         self._logits = torch.empty((0, vocab_size), device=self._device)
         """[rows of the largest shape, V]: every pass's logits are read before the next pass runs."""
 
+    @property
+    def num_recorded(self) -> int:
+        """Shapes that are replayed."""
+        return len(self._recorded)
+
     def record(self, compute: Compute, most_sequences: int, progress: Callable[[str], None]) -> None:
         """Record every shape of the menu. A model whose passes cannot be recorded is served without graphs."""
         shapes = menu(most_sequences, self._vocab_size)

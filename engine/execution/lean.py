@@ -66,7 +66,7 @@ class LeanDecoder:
         self._scaling = float(body.layers[0].self_attn.scaling)
         half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
         self._sign = torch.cat([-half, half])
-        self._use_kernels = use_kernels(torch.device(model.device), model.dtype)
+        self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:  # noqa: ARG002
@@ -97,7 +97,7 @@ class LeanDecoder:
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
         rotation = cos_1TD[0], sin_1TD[0] * self._sign
-        if metadata.paged is not None and self._use_kernels:
+        if metadata.paged is not None and self.use_kernels:
             return self._by_kernels(hidden_TD, rotation, metadata, metadata.paged, wanted_N)
         cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in rotation)
         for layer in self._layers:

@@ -59,7 +59,7 @@ class ModelRunner:
         if ranks is not None:
             ranks.tell("runner", num_blocks, block_size, vocab_size)
         self.model = model
-        self._backend = backend or TransformersBackend(model)
+        self.backend = backend or TransformersBackend(model)
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -68,9 +68,21 @@ class ModelRunner:
         # One block more than the pool has: for the K/V of padding.
         num_slots = num_blocks * block_size
         self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)
+        self.replays = True
+        """Whether passes run as recorded, where they have been."""
         self._graphs: Graphs | None = None
         if replayed:
             self._graphs = Graphs(self.storage, block_size, num_slots, vocab_size, most_blocks or num_blocks)
+
+    @property
+    def fast_ways(self) -> dict[str, bool]:
+        """By name, whether each way to be faster than the plain one is used."""
+        return {
+            "fast decoder": not isinstance(self.backend, TransformersBackend),
+            "paged attention": self._paged,
+            "graphs": self._graphs is not None and self._graphs.num_recorded > 0,
+            "kernel for moves": self.storage.has_kernel,
+        }
 
     @torch.inference_mode()
     def record(self, most_sequences: int, progress: Callable[[str], None]) -> None:
@@ -99,7 +111,7 @@ class ModelRunner:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
         metadata = prepared.metadata
-        if self._graphs is not None:
+        if self._graphs is not None and self.replays:
             host = pages_of(batch)
             logits_NV = self._graphs.run(self._compute, batch, host, drawn_T)
             if logits_NV is not None:
@@ -113,7 +125,7 @@ class ModelRunner:
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
-        logits_NV = self._backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
+        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -20,7 +20,7 @@ def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
     storage = KVTensors(shape, NUM_SLOTS, dtype, tiny.DEVICE)
     for part in (storage.keys, storage.values):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.shape[-1])))
-    storage._has_kernel = has_kernel
+    storage.has_kernel = has_kernel
     return storage
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from engine.analysis import gpu_check, peers
+from engine.analysis import peers
 from engine.analysis.llama_cpp_arm import _gguf_name, _interleaved
 from engine.demo import bench_pair
 
@@ -100,28 +100,3 @@ def test_the_names_and_heads_that_llama_cpp_reads() -> None:
     there = [by_neighbours(_interleaved(weights[i], 2) @ inputs[i], angle[i]) for i in range(2)]
     products = [(a.flatten(1) * b.flatten(1)).sum(1) for a, b in (here, there)]
     assert torch.allclose(*products, atol=1e-5)
-
-
-def test_a_check_without_a_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
-    assert gpu_check.main([]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_what_is_checked_on_a_device_is_there_and_fits_ten_minutes() -> None:
-    parts = gpu_check.parts_of(Path("pair"), Path("result.json"), "1b")
-    assert sum(part.limit_s for part in parts) <= 600
-    files = [argument for part in parts for argument in part.arguments if argument.startswith("tests/")]
-    assert files
-    assert all((ROOT / file).is_file() for file in files)
-    bench = next(part for part in parts if part.name == "bench").arguments[2:]
-    assert peers.parser().parse_args(bench).device == "cuda"
-
-
-def test_a_part_that_fails_or_takes_too_long_is_reported() -> None:
-    assert gpu_check.run(gpu_check.Part("good", ("-c", "print('fine')"), 60)).last_line == "fine"
-    failed = gpu_check.run(gpu_check.Part("bad", ("-c", "raise SystemExit('no')"), 60))
-    assert (failed.passed, failed.last_line) == (False, "no")
-    late = gpu_check.run(gpu_check.Part("late", ("-c", "import time; time.sleep(60)"), 0.5))
-    assert (late.passed, late.last_line) == (False, "stopped after 0 s")

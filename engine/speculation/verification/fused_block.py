@@ -30,8 +30,13 @@ def takes(chains: Chains, numbers: Tensor) -> bool:
         and chains.max_length > 0
         and chains.num_chains <= MOST_CHAINS
         and fused.use_kernels(numbers)
-        and usable("chains are verified", find_fault, numbers.device)
+        and work_on(numbers.device)
     )
+
+
+def work_on(device: torch.device) -> bool:
+    """Whether the kernels give the right verdicts on a device."""
+    return usable("chains are verified", find_fault, device)
 
 
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:

@@ -1,0 +1,326 @@
+"""The sections of a session on a device (`gpu_session.py`), each a process of its own.
+
+A section writes what it has found after every item. Times are those of the device: everything is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tqdm import tqdm
+
+from engine.analysis import arms
+from engine.analysis.law_check import check_law
+from engine.analysis.load import Load
+from engine.building import assemble
+from engine.calibration import made_up_plan, measure_points
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.demo import bench_pair
+from engine.engine import Engine
+from engine.execution.attention import HOOK, register
+from engine.execution.lean import LeanDecoder
+from engine.execution.loading import adopt
+from engine.execution.runner import ModelRunner
+from engine.plan import Plan
+from engine.sampling import fused
+from engine.speculation.verification import fused_block
+from loadtest.statistics import median_of_ratios
+
+_SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
+_CACHE_BYTES = 24 << 30
+_ACCEPTANCE = 0.75
+
+
+def has_cuda() -> bool:
+    """Whether torch can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+class Findings:
+    """What a section has found, on disk after every item."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._found: dict[str, Any] = {"failures": []}
+
+    def add(self, name: str, value: Any) -> None:
+        """An item."""
+        self._found[name] = value
+        self._write()
+        print(f"{name}: {json.dumps(value)[:400]}", flush=True)
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Note a failure where something does not hold."""
+        if not holds:
+            self._found["failures"].append(otherwise)
+            self._write()
+            print(f"FAILED: {otherwise}", flush=True)
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def build(options: argparse.Namespace, findings: Findings) -> Engine:
+    """An engine around a pair that is made on the device; what it fell back from is a failure."""
+    register()
+    began = time.monotonic()
+    on_cuda = options.device == "cuda"
+    target, draft, about = bench_pair.make(
+        options.target,
+        options.draft,
+        options.vocabulary,
+        _ACCEPTANCE,
+        4096,
+        device=options.device,
+        dtype=torch.bfloat16 if on_cuda else torch.float32,
+    )
+    for model in (target, draft):
+        model.set_attn_implementation(HOOK)
+    config = EngineConfig(
+        model=ModelConfig(target="target", draft="draft", device=options.device),
+        cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
+        scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
+        speculation=SpeculationConfig(max_num_drafts=8, max_draft_length=8, observed_share=0.0),
+    )
+    engine = assemble(config, adopt(target, "target"), adopt(draft, "draft"), lambda text: print(text, flush=True))
+    findings.add("pair", about)
+    findings.add("build_s", time.monotonic() - began)
+    findings.add("memory_plan", engine.facts.memory_plan)
+    found = ways(engine)
+    findings.add("ways", found)
+    if on_cuda:
+        require_all(findings, found)
+    return engine
+
+
+def require_all(findings: Findings, found: Mapping[str, bool]) -> None:
+    """On a device every fast way must be used: a fall-back would be measured as if it were one."""
+    for name, used in found.items():
+        findings.require(used, f"{name}: not used")
+
+
+def ways(engine: Engine) -> dict[str, bool]:
+    """By name, whether each fast way is used."""
+    assert engine.draft_runner is not None
+    some = torch.empty((1, 1), device=engine.target.device)
+    rows = fused.use_kernels(some)
+    found = {
+        "kernels for rows": rows,
+        "kernels for verification": rows and fused_block.work_on(some.device),
+    }
+    for name, runner in (("target", engine.target), ("draft", engine.draft_runner)):
+        found |= {f"{name}: {way}": used for way, used in runner.fast_ways.items()}
+        found[f"{name}: kernels for layers"] = isinstance(runner.backend, LeanDecoder) and runner.backend.use_kernels
+    return found
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Median time of some work, waited for, over about so many seconds."""
+    work()
+    wait(device)
+    runs: list[float] = []
+    while len(runs) < 5 or (sum(runs) < seconds and len(runs) < 400):
+        began = time.perf_counter()
+        work()
+        wait(device)
+        runs.append(time.perf_counter() - began)
+    return statistics.median(runs)
+
+
+def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
+    """A made-up step."""
+    return made_up_plan(engine, num_rows, context, arms.speculation_of(name))
+
+
+def trace(options: argparse.Namespace, findings: Findings) -> None:
+    """Ceilings, times of passes, and what a step consists of."""
+    device = torch.device(options.device)
+    findings.add("ceilings", ceilings(device, options.scale))
+    engine = build(options, findings)
+    times = {}
+    for context in (300, 500, 1000):
+        for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
+            plan = plan_of(engine, name, context=context)
+            step = partial(engine.carry_out, plan)
+            times[f"{name} behind {context}"] = middle_s(step, device, options.scale)
+            findings.add("step_s", times)
+    for name in ("off", "bv_race:4x5"):
+        findings.add(f"profile {name}", profile(engine, plan_of(engine, name)))
+    rows = {}
+    for count in (1, 21):
+        logits = torch.randn(count, options.vocabulary, device=device)
+        temperature = torch.ones(count, device=device)
+        work = partial(fused.softmax, logits, temperature) if fused.use_kernels(logits) else partial(logits.softmax, -1)
+        rows[count] = middle_s(work, device, options.scale / 4)
+    findings.add("law_of_rows_s", rows)
+
+
+def ceilings(device: torch.device, scale: float) -> dict[str, float]:
+    """Bytes a second that are copied, and operations a second of a product of matrices."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 24)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    width = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.randn(width, width, dtype=dtype, device=device)
+    return {
+        "copied_bytes_per_s": 2 * size / middle_s(lambda: target.copy_(source), device, scale / 2),
+        "operations_per_s": 2 * width**3 / middle_s(lambda: left @ left, device, scale / 2),
+    }
+
+
+def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
+    """The 25 operations of a step that take longest, and how much of its time the device is idle."""
+    from torch.profiler import ProfilerActivity
+
+    on_cuda = engine.target.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    engine.carry_out(plan)
+    wait(engine.target.device)
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as profiled:
+        for _ in range(num_steps):
+            engine.carry_out(plan)
+        wait(engine.target.device)
+    wall_s = time.perf_counter() - began
+    key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: getattr(event, key), reverse=True)
+    busy_s = sum(getattr(event, key) for event in events) / 1e6
+    return {
+        "wall_s": wall_s / num_steps,
+        "idle_share": max(0.0, 1 - busy_s / wall_s),
+        "operations": [
+            {"name": event.key[:80], "calls": event.count / num_steps, "us": getattr(event, key) / num_steps}
+            for event in events[:25]
+        ],
+    }
+
+
+@contextmanager
+def without(engine: Engine, variant: str) -> Iterator[None]:
+    """The engine without one of its fast ways."""
+    assert engine.draft_runner is not None
+    runners: list[ModelRunner] = [engine.target, engine.draft_runner]
+    with ExitStack() as stack:
+        if variant == "kernels for verification":
+            stack.enter_context(patch.object(fused_block, "takes", lambda *_: False))
+        elif variant == "kernels for rows":
+            stack.enter_context(patch.object(fused, "use_kernels", lambda _: False))
+        for runner in runners:
+            if variant == "graphs":
+                stack.enter_context(patch.object(runner, "replays", False))
+            elif variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
+                stack.enter_context(patch.object(runner.backend, "use_kernels", False))
+        yield
+
+
+def variants(options: argparse.Namespace, findings: Findings) -> None:
+    """How much longer a step takes without each fast way, in turns; layers also without graphs, which record them."""
+    engine = build(options, findings)
+    device = engine.target.device
+    num_turns = max(5, round(60 * options.scale))
+    cases = [("graphs",), ("kernels for verification",), ("kernels for rows",), ("graphs", "kernels for layers")]
+    result = {}
+    for name in ("off", "bv_race:4x5"):
+        for num_rows in (1, 16 if device.type == "cuda" else 2):
+            plan = plan_of(engine, name, num_rows)
+            for case in cases:
+                base = case[:-1]
+                taken: dict[bool, list[float]] = {True: [], False: []}
+                for number in range(2 * num_turns + 4):
+                    is_without = number % 4 in (1, 2)
+                    seconds = _timed(engine, plan, [*base, *(case[-1:] if is_without else ())])
+                    if number >= 4:  # the first compile and allocate
+                        taken[is_without].append(seconds)
+                found = median_of_ratios(taken[True], taken[False])._asdict()
+                result[f"{name}, {num_rows} requests, without {case[-1]}{' (no graphs)' if base else ''}"] = found
+                findings.add("times_as_long", result)
+
+
+def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
+    """Duration of a step without some ways, waited for."""
+    if missing:
+        with without(engine, missing[0]):
+            return _timed(engine, plan, missing[1:])
+    began = time.perf_counter()
+    engine.carry_out(plan)
+    wait(engine.target.device)
+    return time.perf_counter() - began
+
+
+def law(options: argparse.Namespace, findings: Findings) -> None:
+    """First tokens of many answers against the target's own law, by a G-test."""
+    engine = build(options, findings)
+    prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(30)]
+    num_answers = max(200, round(4000 * options.scale))
+    for name in ("off", "block:1x5", "bv_race:4x5"):
+        check = check_law(engine, name, arms.speculation_of(name), prompt, num_answers, 1.0)
+        findings.add(name, asdict(check))
+        findings.require(not check.rejected, f"{name}: not the target's law (p = {check.p_value:.2g})")
+
+
+def record(options: argparse.Namespace, findings: Findings) -> None:
+    """Tokens a second of every shape in turns, cell by cell: the smallest number of requests first."""
+    engine = build(options, findings)
+    on_cuda = options.device == "cuda"
+    points = measure_points(engine, arms.speculation_of("adaptive"))
+    cells = []
+    for concurrency in (1, 4, 16, 64) if on_cuda else (1, 2):
+        for length in (300, 1000) if on_cuda else (40,):
+            chance = random.Random(length)
+            prompts = [
+                tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
+            ]
+            load = Load(prompts, 96 if on_cuda else 8, 1.0)
+            with tqdm(total=1, disable=True) as progress:
+                cell = arms.measure(
+                    engine, _SHAPES, points, load, concurrency, 6 * options.scale, progress, 2 * options.scale
+                )
+            cells.append({"context": length, **cell})
+            findings.add("cells", cells)
+
+
+def add_setting(parser: argparse.ArgumentParser) -> None:
+    """What all sections share."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu is a dry run")
+    parser.add_argument("--target", default="8b", choices=bench_pair.SIZES, help="size of the made target (default 8b)")
+    parser.add_argument("--draft", default="0.6b", choices=bench_pair.SIZES, help="of the draft model (default 0.6b)")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens (default 151936)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times; small for a dry run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One section."""
+    what = __doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m engine.analysis.gpu_sections", description=what)
+    parser.add_argument("section", choices=["trace", "variants", "law", "record"])
+    parser.add_argument("output", type=Path, help="the JSON document")
+    add_setting(parser)
+    options = parser.parse_args(arguments)
+    section = {"trace": trace, "variants": variants, "law": law, "record": record}[options.section]
+    with torch.inference_mode():
+        section(options, Findings(options.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
