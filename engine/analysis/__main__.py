@@ -11,6 +11,8 @@ from typing import Any
 
 from engine.analysis.arms import add_arguments as add_arms_arguments
 from engine.analysis.arms import analyze_arms
+from engine.analysis.device_model import add_arguments as add_plan_arguments
+from engine.analysis.device_model import analyze_plan
 from engine.analysis.laws import analyze_blocks, analyze_laws
 from engine.analysis.loading import add_pair_arguments
 from engine.analysis.pair import analyze_pair
@@ -46,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     reports = commands.add_parser("reports", help="whether the speedup that answers report is true, in turns")
     add_pair_arguments(reports)
     add_reports_arguments(reports)
+    plan = commands.add_parser("plan", help="how fast a pair would be on a device that is not at hand, by a model")
+    add_plan_arguments(plan)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
     blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
@@ -107,6 +111,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "blocks": lambda options: (analyze_blocks(options.file), True),
     "times": lambda options: (analyze_times(options), True),
     "arms": lambda options: (analyze_arms(options), True),
+    "plan": lambda options: (analyze_plan(options), True),
     "reports": lambda options: (analyze_reports(options), True),
     "pair": lambda options: (analyze_pair(options), True),
     "selfcheck": selfcheck,

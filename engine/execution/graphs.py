@@ -168,7 +168,7 @@ class Graphs:
         none = pad(pages_of(nothing), shape, np.zeros(0, dtype=np.int64), self._most_pages)
         numbers = moved(packed(none), self._device).clone()
         most_keys = self._most_pages * self._page_size
-        paged = Paged.over(numbers, none, self._page_size, shape.queries, most_keys)
+        paged = Paged.over(numbers, none, self._page_size, shape.queries, most_keys, is_padded=True)
         long = torch.zeros((3, shape.rows), dtype=torch.int64, device=self._device)
         long[2] = self._spare_slot
         return _Recorded(numbers, long, paged)

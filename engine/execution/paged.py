@@ -64,6 +64,8 @@ class Paged:
     page_size: int
     most_queries: int
     most_keys: int
+    is_padded: bool = False
+    """Whether every sequence has room for `most_queries` rows, of which it may use fewer."""
 
     @staticmethod
     def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
@@ -73,7 +75,9 @@ class Paged:
         return Paged.over(flat, host, page_size, int(host.counts.max(initial=0)), most_keys)
 
     @staticmethod
-    def over(flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int) -> Paged:
+    def over(
+        flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int, is_padded: bool = False
+    ) -> Paged:
         """Views of a buffer that holds `packed(host)`, or other passes of its shapes with no more queries and keys."""
         arrays = _parts(host)
         pieces = torch.split(flat, [_room(array) for array in arrays])
@@ -94,6 +98,7 @@ class Paged:
             page_size=page_size,
             most_queries=most_queries,
             most_keys=most_keys,
+            is_padded=is_padded,
         )
 
 

@@ -86,7 +86,7 @@ def _extent(
 
 
 # These change from step to step; a kernel compiled for each of their kinds would stall whoever meets it first.
-_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "window")
+_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "padded_queries", "window")
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -94,7 +94,7 @@ def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts,
+    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, padded_queries,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -141,10 +141,12 @@ def _attend(
         largest = new_largest
     some = total > 0
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
-    inside = is_query[:, None] & (value_column[None, :] < value_dim)
+    # Padding rows see nothing; what they get is 0 and not whatever lies in memory.
+    is_row = (row < tile_queries * groups) & (number < tl.maximum(count, padded_queries))
+    inside = is_row[:, None] & (value_column[None, :] < value_dim)
     result = sums / tl.where(some, total, 1.0)[:, None]
     tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
-    tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_query)
+    tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_row)
 
 
 def attend_paged(
@@ -169,6 +171,7 @@ def attend_paged(
         paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
         num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
+        paged.most_queries if paged.is_padded else 0,
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),

@@ -153,6 +153,29 @@ def test_padding_writes_where_nobody_reads() -> None:
     assert set(changed) - held <= {200 * PAGE}
 
 
+def test_padding_gets_numbers_and_not_what_lies_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is not written, not a number would remain, and go through all layers."""
+    attention = pytest.importorskip("engine.execution.triton_attention")
+    _, replayed = runners("llama")
+    prompts, steps = passes()
+    replayed.forward(prompts)
+    outputs = []
+    attend_paged = attention.attend_paged
+
+    def attend(*operands: Any) -> torch.Tensor:
+        outputs.append(attend_paged(*operands))
+        return outputs[-1]
+
+    monkeypatch.setattr(attention, "attend_paged", attend)
+    empty = torch.empty
+    monkeypatch.setattr(attention.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    for parts in (1, 2):
+        monkeypatch.setattr(attention, "num_parts_of", lambda *_, parts=parts: parts)
+        replayed.forward(steps[2:5])
+    assert all(output.shape[1] == 4 * 12 for output in outputs)
+    assert all(output.isfinite().all() for output in outputs)
+
+
 def test_the_menu_has_room_for_every_decode_step_whose_logits_are_not_too_many() -> None:
     vocabulary = 151_936
     shapes = menu(64, vocabulary)
