@@ -12,6 +12,8 @@ from triton.compiler import ASTSource
 from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
 from engine.execution.triton_layer import _add_norm, _gate, _rotate_and_write
+from engine.sampling.triton_nucleus import _keep as _keep_nucleus
+from engine.sampling.triton_nucleus import _narrow
 from engine.sampling.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
 from engine.speculation.verification.triton_block import _decide, _race, _sum_prefixes, _walk
 
@@ -87,6 +89,9 @@ def main() -> None:
     rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
     compiled(_sum_exponentials, rows, {"tile": 4096})
     compiled(_softmax, rows, {"tile": 4096, "tiles": 64})
+    nucleus = {"law": "*fp32", "top_ps": "*fp32", "kept": "*fp32", "lowest": "*i64", "sums": "*fp64"}
+    compiled(_narrow, nucleus, {"tile": 2048, "tiles": 128})
+    compiled(_keep_nucleus, nucleus, {"tile": 2048, "tiles": 128})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}

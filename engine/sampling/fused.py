@@ -30,6 +30,13 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = No
     return triton_rows.softmax(logits_NV, temperature_N, law_NV)
 
 
+def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """`triton_nucleus.nucleus`."""
+    from engine.sampling import triton_nucleus
+
+    return triton_nucleus.nucleus(law_NV, top_p_N)
+
+
 def surplus(
     target_NV: Tensor,
     target_row_C: Tensor,
@@ -67,6 +74,14 @@ def _fault_of_width(width: int, device: torch.device) -> str | None:
     law_NV = softmax(logits_NV, temperature_N)
     if not torch.allclose(law_NV, (logits_NV / temperature_N.unsqueeze(1)).softmax(1), rtol=1e-4, atol=1e-7):
         return "laws differ"
+    # Every row has four tokens of the same probability at its edge.
+    steps_NV = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).repeat_interleave(4).div(4).repeat(num_rows, 1)
+    top_p_N = torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device)
+    kept_NV = nucleus(steps_NV.flip(1), top_p_N).flip(1)
+    if ((kept_NV > 0).sum(1) != torch.tensor([4, 8, 8, 12, 16, 16], device=device)).any():
+        return "nuclei differ"
+    if not torch.allclose(kept_NV.sum(1), torch.ones(num_rows, device=device)):
+        return "nuclei differ"
     row_C = torch.arange(num_rows, device=device)
     draft_MV, weight_C = law_NV.roll(1, 0), torch.linspace(0.4, 1, num_rows, device=device).double()
     mass_CV = (weight_C.float().unsqueeze(1) * law_NV - draft_MV).clamp(min=0)

@@ -114,6 +114,8 @@ def _top_k(scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
 
 def _top_p(law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
     """Keep the smallest set of most likely tokens with mass >= top_p; renormalise."""
+    if fused.use_kernels(law_NV):
+        return fused.nucleus(law_NV, top_p_N)
     num_tokens = law_NV.shape[-1]
     window = min(_TOP_P_WINDOW, num_tokens)
     largest_NW = law_NV.topk(window, dim=-1).values

@@ -91,6 +91,13 @@ def test_a_plain_step_costs_seven() -> None:
     assert (drafting + verification).total() <= PLAIN_LAUNCHES, (drafting, verification)
 
 
+def test_top_p_costs_nine_more_a_law() -> None:
+    drafting, verification = launches_of(CHAIN, 1, top_p=0.9)
+    # Memory for the search is cleared, laws are copied to where drafting keeps them; the parameters are laid out once.
+    assert drafting.total() <= 2 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting
+    assert verification.total() <= VERDICT_LAUNCHES + 11, verification
+
+
 def test_temperature_zero_is_not_much_dearer() -> None:
     drafting, verification = launches_of(CHAIN, 1, temperature=0.0)
     assert drafting.total() <= 1 + 9 * CHAIN.draft_length, drafting

@@ -67,7 +67,18 @@ def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: b
     return chains, LawTable(target.softmax(1).float().to(DEVICE), target_row_CX.to(DEVICE)), noise
 
 
+def filtered() -> Case:
+    """Laws of which filters leave a few tokens: what is emitted may have no mass in the draft law."""
+    chains, target, noise = case([3] * 10, 4, 7)
+    draft_NV = chains.draft.law_NV
+    draft_NV = torch.where(draft_NV >= draft_NV.topk(5, 1).values[:, -1:], draft_NV, 0.0)
+    draft = LawTable(draft_NV / draft_NV.sum(1, keepdim=True), chains.draft.row_CX)
+    tokens_CL = categorical(draft.law_NV, noise.accept_CL.flatten().roll(3)).view(chains.tokens_CL.shape)
+    return replace(chains, draft=draft, tokens_CL=tokens_CL), target, noise
+
+
 CASES = {
+    "filtered": filtered,
     "several chains": lambda: case([4, 4, 4, 4, 4], 5, 1),
     "one chain each": lambda: case([1] * 24, 3, 2),
     "as many as they are": lambda: case([1, 3, 2, 5, 1, 1], 4, 3),

@@ -43,7 +43,9 @@ def _walk(
     q = tl.load(draft + draft_row * width + token, mask=inside, other=1.0).to(tl.float64)
     never, free = (p <= 0).to(tl.int32), (q <= 0).to(tl.int32)
     dead = tl.cumsum(never, axis=0) + tl.cumsum(free, axis=0) - free > 0
-    step = tl.where(dead, 0.0, tl.log(tl.where(dead, 1.0, q)) - tl.log(tl.where(dead, 1.0, p)))
+    # A token without mass in the draft law makes the ratio 0; logarithms of 0 are not taken.
+    step = tl.log(tl.where(dead | (q <= 0), 1.0, q)) - tl.log(tl.where(dead, 1.0, p))
+    step = tl.where(dead, 0.0, tl.where(q <= 0, -float("inf"), step))
     log_ratio = tl.where(dead, float("inf"), tl.cumsum(step, axis=0))
     before = place[None, :] <= place[:, None]
     log_ceiling = tl.minimum(tl.min(tl.where(before, log_ratio[None, :], float("inf")), axis=1), 0.0)
@@ -106,7 +108,8 @@ def _decide(
     )  # fmt: skip
     upper = tl.exp(tl.load(log_ceilings + at + stop))
     p, q = tl.load(row + token).to(tl.float64), tl.load(other + token).to(tl.float64)
-    extended = tl.exp(tl.load(log_ratios + at + stop) + tl.log(q) - tl.log(p))
+    log_extended = tl.load(log_ratios + at + stop) + tl.log(tl.where(q > 0, q, 1.0)) - tl.log(p)
+    extended = tl.where(q > 0, tl.exp(log_extended), 0.0)
     lower = tl.where(stop < own_length, tl.minimum(upper, extended), 0.0)
     tl.store(accepted + chain, stop.to(tl.int64))
     tl.store(tokens + chain, token.to(tl.int64))
