@@ -31,6 +31,8 @@ _ATTENTION = {
     "has_window": False,
     "upcast": False,
 }
+_SHARED_BYTES = 227 << 10
+"""Memory that a program may share on an H100 or H200."""
 _INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
 
 
@@ -42,16 +44,30 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assert code["cubin"]
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert code.asm["cubin"]
+    assert code.metadata.shared <= _SHARED_BYTES
     print(kernel.fn.__name__)
-    return str(code["ptx"])
+    return str(code.asm["ptx"])
 
 
 def reads_before_it_writes(ptx: str) -> bool:
     """Whether all threads have read what they move before any writes: that shows in no interpreter."""
     last_read, first_write = ptx.rindex("ld.global"), ptx.index("st.global")
     return any(last_read < found.start() < first_write for found in re.finditer(r"bar(rier)?\.sync", ptx))
+
+
+def reads_wide(ptx: str) -> bool:
+    """Whether keys and values are read by 16 bytes a thread."""
+    return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", ptx))
+
+
+def compile_tiles(types: dict[str, str]) -> None:
+    """Attention in all sizes of tiles, its arguments as aligned as those of a model are."""
+    names = ("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads")
+    for tile_queries in (4, 8, 16):
+        shape = {"tile_queries": tile_queries, "rows": 4 * tile_queries}
+        assert reads_wide(compiled(_attend, types, _ATTENTION | shape, (*names, *_INTEGERS)))
 
 
 def compile_layer(dtype: str) -> None:
@@ -86,6 +102,7 @@ def main() -> None:
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
+    compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
     rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
     compiled(_sum_exponentials, rows, {"tile": 4096})
     compiled(_softmax, rows, {"tile": 4096, "tiles": 64})

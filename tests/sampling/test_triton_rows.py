@@ -243,6 +243,14 @@ def test_every_kernel_compiles_for_hopper() -> None:
         *["_merge"] * 2,
     ] * 3
     assert done.stdout.split() == [
-        *(*for_types, "_sum_exponentials", "_softmax", "_narrow", "_keep", *["_sum_tiles", "_draw"] * 2),
+        *(
+            *for_types,
+            *["_attend"] * 3,
+            "_sum_exponentials",
+            "_softmax",
+            "_narrow",
+            "_keep",
+            *["_sum_tiles", "_draw"] * 2,
+        ),
         *("_walk", "_sum_prefixes", "_decide", "_race"),
     ]
