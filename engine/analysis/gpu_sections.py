@@ -40,7 +40,7 @@ from engine.speculation.verification import fused_block
 from loadtest.statistics import median_of_ratios
 
 _SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
-_CACHE_BYTES = 24 << 30
+_CACHE_BYTES = 48 << 30
 _ACCEPTANCE = 0.75
 
 
@@ -284,13 +284,15 @@ def record(options: argparse.Namespace, findings: Findings) -> None:
     on_cuda = options.device == "cuda"
     points = measure_points(engine, arms.speculation_of("adaptive"))
     cells = []
-    for concurrency in (1, 4, 16, 64) if on_cuda else (1, 2):
-        for length in (300, 1000) if on_cuda else (40,):
+    lengths = {1: (300, 1000), 4: (300, 1000), 16: (300, 1000), 64: (300,)} if on_cuda else {1: (40,), 2: (40,)}
+    for concurrency, contexts in lengths.items():
+        for length in contexts:
             chance = random.Random(length)
             prompts = [
                 tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
             ]
             load = Load(prompts, 96 if on_cuda else 8, 1.0)
+            arms.check_room(engine.facts, _SHAPES, load, concurrency)
             with tqdm(total=1, disable=True) as progress:
                 cell = arms.measure(
                     engine, _SHAPES, points, load, concurrency, 6 * options.scale, progress, 2 * options.scale

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -92,9 +93,9 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
 
 
 def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sections.arms, "measure_points", lambda *_: [], raising=False)
     monkeypatch.setattr(gpu_sections, "measure_points", lambda *_: [])
-    monkeypatch.setattr(gpu_sections, "build", lambda *_: None)
+    monkeypatch.setattr(gpu_sections, "build", lambda *_: MagicMock())
+    monkeypatch.setattr(gpu_sections.arms, "check_room", lambda *_: None)
     seen = []
 
     def measure(engine: Any, names: Any, points: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
