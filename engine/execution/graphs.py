@@ -29,6 +29,8 @@ log = logging.getLogger("polydraft")
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
 _WORD = 64
+# Every so many recordings are told of.
+_TOLD = 16
 # Logits of a padded pass; larger steps gain nothing by being replayed.
 _LOGIT_BYTES = 256 << 20
 
@@ -107,10 +109,11 @@ class Graphs:
         current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         try:
-            stream.wait_stream(current)
             for number, shape in enumerate(shapes):
-                progress(f"recording CUDA graphs: {number} of {len(shapes)}")
+                if number % _TOLD == 0:
+                    progress(f"recording CUDA graphs: {number} of {len(shapes)}")
                 recorded = self._buffers(shape)
+                stream.wait_stream(current)
                 with torch.cuda.stream(stream):
                     self._run(compute, recorded)  # compiles and allocates what is not to be recorded
                 recorded.graph = torch.cuda.CUDAGraph()
