@@ -28,6 +28,7 @@ _TESTS = (
     "execution/test_graphs",
     "execution/test_triton_layer",
     "sampling/test_triton_rows",
+    "sampling/test_triton_nucleus",
     "speculation/test_triton_block",
     "speculation/test_longest_match",
     "cache/test_triton_keep",
