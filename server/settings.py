@@ -100,7 +100,9 @@ class Serve(BaseSettings):
     block_size: Positive = Field(16, description="tokens in a K/V block")
     num_gpu_blocks_override: NotNegative = Field(0, description="K/V blocks; 0 sizes the pool from memory")
     enable_prefix_caching: bool = Field(True, description="keep K/V of ended requests for others of the same beginning")
-    kv_cache_memory_bytes: NotNegative = Field(0, description="memory for K/V; 0: 1 GiB on a CPU, 80 % of free on CUDA")
+    kv_cache_memory_bytes: NotNegative = Field(
+        0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of what is free beside the needs of a step"
+    )
 
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
     spec_shape: str = Field(

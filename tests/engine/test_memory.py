@@ -1,0 +1,54 @@
+"""How a device's memory is shared out."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import msgspec
+import pytest
+import torch
+
+from engine.building import assemble
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.errors import ConfigError
+from engine.execution.graphs import logit_bytes
+from engine.memory import plan_memory
+from tests.engine import tiny
+
+GIB = 1 << 30
+CONFIG = EngineConfig(
+    model=ModelConfig(target="target", draft="draft"), scheduler=SchedulerConfig(max_num_seqs=64, max_model_len=4096)
+)
+
+
+@pytest.fixture
+def facts() -> object:
+    """Of an engine whose vocabulary is a large model's."""
+    small = assemble(EngineConfig(model=ModelConfig(target="t")), tiny.llama(1), None).facts
+    return msgspec.structs.replace(small, vocab_size=152_000, max_model_len=4096)
+
+
+def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspace and recorded logits; torch gives back what it has cached before it is asked what is free."""
+    called = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (called.append("asked"), (60 * GIB, 80 * GIB))[1])
+    device = MagicMock(type="cuda")
+    token_bytes = [130_000, 110_000]
+    plain, recorded = (plan_memory(CONFIG, facts, token_bytes, count, device) for count in (0, 2))  # type: ignore[arg-type]
+    assert called[:2] == ["given back", "asked"]
+    assert recorded.kept_back["graphs"] == 2 * logit_bytes(64, 152_000) > 400 << 20
+    for found in (plain, recorded):
+        room = (60 * GIB - sum(found.kept_back.values())) * 0.9
+        assert sum(found.pool_bytes) == pytest.approx(room, rel=1e-3)
+        assert found.num_blocks * 16 * sum(token_bytes) == sum(found.pool_bytes)
+    assert recorded.num_blocks < plain.num_blocks
+
+
+def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GIB, 24 * GIB))
+    with pytest.raises(ConfigError, match="give it more memory"):
+        plan_memory(CONFIG, facts, [130_000, 110_000], 2, MagicMock(type="cuda"))  # type: ignore[arg-type]
+    few = msgspec.structs.replace(CONFIG, cache=CacheConfig(memory_bytes=2 * GIB))
+    assert plan_memory(few, facts, [130_000, 110_000], 2, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
