@@ -10,6 +10,7 @@ import torch
 
 from engine.execution.attention import HOOK
 from engine.request import Speculation
+from engine.sampling.logprobs import token_logprobs
 from tests.engine import tiny
 
 
@@ -66,3 +67,9 @@ def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> Non
     run = tiny.run(engine, [msgspec.structs.replace(one, num_logprobs=1)])
     for outcome in run.outcomes["a"]:
         assert all((entry.top[0][1] - entry.logprob) / 0.07 < 40 for entry in outcome.logprobs)
+
+
+def test_rows_without_tokens_have_no_logprobs() -> None:
+    assert token_logprobs(torch.zeros(0, 7), [], []) == []
+    (only,) = token_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), [1], [9])
+    assert [token for token, _ in only.top] == [2, 1, 0], "no more than there are"

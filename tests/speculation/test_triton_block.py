@@ -148,3 +148,10 @@ def test_what_the_kernels_cannot_know_stays_plain() -> None:
         assert not fused_block.takes(nothing, target.law_NV)
     if DEVICE.type == "cpu":
         assert not fused_block.takes(chains, target.law_NV)
+
+
+def test_each_device_is_tried_by_itself() -> None:
+    asked = []
+    with patch.object(fused_block, "usable", lambda *operands: asked.append(operands) or True):
+        assert fused_block.work_on(DEVICE)
+    assert asked == [("chains are verified", fused_block.find_fault, DEVICE)]
