@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -15,10 +15,11 @@ from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.execution.attention import HOOK
+from engine.execution.inputs import SequenceInput
 from engine.execution.loading import LoadedModel
 from engine.execution.runner import ModelRunner
-from engine.plan import Plan
-from engine.request import Speculation
+from engine.plan import Plan, Row
+from engine.request import Sampling, Speculation
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 
@@ -158,3 +159,45 @@ def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, Load
     bytes_of_hidden = num_slots * width * 4
     assert reading.facts.memory_plan["kv_cache"] - plain.facts.memory_plan["kv_cache"] == bytes_of_hidden
     assert np.prod(reading.target.storage.hidden.shape) * 4 == bytes_of_hidden  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("draft_window", "draft_start", "draft_first_index", "first_key"),
+    [
+        # All of the text that the draft model has K/V of.
+        (0, 0, 45, 0),
+        (0, 30, 45, 30),
+        # As many tokens before the drafts, and at least all it computes now.
+        (10, 0, 45, 40),
+        (10, 0, 36, 36),
+        (10, 42, 45, 42),
+    ],
+)
+def test_a_draft_model_sees_its_window_in_every_pass(
+    draft_window: int, draft_start: int, draft_first_index: int, first_key: int
+) -> None:
+    passes: list[list[SequenceInput]] = []
+    runner = MagicMock(prepare=lambda made: passes.extend(made) or made)
+    end = 50
+    row = Row(
+        sequence_id=0,
+        input_ids=(1,),
+        first_index=end - 1,
+        draft_input_ids=(1,) * (end - draft_first_index),
+        draft_first_index=draft_first_index,
+        draft_start=draft_start,
+        draft_window=draft_window,
+        block_ids=(0, 1),
+        emits=True,
+        sampling=Sampling(),
+        speculation=SPECULATIONS["chains"],
+        fanout=(2, 1, 1),
+    )
+    ModelDrafter(runner).begin(Plan((row,)))
+    assert [len(made) for made in passes] == [1, 1, 1]
+    assert [made[0].first_key for made in passes] == [first_key] * 3
+
+
+def test_without_anything_to_read_there_are_no_logits() -> None:
+    runner = MagicMock(vocab_size=7, device=tiny.DEVICE)
+    assert ModelDrafter(runner).begin(Plan(())).shape == (0, 7)
