@@ -150,6 +150,19 @@ def test_what_the_kernels_cannot_know_stays_plain() -> None:
         assert not fused_block.takes(chains, target.law_NV)
 
 
+def test_the_trial_on_a_device_does_not_ask_for_itself() -> None:
+    """What the kernels are compared with runs while it is not known yet whether they work."""
+    asked = []
+
+    def usable(what: str, find_fault: Callable[..., str | None], device: torch.device) -> bool:
+        asked.append(what)
+        assert len(asked) == 1, "the trial asks for the trial"
+        return find_fault(device) is None
+
+    with patch.object(fused, "use_kernels", lambda _: True), patch.object(fused_block, "usable", usable):
+        assert fused_block.work_on(DEVICE)
+
+
 def test_each_device_is_tried_by_itself() -> None:
     asked = []
     with patch.object(fused_block, "usable", lambda *operands: asked.append(operands) or True):

@@ -56,17 +56,21 @@ def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
 
 
 def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """The same by plain operations on whole laws: the oracle of the kernels."""
+    """The same by plain operations: the oracle of the kernels, which nothing here may ask whether they work."""
     known = blocks(chains, target)
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)
     lower_C, upper_C = score_bounds(chains, target, known, accepted_C, next_token_C)
     score_C = lower_C + (upper_C - lower_C) * (1 - noise.score_C)
-    return winners(chains, score_C, accepted_C, next_token_C)
+    return _winners_plainly(chains, score_C, accepted_C, next_token_C)
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
     """Each request's chain with the smallest score (ties: the first), with what it accepted and its next token."""
     if fused_block.takes(chains, score_C):
         return fused_block.winners(chains, score_C, accepted_C, next_token_C)
+    return _winners_plainly(chains, score_C, accepted_C, next_token_C)
+
+
+def _winners_plainly(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
     winner_B = first_per_request(score_C, chains)
     return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])
