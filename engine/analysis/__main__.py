@@ -14,20 +14,13 @@ from engine.analysis.arms import analyze_arms
 from engine.analysis.device_model import add_arguments as add_plan_arguments
 from engine.analysis.device_model import analyze_plan
 from engine.analysis.laws import analyze_blocks, analyze_laws
-from engine.analysis.loading import add_pair_arguments
+from engine.analysis.loading import add_pair_arguments, integers
 from engine.analysis.pair import analyze_pair
 from engine.analysis.reports import add_arguments as add_reports_arguments
 from engine.analysis.reports import analyze_reports
 from engine.analysis.selfcheck import selfcheck
 from engine.analysis.times import analyze_times
 from engine.errors import ConfigError, LoadError
-
-
-def _integers(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
-    return values
 
 
 def _temperatures(text: str) -> list[float]:
@@ -56,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     blocks.add_argument("file", type=Path, help='JSON: [{"V": v, "L": l, "K": k, "rows": {"0,1": {"p", "q"}}}, ...]')
     _add_selfcheck(commands.add_parser("selfcheck", help="test every rule on a pair's own laws; exit 1 on failure"))
     times = commands.add_parser("times", help="time per verification step of every rule on this machine")
-    times.add_argument("--num-drafts", type=_integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
-    times.add_argument("--vocabulary", type=_integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
+    times.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
+    times.add_argument("--vocabulary", type=integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
     times.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
     times.add_argument("--requests", type=int, default=1, help="requests verified together (default 1)")
     times.add_argument("--repeats", type=int, default=5, help="timed runs; the median is printed (default 5)")
@@ -77,11 +70,11 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
     pair.add_argument("--shapes", help="what to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1")
     pair.add_argument("--rules", help="rules with commas between (default: all)")
     pair.add_argument("--draft-methods", choices=["own", "all"], default="own", help="each rule's own, or all it takes")
-    pair.add_argument("--num-drafts", type=_integers, default=[1, 2, 4], help="chains (default 1,2,4)")
-    pair.add_argument("--draft-length", type=_integers, default=[4], help="tokens in a chain (default 4)")
+    pair.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains (default 1,2,4)")
+    pair.add_argument("--draft-length", type=integers, default=[4], help="tokens in a chain (default 4)")
     pair.add_argument("--temperature", type=_temperatures, default=[1.0], help="temperatures (default 1)")
     pair.add_argument(
-        "--concurrency", type=_integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)"
+        "--concurrency", type=integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)"
     )
     pair.add_argument(
         "--output", type=Path, default=Path("analysis"), help="folder for pair.json and plots (default analysis)"
@@ -92,7 +85,7 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
 def _add_arms(arms: argparse.ArgumentParser) -> None:
     add_pair_arguments(arms)
     add_arms_arguments(arms)
-    arms.add_argument("--concurrency", type=_integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+    arms.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
 
 
 def _add_selfcheck(check: argparse.ArgumentParser) -> None:

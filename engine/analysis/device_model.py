@@ -23,6 +23,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from engine.analysis.loading import integers
 from engine.demo.bench_pair import SIZES
 from engine.errors import ConfigError
 
@@ -254,13 +255,6 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
-    return values
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("--target", default="8b", help=f"{', '.join(SIZES)}, or a checkpoint's folder (default 8b)")
@@ -275,8 +269,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much of what a single draft loses is tokens that the draft model all but excludes: several drafts "
         "do not help there (default 0.6, as of the embedded pair)",
     )
-    parser.add_argument("--requests", type=_numbers, default=[1, 4, 16, 64], help="at once (default 1,4,16,64)")
-    parser.add_argument("--contexts", type=_numbers, default=[300, 1000], help="tokens of a text (default 300,1000)")
+    parser.add_argument("--requests", type=integers, default=[1, 4, 16, 64], help="at once (default 1,4,16,64)")
+    parser.add_argument("--contexts", type=integers, default=[300, 1000], help="tokens of a text (default 300,1000)")
     parser.add_argument("--measured", type=Path, help="gpu-part-1.json of a session: how far the model was off")
 
 

@@ -23,6 +23,14 @@ from engine.errors import ConfigError
 _CACHE_BYTES = 1 << 29
 
 
+def integers(text: str) -> list[int]:
+    """Whole numbers from 1 on, with commas between."""
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
+    return values
+
+
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that say which pair is loaded, and how."""
     parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
