@@ -14,6 +14,7 @@ import msgspec
 
 from engine.admission import check_request, default_speculation, unknown_rule, with_kept_shape
 from engine.config import (
+    DRAFTERS,
     MODEL,
     PREDICTION,
     CacheConfig,
@@ -152,6 +153,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 __all__ = [
+    "DRAFTERS",
     "GRAMMAR",
     "MODEL",
     "PHASES",

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-MODEL, PROMPT_LOOKUP, PREDICTION = "model", "prompt_lookup", "prediction"
+MODEL, PROMPT_LOOKUP, PREDICTION = DRAFTERS = ("model", "prompt_lookup", "prediction")
 """Drafters: the draft model, the text itself, and what a request says its answer will probably be."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

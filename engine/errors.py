@@ -10,6 +10,8 @@ PolydraftError
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class PolydraftError(Exception):
     """Root of every error raised on purpose."""
@@ -32,7 +34,14 @@ class EngineBusy(PolydraftError):
 
 
 class EngineStopped(PolydraftError):
-    """The engine process has ended, is loading, or accepts no new work."""
+    """The engine process has ended, is loading, or accepts no new work.
+
+    `rejects` says why a new request was not admitted; None where a request that ran was ended.
+    """
+
+    def __init__(self, message: str, rejects: Literal["loading", "draining", "engine_stopped"] | None = None) -> None:
+        super().__init__(message)
+        self.rejects = rejects
 
 
 class ConfigError(PolydraftError):

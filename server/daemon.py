@@ -156,6 +156,7 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         client = self._server.client
+        self._server.metrics.watch_engine(lambda: client.process.pid)
         client.on_ready, client.on_step = self._on_ready, self._server.metrics.step
         await client.start()
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))

@@ -134,11 +134,11 @@ class EngineClient:
     def ready_facts(self) -> EngineFacts:
         """What the engine found out; raises EngineStopped while nothing can be served."""
         if self.failure is not None or not self.is_alive:
-            raise EngineStopped("the engine has stopped; the daemon is about to exit")
+            raise EngineStopped("the engine has stopped; the daemon is about to exit", "engine_stopped")
         if self.is_draining:
-            raise EngineStopped("the server is shutting down and accepts no new requests")
+            raise EngineStopped("the server is shutting down and accepts no new requests", "draining")
         if self.facts is None:
-            raise EngineStopped(f"the model is still loading ({self.loading}); try again soon")
+            raise EngineStopped(f"the model is still loading ({self.loading}); try again soon", "loading")
         return self.facts
 
     def launch(self) -> None:

@@ -36,11 +36,15 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 class ApiError(Exception):
     """An answer other than 200, decided by the server itself."""
 
-    def __init__(self, status: int, body: ErrorBody, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, body: ErrorBody, headers: dict[str, str] | None = None, rejection: str | None = None
+    ) -> None:
+        """rejection: why the request was not admitted, for the metrics; None where that was not the error."""
         super().__init__(body.message)
         self.status = status
         self.body = body
         self.headers = headers or {}
+        self.rejection = rejection
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -68,11 +72,11 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return invalid_request(str(error), error.param, error.code)
     if isinstance(error, EngineBusy):
-        return ApiError(429, ErrorBody(str(error), "rate_limit_error", code="queue_full"), headers={"retry-after": "1"})
+        body = ErrorBody(str(error), "rate_limit_error", code="queue_full")
+        return ApiError(429, body, {"retry-after": "1"}, "queue_full")
     if isinstance(error, EngineStopped):
-        return ApiError(
-            503, ErrorBody(str(error), "service_unavailable", code="engine_unavailable"), headers={"retry-after": "5"}
-        )
+        body = ErrorBody(str(error), "service_unavailable", code="engine_unavailable")
+        return ApiError(503, body, {"retry-after": "5"}, error.rejects)
     return ApiError(500, ErrorBody("internal error; the server's log has the details", "server_error"))
 
 
@@ -142,7 +146,9 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return error_response(http_error(error.status_code, str(error.detail), dict(error.headers or {})))
 
-    async def on_error(_: Request, error: Exception) -> Response:
+    async def on_error(request: Request, error: Exception) -> Response:
+        # `RequestEnvelope` counts it.
+        request.state.rejection = to_api_error(error).rejection
         return error_response(error)
 
     app.add_exception_handler(RequestValidationError, on_validation)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.api import GRAMMAR, Outcome, Request, RequestError, StepStats, TokenLogprob
+from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats, TokenLogprob
 from server.answers import PromptLogprobs
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
@@ -203,7 +203,8 @@ class Generation:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
             await ticket.admitted()
-            metrics.start(self.num_prompt_tokens)
+            metrics.start([len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices]])
+            reason = "abort"
             try:
                 # Admission succeeded: a stream may send its headers now.
                 yield Delta(-1, (), None)
@@ -220,8 +221,11 @@ class Generation:
                         token_ids = None if choice.token_ids is None else choice.token_ids[before:]
                         of_prompt = choice.request.prompt_token_ids if token_ids is not None and not before else None
                         yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt)
+            except PolydraftError:
+                reason = "error"
+                raise
             finally:
-                metrics.abort(sum(choice.finish_reason is None for choice in self.choices))
+                metrics.abort(sum(choice.finish_reason is None for choice in self.choices), reason)
 
     @asynccontextmanager
     async def _naming_its_field(self) -> AsyncIterator[None]:
@@ -241,7 +245,10 @@ class Generation:
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
         if choice.finish_reason is not None:
             counted = choice.speculation
-            metrics.finish(choice.finish_reason, choice.clock.times_s(), counted.acceptance_length, counted.speedup)
+            times_s = choice.clock.times_s()
+            metrics.finish(choice.finish_reason, choice.num_tokens, times_s, counted.acceptance_length, counted.speedup)
+            if self.has_ended:
+                metrics.end_call([choice.num_tokens for choice in self.choices])
         return parts
 
     @property

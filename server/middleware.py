@@ -59,7 +59,7 @@ class RequestEnvelope:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 status = int(message["status"])
                 if status >= 400 and scope["method"] == "POST":
-                    self._metrics.error(status)
+                    self._metrics.error(status, scope["state"].get("rejection"))
                 if self._log_requests:
                     duration_ms = 1000 * (time.perf_counter() - started)
                     # As it was sent: a decoded path may hold line breaks.

@@ -7,12 +7,13 @@ import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from engine.api import EngineFacts, Step
-from server.metrics import ServerMetrics
+from server.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
 from tests.server.test_statistics import outcome, stats
 
@@ -32,6 +33,7 @@ FACTS = EngineFacts(
 )
 VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
 LABELS = {"model_name", "engine"}
+PROCESS = re.compile(r"(polydraft_engine_)?process_[a-z_]+")
 OWN_LABELS = {"finished_reason", "reason", "code", "phase", "position", "drafter", "num_drafts", "depth", "rule", "le"}
 
 
@@ -52,14 +54,15 @@ def value_of(samples: list[Sample], name: str, **labels: str) -> float:
 def fill(metrics: ServerMetrics) -> None:
     """Two steps and the end of an answer."""
     metrics.ready(FACTS)
-    metrics.start(12)
+    metrics.start([5, 7])
     for num_tokens, accepted in ((3, 2), (1, 0)):
         metrics.step(Step([outcome(num_tokens, accepted)], stats(wall_s=0.02, draft_s=0.01)))
     metrics.tokens(3, None, 0.3)
     metrics.tokens(1, 0.02, None)
-    metrics.finish("stop", {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
-    metrics.error(429)
-    metrics.error(503)
+    metrics.finish("stop", 4, {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
+    metrics.end_call([4])
+    metrics.error(429, "queue_full")
+    metrics.error(503, "draining")
     metrics.error(400)
 
 
@@ -74,6 +77,8 @@ def filled() -> list[Sample]:
 def check_names(samples: list[Sample]) -> None:
     """Assert that names and labels are those that were agreed on."""
     for sample in samples:
+        if PROCESS.fullmatch(sample.name):
+            continue
         assert re.fullmatch(r"(polydraft_|vllm:)[a-z0-9_]+", sample.name), sample.name
         assert set(sample.labels) >= LABELS, sample
         assert set(sample.labels) <= LABELS | OWN_LABELS, sample
@@ -126,10 +131,54 @@ def test_the_counts_are_those_of_the_steps(filled: list[Sample]) -> None:
         name = "polydraft_spec_decode_num_accepted_tokens_per_pos_total"
         assert value_of(filled, name, position=position) == accepted
     assert value_of(filled, "polydraft_spec_shape_steps_total", num_drafts="3", depth="4", rule="bv_race") == 2
+    assert value_of(filled, "polydraft_request_prompt_tokens_sum") == 12
+    assert value_of(filled, "polydraft_request_generation_tokens_sum") == 4
     assert value_of(filled, "polydraft_step_seconds_sum", phase="draft") == pytest.approx(0.02)
     assert value_of(filled, "polydraft_admission_rejections_total", reason="queue_full") == 1
-    assert value_of(filled, "polydraft_admission_rejections_total", reason="not_ready") == 1
+    assert value_of(filled, "polydraft_admission_rejections_total", reason="draining") == 1
     assert value_of(filled, "polydraft_request_errors_total", code="400") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_accepted", "reached"),
+    [(1, 0, 1), (3, 2, 3), (5, 4, 4), (2, 2, 2)],
+    ids=["first refused", "third refused", "all accepted", "cut"],
+)
+def test_a_position_is_reached_by_steps_that_accepted_the_ones_before(
+    num_tokens: int, num_accepted: int, reached: int
+) -> None:
+    """The share of a position is of the steps that came to it: four drafted tokens here."""
+    assert num_reached(outcome(num_tokens, num_accepted)) == reached
+
+
+def test_labels_stay_few_whatever_clients_ask_for() -> None:
+    """Every shape up to 64 chains of 256 tokens: at most a few dozen series of each metric."""
+    metrics = ServerMetrics("tiny", compat=False)
+    metrics.ready(FACTS)
+    for size in range(1, 257):
+        wide = msgspec.structs.replace(
+            outcome(size + 1, size), num_chains=min(size, 64), draft_length=size, num_nodes=size
+        )
+        metrics.step(Step([wide], stats(wall_s=0.02, draft_s=0.01)))
+    samples = samples_of(metrics.render().decode())
+    for name, most in (
+        ("polydraft_spec_shape_steps_total", 49),
+        ("polydraft_spec_decode_num_accepted_tokens_per_pos_total", 17),
+        ("polydraft_spec_decode_num_reached_per_pos_total", 17),
+    ):
+        assert len([sample for sample in samples if sample.name == name]) <= most
+    assert sum(s.value for s in samples if s.name == "polydraft_spec_shape_steps_total") == 256
+
+
+def test_a_plain_step_has_a_shape_of_its_own() -> None:
+    """So that the share of plain steps can be shown."""
+    metrics = ServerMetrics("tiny", compat=False)
+    metrics.ready(FACTS)
+    plain = msgspec.structs.replace(outcome(1, 0), num_chains=0, draft_length=0, num_nodes=0)
+    metrics.step(Step([plain, outcome(3, 2)], stats(wall_s=0.02, draft_s=0.01)))
+    samples = samples_of(metrics.render().decode())
+    assert value_of(samples, "polydraft_spec_shape_steps_total", num_drafts="0", depth="0", rule="off") == 1
+    assert value_of(samples, "polydraft_spec_decode_num_drafts_total") == 1
 
 
 def test_other_names_can_be_left_out() -> None:
