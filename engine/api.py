@@ -31,6 +31,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
 from engine.files import check_source, model_file
+from engine.logs import log_fields, set_up_log
 from engine.metrics import PHASES, StepStats
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.scheduling.outcome import Outcome
@@ -201,7 +202,9 @@ __all__ = [
     "decode_to_engine",
     "default_speculation",
     "encode",
+    "log_fields",
     "model_file",
+    "set_up_log",
     "start_process",
     "unknown_rule",
     "with_kept_shape",

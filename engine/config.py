@@ -125,6 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder where what was measured is kept for the next start; `off` keeps nothing."""
     self_check: bool = False
     """Check at start, on the loaded pair, that the configured rule keeps the target's law."""
+    log_format: Literal["text", "json"] = "text"
 
 
 class RuleFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,6 +98,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Likeliest tokens to report beside each of `prompt_next`."""
     prompt_next: tuple[int, ...] = ()
     """Prompt tokens that follow the first input ids, where their logprobs are asked for."""
+    reports_drafts: bool = False
+    """Whether the emission has the chains."""
 
     @property
     def end(self) -> int:
@@ -177,6 +179,8 @@ class Emission:
     """One per token, where the row asked for them."""
     bias: float = 0.0
     """Distance from the target law that lossy acceptance allowed at these tokens, summed over positions."""
+    chains: tuple[tuple[int, ...], ...] = ()
+    """What was drafted, where the row reports it: drawn chains first, then copied ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import sys
-import traceback
 
 import zmq
 
@@ -33,6 +32,9 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.engine import Engine, Failures
 from engine.errors import ConfigError, LoadError, RequestError
+from engine.logs import set_up_log
+
+log = logging.getLogger("polydraft")
 
 _IDLE_POLL_MS = 500
 _GRAMMAR_POLL_MS = 2
@@ -160,11 +162,12 @@ def _search_for_garbage_from_now_on() -> None:
 
 def main() -> int:
     """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     inbox, outbox = sys.argv[1:3]
     mailbox = Mailbox(inbox, outbox)
     try:
-        serve(start(decode_config(sys.stdin.buffer.read()), mailbox), mailbox)
+        config = decode_config(sys.stdin.buffer.read())
+        set_up_log("warning", config.log_format)
+        serve(start(config, mailbox), mailbox)
     except ConfigError as error:
         mailbox.send(Failed(str(error), 2))
         return 2
@@ -172,7 +175,7 @@ def main() -> int:
         mailbox.send(Failed(str(error), 1))
         return 1
     except Exception as error:
-        traceback.print_exc()
+        log.exception("the engine ends")
         mailbox.send(Failed(f"{type(error).__name__}: {error}", 1))
         return 1
     finally:

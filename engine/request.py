@@ -149,3 +149,5 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """K/V is shared among requests of the same salt only."""
     num_prompt_logprobs: int | None = None
     """The same for the prompt's tokens (all but the first)."""
+    reports_drafts: bool = False
+    """Report the chains of every step."""

@@ -320,7 +320,7 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdi
         yield Winner(
             rank,
             Emission(
-                accepted=tuple(tree.tokens[node - 1] for node in tree.paths[rank][1 : accepted + 1]),
+                accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]),
                 next_token=next_token,
                 num_nodes=tree.num_nodes,
                 # The draft model never ran on the last token of a chain.
@@ -328,6 +328,7 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdi
                 copied=() if followed is None else _copied(row, tree, followed),
                 shifts=shifts[i],
                 bias=bias[i],
+                chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts else (),
             ),
         )
 

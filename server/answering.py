@@ -122,7 +122,7 @@ async def answer_stream(
 async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
     """The deltas of a generation that has been admitted; None when the client has left before. Raises what admission
     raises."""
-    deltas = generation.run(server.client, server.metrics)
+    deltas = generation.run(server.client, server.observer)
     try:
         if not generation.has_grammar:
             await anext(deltas)
@@ -158,7 +158,7 @@ async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
 
 
 async def _all_deltas(server: Server, generation: Generation, take: Callable[[Delta], object]) -> None:
-    async with aclosing(generation.run(server.client, server.metrics)) as deltas:
+    async with aclosing(generation.run(server.client, server.observer)) as deltas:
         async for delta in deltas:
             take(delta)
 

@@ -145,6 +145,17 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
+class DraftedStep(msgspec.Struct, frozen=True):
+    """What one step drafted and gave, token by token as text."""
+
+    chains: list[list[str]]
+    """Drafted tokens of each chain; none in a plain step."""
+    num_accepted: int
+    """How many of the step's tokens were drafted; chains that begin with these were followed so far."""
+    tokens: list[str]
+    """What the step gave the answer."""
+
+
 class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a chat answer."""
 
@@ -154,6 +165,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -166,6 +178,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -176,6 +189,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 
 
 Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]

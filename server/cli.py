@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    import logging
     import signal
 
     # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
@@ -60,7 +59,7 @@ def _serve(arguments: list[str]) -> int:
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 
-    from engine.api import ConfigError
+    from engine.api import ConfigError, set_up_log
     from server.settings import Serve
 
     try:
@@ -75,7 +74,7 @@ def _serve(arguments: list[str]) -> int:
         text = str(error).removeprefix("error parsing CLI: ")
         print(f"polydraft serve: {text}; see polydraft serve --help", file=sys.stderr)
         return 2
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=settings.log_level.upper())
+    set_up_log(settings.log_level, settings.log_format)
     from server.daemon import run
 
     try:

@@ -27,6 +27,7 @@ from engine.api import (
     EngineConfig,
     EngineFacts,
     SpeculationConfig,
+    Step,
     check_source,
     default_speculation,
 )
@@ -34,10 +35,12 @@ from server.app import build_app
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
 from server.metrics import ServerMetrics
+from server.observer import Observer
 from server.settings import Serve
 from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
 from server.tools import format_of
+from server.tracing import Tracing
 
 log = logging.getLogger("polydraft")
 
@@ -126,7 +129,9 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
     unknown = UnknownFields(settings.allow_unknown_fields)
-    return Server(settings, client, tokenizer, defaults, metrics, settings.served_name(), call_format, unknown)
+    tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
+    observer = Observer(metrics, settings.enable_log_requests, tracing)
+    return Server(settings, client, tokenizer, defaults, observer, settings.served_name(), call_format, unknown)
 
 
 def check_sources(config: EngineConfig) -> None:
@@ -157,7 +162,7 @@ class _Daemon:
             loop.add_signal_handler(number, self._on_signal)
         client = self._server.client
         self._server.metrics.watch_engine(lambda: client.process.pid)
-        client.on_ready, client.on_step = self._on_ready, self._server.metrics.step
+        client.on_ready, client.on_step = self._on_ready, self._on_step
         await client.start()
         listening = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         stopping = asyncio.create_task(self._stop_wanted.wait())
@@ -180,6 +185,10 @@ class _Daemon:
         self._server.metrics.ready(facts)
         for line in _summary(facts, self._server, self._address()):
             log.info(line)
+
+    def _on_step(self, step: Step) -> None:
+        self._server.metrics.step(step)
+        self._server.observer.live.step(step)
 
     def _address(self) -> str:
         settings = self._server.settings
@@ -216,6 +225,7 @@ class _Daemon:
         self._uvicorn.should_exit = True
         await asyncio.wait({listening}, timeout=5)
         await self._server.client.close()
+        self._server.observer.close()
 
 
 def _uvicorn_config(server: Server) -> uvicorn.Config:

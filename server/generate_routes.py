@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -20,10 +20,12 @@ from server.preparing import prepare_chat, prepare_completion, wants_metrics
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.state import Server
 
+Item = TypeVar("Item")
 
-def known(ids: Sequence[int] | None) -> Sequence[int] | msgspec.UnsetType:
-    """Token ids, left out where there are none to report."""
-    return msgspec.UNSET if ids is None else ids
+
+def known(items: Sequence[Item] | None) -> Sequence[Item] | msgspec.UnsetType:
+    """Token ids or drafts, left out where there are none to report."""
+    return msgspec.UNSET if items is None else items
 
 
 class ChatShape:
@@ -44,7 +46,8 @@ class ChatShape:
         content = None if calls and not choice.text else choice.text
         message = ChatMessage(content, tool_calls=calls)
         of_prompt = choice.prompt_logprobs or msgspec.UNSET
-        return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, known(choice.token_ids))
+        ids, drafts = known(choice.token_ids), known(choice.drafts)
+        return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, ids, drafts)
 
     def opening(self, index: int) -> list[ChunkChoice]:
         """The role comes first."""
@@ -57,9 +60,10 @@ class ChatShape:
         for part in delta.parts:
             said = {"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]}
             chunks.append(ChunkChoice(delta.index, said, None))
-        if logprobs is not None or delta.token_ids:
+        if logprobs is not None or delta.token_ids or delta.drafts:
             first = chunks[0].delta if chunks else {"content": ""}
-            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, known(delta.token_ids))]
+            ids, drafts = known(delta.token_ids), known(delta.drafts)
+            chunks[:1] = [ChunkChoice(delta.index, first, None, logprobs, ids, drafts)]
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks
@@ -85,7 +89,10 @@ class CompletionShape:
         of_prompt = choice.prompt_logprobs or msgspec.UNSET
         ids = choice.token_ids
         prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
-        return CompletionChoice(index, choice.text, choice.finish_reason, logprobs, of_prompt, known(ids), prompt_ids)
+        drafts = known(choice.drafts)
+        return CompletionChoice(
+            index, choice.text, choice.finish_reason, logprobs, of_prompt, known(ids), prompt_ids, drafts
+        )
 
     def opening(self, _: int) -> list[CompletionChoice]:
         """Nothing opens a completion."""
@@ -94,7 +101,7 @@ class CompletionShape:
     def chunk(self, delta: Delta) -> list[CompletionChoice]:
         """Text and finish reason together."""
         logprobs = completion_logprobs(delta.logprobs) if delta.logprobs else None
-        if not (delta.text or delta.token_ids) and delta.finish_reason is None and logprobs is None:
+        if not (delta.text or delta.token_ids or delta.drafts) and delta.finish_reason is None and logprobs is None:
             return []
         ids, prompt_ids = known(delta.token_ids), known(delta.prompt_token_ids)
         return [
@@ -105,6 +112,7 @@ class CompletionShape:
                 logprobs,
                 token_ids=ids,
                 prompt_token_ids=prompt_ids,
+                drafts=known(delta.drafts),
             )
         ]
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats, TokenLogprob
-from server.answers import PromptLogprobs
+from server.answers import DraftedStep, PromptLogprobs
+from server.calls import this_call
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
 from server.metrics import ServerMetrics
+from server.observer import Observer
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
@@ -38,6 +40,8 @@ class TextOptions:
     """Functions that the answer may call."""
     num_prompt_logprobs: int | None = None
     """Report the prompt's tokens with this many of the likeliest ones."""
+    reports_drafts: bool = False
+    """Report the chains of every step."""
     reports_token_ids: bool = False
     """Report the tokens of prompt and answer by id."""
 
@@ -66,6 +70,8 @@ class Delta:
     """The step's tokens, where they were asked for."""
     prompt_token_ids: Sequence[int] | None = None
     """The prompt's, with a choice's first ones."""
+    drafts: Sequence[DraftedStep] | None = None
+    """What the step drafted, where that was asked for."""
 
     @property
     def text(self) -> str:
@@ -88,6 +94,7 @@ class Choice:
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
         self.prompt_logprobs: PromptLogprobs | None = None
         self.token_ids: list[int] | None = [] if options.reports_token_ids else None
+        self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
         self._num_prompt_logprobs = options.num_prompt_logprobs
         self._tokenizer = tokenizer
         self._offset = 0
@@ -123,8 +130,19 @@ class Choice:
         self._spell(outcome, num_kept)
         if self.token_ids is not None:
             self.token_ids += outcome.token_ids[:num_kept]
+        if self.drafts is not None:
+            self.drafts.append(self._drafted(outcome, num_kept))
         self.speculation.add_step(outcome, stats, num_kept)
         return parts, self.clock.add(outcome, num_kept)
+
+    def _drafted(self, outcome: Outcome, num_kept: int) -> DraftedStep:
+        def texts(tokens: Sequence[int]) -> list[str]:
+            return [self._tokenizer.spell(token)[0] for token in tokens]
+
+        num_accepted = min(outcome.num_accepted, num_kept)
+        return DraftedStep(
+            [texts(chain) for chain in outcome.drafts], num_accepted, texts(outcome.token_ids[:num_kept])
+        )
 
     def _read_calls(self, text: str) -> list[str | CallPiece]:
         """Text outside calls and pieces of calls; the answer may end with its only call."""
@@ -199,12 +217,12 @@ class Generation:
         self.num_choices = num_choices
         self.clock = Clock()
 
-    async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncGenerator[Delta, None]:
+    async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
+        call, early_end = this_call(), "abort"
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
             await ticket.admitted()
-            metrics.start([len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices]])
-            reason = "abort"
+            observer.begin(self, call)
             try:
                 # Admission succeeded: a stream may send its headers now.
                 yield Delta(-1, (), None)
@@ -214,18 +232,19 @@ class Generation:
                         if choice.finish_reason is not None:
                             continue
                         known, before = len(choice.logprobs or ()), choice.num_tokens
-                        released = self._add(choice, outcome, stats, metrics)
+                        released = self._add(choice, outcome, stats, observer.metrics)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
                         new = None if choice.logprobs is None else choice.logprobs[known:]
                         token_ids = None if choice.token_ids is None else choice.token_ids[before:]
                         of_prompt = choice.request.prompt_token_ids if token_ids is not None and not before else None
-                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt)
+                        drafts = None if choice.drafts is None else choice.drafts[-1:]
+                        yield Delta(index, released, choice.finish_reason, new, token_ids, of_prompt, drafts)
             except PolydraftError:
-                reason = "error"
+                early_end = "error"
                 raise
             finally:
-                metrics.abort(sum(choice.finish_reason is None for choice in self.choices), reason)
+                observer.end(self, call, early_end)
 
     @asynccontextmanager
     async def _naming_its_field(self) -> AsyncIterator[None]:

@@ -15,12 +15,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.api import log_fields
+from server.calls import Call, current_call
 from server.errors import error_response, http_error
 from server.metrics import ServerMetrics
 
 log = logging.getLogger("polydraft")
 
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
 _MAX_REQUEST_ID = 128
 
 
@@ -49,6 +51,8 @@ class RequestEnvelope:
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        call = Call(request_id, scope["raw_path"].decode("latin-1"), headers.get("traceparent"))
+        current_call.set(call)
         started = time.perf_counter()
         has_begun = False
 
@@ -60,11 +64,10 @@ class RequestEnvelope:
                 status = int(message["status"])
                 if status >= 400 and scope["method"] == "POST":
                     self._metrics.error(status, scope["state"].get("rejection"))
-                if self._log_requests:
-                    duration_ms = 1000 * (time.perf_counter() - started)
-                    # As it was sent: a decoded path may hold line breaks.
-                    path = scope["raw_path"].decode("latin-1")
-                    log.info("%s %s %d %.1f ms %s", scope["method"], path, status, duration_ms, request_id)
+                if self._log_requests and not call.is_generation:
+                    total_ms = 1000 * (time.perf_counter() - started)
+                    told = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
+                    log.info("%s", scope["method"], extra=told)
             await send(message)
 
         if not self._is_allowed(_route_path(scope), headers):
@@ -78,7 +81,7 @@ class RequestEnvelope:
             except Exception as error:
                 if has_begun:
                     raise
-                log.exception("%s failed (%s)", scope["raw_path"].decode("latin-1"), request_id)
+                log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
                 await error_response(error)(scope, receive, send_marked)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:

@@ -96,6 +96,7 @@ def engine_requests(
                 prediction=prediction,
                 cache_salt=body.cache_salt or "",
                 num_prompt_logprobs=num_prompt_logprobs_of(body, num_logprobs),
+                reports_drafts=body.speculation is not None and body.speculation.return_drafts,
             )
             check_request(request, facts, server.client.config.speculation)
             requests.append(without_equal_chains(request, facts))
@@ -134,6 +135,7 @@ async def prepare(
         echo,
         tools,
         body.prompt_logprobs,
+        body.speculation is not None and body.speculation.return_drafts,
         bool(body.return_token_ids),
     )
     return Generation(requests, server.tokenizer, options, body.n, structure.param)

@@ -67,6 +67,8 @@ class SpeculationFields(Closed):
     over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     over_acceptance_residual: Literal["optimal", "target"] | None = None
     drafters: Annotated[list[str], Field(min_length=1, max_length=3)] | None = None
+    return_drafts: bool = False
+    """Report every step's chains, and how much of them was accepted."""
 
 
 class TextPart(Wire):

@@ -73,6 +73,9 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     text = body.text or TextConfig()
     if text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")
+    if body.speculation is not None and body.speculation.return_drafts:
+        message = "speculation.return_drafts is not supported here; use /v1/chat/completions"
+        raise RequestError(message, "speculation.return_drafts", "unsupported_value")
     fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields["messages"] = messages + _messages(body.input)

@@ -170,7 +170,14 @@ class Serve(BaseSettings):
     )
     metrics_compat: Literal["none", "vllm"] = Field("vllm", description="also export metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
-    enable_log_requests: bool = Field(False, description="log one line per request (never its text)")
+    log_format: Literal["text", "json"] = Field("text", description="form of log lines; json: one object a line")
+    enable_log_requests: bool = Field(
+        False, description="log one line per request when its answer ends: tokens, times, speedup; never its text"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="address of an OpenTelemetry collector that gets a span per request, over HTTP"
+    )
+    dashboard: bool = Field(True, description="serve the live page at /dashboard")
     config: str | None = Field(None, description="TOML or JSON file with any of these settings")
 
     @field_validator("chat_template", "ssl_keyfile", "ssl_certfile")
@@ -289,6 +296,7 @@ class Serve(BaseSettings):
             calibrate=self.calibrate,
             profile_cache=self.profile_cache,
             self_check=self.selfcheck,
+            log_format=self.log_format,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
 from server.metrics import ServerMetrics
+from server.observer import Observer
 from server.settings import Serve
 from server.tokenizer import GenerationDefaults, Tokenizer
 
@@ -19,9 +20,14 @@ class Server:
     client: EngineClient
     tokenizer: Tokenizer
     defaults: GenerationDefaults
-    metrics: ServerMetrics
+    observer: Observer
     model_name: str
     call_format: str | None
     """How the model writes calls of tools (`tools.py`); None where that is not known."""
     unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
     """What is done about names in a body that no field has."""
+
+    @property
+    def metrics(self) -> ServerMetrics:
+        """The counters."""
+        return self.observer.metrics

@@ -41,6 +41,8 @@ class SpeculationCount:
             self.accepted_per_step[min(outcome.num_accepted, num_kept)] += 1
             self.num_chains += outcome.num_chains
             self.num_nodes += outcome.num_nodes
+            # Copied chains may be longer than the drawn ones.
+            self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
             self.num_emitted += num_kept
             self.bias += outcome.bias
             self._add_copied(outcome, num_kept)
@@ -100,16 +102,14 @@ class SpeculationCount:
                 self.num_nodes - sum(one.num_draft_tokens for one in drafters.values()),
                 self.num_accepted - sum(one.num_accepted_tokens for one in drafters.values()),
             )
-        # Copied chains may be longer than the drawn ones.
-        num_spec_tokens = max(self.num_spec_tokens, *self.accepted_per_step)
         return SpeculativeDecoding(
             mean_acceptance_length=self.acceptance_length,
             draft_acceptance_rate=self.num_accepted / self.num_nodes if self.num_nodes else None,
-            acceptance_histogram=[self.accepted_per_step[length] for length in range(num_spec_tokens + 1)],
+            acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
             num_spec_steps=self.num_steps,
             num_accepted_draft_tokens=self.num_accepted,
             num_draft_tokens=self.num_nodes,
-            num_spec_tokens=num_spec_tokens,
+            num_spec_tokens=self.num_spec_tokens,
             speedup=self.speedup,
             draft_time_share=self.draft_s / self.wall_s if self.wall_s else None,
             rule=self.rule,

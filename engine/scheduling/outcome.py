@@ -38,3 +38,5 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
     bias: float = 0.0
     """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """The chains of the step, where the request asked for them; none of a plain step."""

@@ -110,4 +110,5 @@ def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),
+        reports_drafts=request.reports_drafts,
     )

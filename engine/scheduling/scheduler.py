@@ -382,6 +382,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             gap=emission.gap,
             bias=emission.bias,
+            drafts=emission.chains,
         )
 
     def _finish(self, sequence: Sequence) -> None:

@@ -35,6 +35,10 @@ class Tree:
         """Drafted nodes, the root not counted."""
         return len(self.tokens)
 
+    def tokens_of(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Drafted tokens of a path of nodes, which begins at the root."""
+        return tuple(self.tokens[node - 1] for node in path[1:])
+
     def ancestry(self) -> npt.NDArray[np.bool_]:
         """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i."""
         mask = np.eye(self.num_nodes, dtype=np.bool_)

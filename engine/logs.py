@@ -1,0 +1,57 @@
+"""Log lines: text for people, or one JSON object a line for machines. Fields of a line come with `log_fields`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+_PLAIN = re.compile(r"[!#-~]+")
+"""A value that needs no quotes: no space, no quote, nothing outside ASCII."""
+
+
+def log_fields(**values: Any) -> dict[str, Any]:
+    """`extra` of a log call: values to be shown by name; None is left out."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message, then `name=value` of the line's fields."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (named by logging)
+        """The line without its traceback."""
+        values = getattr(record, "fields", {})
+        return " ".join([super().formatMessage(record), *(f"{name}={_value(value)}" for name, value in values.items())])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object: time, level, message, the line's fields, and the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname.lower(), "message": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up_log(level: str, form: Literal["text", "json"]) -> None:
+    """Write the log to standard error in this form, from this level on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=level.upper())

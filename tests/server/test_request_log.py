@@ -1,0 +1,98 @@
+"""One line a request in the log, when its answer ends: what it counted, never what it said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
+from tests.server.event_stream import open_stream
+
+CALL: dict[str, Any] = {"model": MODEL, "prompt": "hello secret words", "max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def json_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon that logs requests, as JSON."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--enable-log-requests", "--log-format", "json")
+
+
+@pytest.fixture
+def client(json_daemon: Daemon) -> Iterator[httpx.Client]:
+    """A client of it."""
+    with json_daemon.client() as client:
+        yield client
+
+
+def lines_of(daemon: Daemon, request_id: str) -> list[dict[str, Any]]:
+    """The lines about a request; at least one must come."""
+
+    def found() -> list[dict[str, Any]]:
+        every = [json.loads(line) for line in daemon.log.splitlines() if line.startswith("{")]
+        return [line for line in every if line.get("id") == request_id]
+
+    return wait_until(found, f"no line about {request_id}:\n{daemon.log}")
+
+
+def test_every_line_is_an_object(json_daemon: Daemon) -> None:
+    """Once it serves; while models load, libraries write lines of their own."""
+    served = json_daemon.log.split('"message": "serving ')[1].splitlines()[1:]
+    lines = [json.loads(line) for line in served]
+    assert all({"time", "level", "message"} <= line.keys() for line in lines)
+
+
+def test_a_whole_answer_has_one_line(json_daemon: Daemon, client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json=CALL, headers={"x-request-id": "whole"}).json()
+    (line,) = lines_of(json_daemon, "whole")
+    counted = answer["metrics"]["speculative_decoding"]
+    assert line["message"] == "request"
+    assert line["path"] == "/v1/completions"
+    assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (line["answer_tokens"], line["finish_reason"]) == (20, "length")
+    assert line["acceptance_length"] == pytest.approx(counted["mean_acceptance_length"])
+    assert 0 < line["ttft_ms"] <= line["total_ms"]
+    assert line["rule"] == counted["rule"]
+
+
+def test_a_stream_has_one_line_when_it_ends(json_daemon: Daemon, client: httpx.Client) -> None:
+    client.headers["x-request-id"] = "stream"
+    with open_stream(client, "/v1/chat/completions", model=MODEL, messages=[{"role": "user", "content": "hi"}]) as sent:
+        sent.read()
+    (line,) = lines_of(json_daemon, "stream")
+    assert line["path"] == "/v1/chat/completions"
+    assert line["answer_tokens"] >= 1
+
+
+def test_a_client_that_leaves_has_its_line(json_daemon: Daemon, client: httpx.Client) -> None:
+    client.headers["x-request-id"] = "left"
+    with open_stream(client, "/v1/completions", **CALL | {"max_tokens": 2000}) as sent:
+        next(sent)
+    (line,) = lines_of(json_daemon, "left")
+    assert line["finish_reason"] == "abort"
+    assert line["answer_tokens"] < 2000
+
+
+def test_what_never_ran_has_a_line_of_its_own(json_daemon: Daemon, client: httpx.Client) -> None:
+    client.post("/v1/completions", json=CALL | {"top_p": 7}, headers={"x-request-id": "refused"})
+    (line,) = lines_of(json_daemon, "refused")
+    assert (line["message"], line["status"]) == ("POST", 400)
+
+
+def test_no_line_holds_text(json_daemon: Daemon, client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json=CALL, headers={"x-request-id": "quiet"}).json()
+    lines_of(json_daemon, "quiet")
+    for text in ("secret words", answer["choices"][0]["text"]):
+        assert text not in json_daemon.log
+
+
+def test_a_line_as_text_can_be_split_at_its_spaces(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
+    """Values with spaces or quotes, which come from clients, are quoted."""
+    one_seat_http.post("/v1/completions", json=CALL, headers={"x-request-id": 'a b" finish_reason=stop'})
+    line = wait_until(lambda: re.search(r"INFO request id=.*", one_seat.log), "no line about the request")[0]
+    assert r'id="a b\" finish_reason=stop" path=' in line
+    assert re.search(r" answer_tokens=20 finish_reason=length .*speedup=[0-9.]+ rule=bv_race$", line)
