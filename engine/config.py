@@ -29,6 +29,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder (or hub name) of the tokenizer, for grammars; empty is the target's."""
     revision: str | None = None
     """Hub revision of the target, and of its own tokenizer."""
+    draft_revision: str | None = None
     dtype: Dtype = "auto"
     """Type of the weights and of the K/V cache; auto is the checkpoint's on CUDA, float32 on a CPU."""
     device: Device = "auto"
@@ -48,6 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in a block."""
     num_blocks: int = 0
     """Blocks in the pool; 0 sizes it from `memory_bytes`."""
+    device_share: float = 0.0
+    """Of a CUDA device's memory, how much weights, steps and K/V may take together; 0 is most of what is free."""
     memory_bytes: int = 0
     """Memory for the K/V of target and draft together; 0 chooses by device."""
     prefix_caching: bool = True

@@ -95,7 +95,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
             "name, or set HF_TOKEN"
         )
     if isinstance(answer, errors.RevisionNotFoundError):
-        raise ConfigError(f"{name}: {where} has no revision {revision!r} of it; check --revision")
+        raise ConfigError(f"{name}: {where} has no revision {revision!r} of it; check --revision, or --draft-revision")
     if isinstance(answer, errors.EntryNotFoundError):
         if not is_model:
             return None  # there are other formats

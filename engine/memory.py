@@ -68,13 +68,17 @@ def lookahead(config: EngineConfig) -> int:
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
     """Memory for K/V; kept_back: what steps need besides."""
+    if cache.device_share and device.type != "cuda":
+        raise ConfigError("--gpu-memory-utilization is for CUDA devices; on a CPU give --kv-cache-memory-bytes")
     if cache.memory_bytes:
         return cache.memory_bytes
     if device.type == "cuda":
         # An engine that is gone may still hold some, and so does torch of what probing has used.
         gc.collect()
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        if cache.device_share:
+            return max(0, int(cache.device_share * total) - (total - free) - kept_back)
         return max(0, int((free - kept_back) * _DEFAULT_CUDA_SHARE))
     return _DEFAULT_CPU_BYTES
 

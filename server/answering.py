@@ -26,9 +26,9 @@ from server.state import Server
 
 log = logging.getLogger("polydraft")
 
-SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
 _encoder = msgspec.json.Encoder()
 
 
@@ -70,7 +70,9 @@ def usage_of(generation: Generation) -> Usage:
         answer,
         prompt + answer,
         PromptTokensDetails(generation.num_cached_tokens),
-        CompletionTokensDetails(generation.num_predicted_tokens, generation.num_mispredicted_tokens),
+        CompletionTokensDetails(
+            generation.num_predicted_tokens, generation.num_mispredicted_tokens, generation.num_thought_tokens
+        ),
     )
 
 
@@ -116,7 +118,7 @@ async def answer_stream(
     if deltas is None:
         return Response(status_code=499)
     frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=SSE_HEADERS)
+    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
 
 
 async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
@@ -197,7 +199,7 @@ async def _frames(
         async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
-                    yield KEEP_ALIVE
+                    yield _KEEP_ALIVE
                     continue
                 choices = shape.chunk(delta)
                 for number, choice in enumerate(choices, start=1):
@@ -230,6 +232,54 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
         if upcoming is not None and not upcoming.done():
             upcoming.cancel()
             await asyncio.gather(upcoming, return_exceptions=True)
+
+
+class Teller(Protocol):
+    """Tells of a generation in named events."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events of a step."""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Events after the last token."""
+
+    def fail(self, error: Exception) -> list[dict[str, Any]]:
+        """Events of an error in a stream that has begun."""
+
+
+def event_stream(deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller) -> Response:
+    """A generation that has been admitted as a stream of named events."""
+    frames = _event_frames(deltas, keep_alive_s, teller)
+    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+
+
+async def _event_frames(
+    deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller
+) -> AsyncIterator[bytes]:
+    def frames(events: list[dict[str, Any]]) -> bytes:
+        return b"".join(
+            b"event: " + event["type"].encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events
+        )
+
+    try:
+        yield frames(teller.begin())
+        async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
+            async for delta in paced:
+                if delta is None:
+                    yield _KEEP_ALIVE
+                elif events := teller.take(delta):
+                    yield frames(events)
+        yield frames(teller.end())
+    except PolydraftError as error:
+        yield frames(teller.fail(error))
+    except Exception as error:
+        log.exception("a stream broke")
+        yield frames(teller.fail(error))
+    finally:
+        await deltas.aclose()
 
 
 def speculation_headers(metrics: Metrics) -> dict[str, str]:

@@ -143,6 +143,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model has thought, where it thinks; `reasoning` is the same under vLLM's newer name."""
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DraftedStep(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ from server.engine_client import EngineClient
 from server.extras import UnknownFields
 from server.metrics import ServerMetrics
 from server.observer import Observer
+from server.reasoning import thinks
 from server.settings import Serve
 from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
@@ -131,7 +132,9 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     unknown = UnknownFields(settings.allow_unknown_fields)
     tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
     observer = Observer(metrics, settings.enable_log_requests, tracing)
-    return Server(settings, client, tokenizer, defaults, observer, settings.served_name(), call_format, unknown)
+    has_thoughts = thinks(settings.reasoning_parser, tokenizer.chat_template)
+    name = settings.served_name()
+    return Server(settings, client, tokenizer, defaults, observer, name, call_format, has_thoughts, unknown)
 
 
 def check_sources(config: EngineConfig) -> None:
@@ -142,7 +145,7 @@ def check_sources(config: EngineConfig) -> None:
             logging.getLogger(client).setLevel(logging.WARNING)
     check_source(config.model.target, config.model.revision)
     if config.model.draft is not None:
-        check_source(config.model.draft)
+        check_source(config.model.draft, config.model.draft_revision)
 
 
 class _Daemon:

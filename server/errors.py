@@ -1,4 +1,4 @@
-"""The one table from errors to HTTP answers, all in OpenAI's error shape.
+"""The one table from errors to HTTP answers, in OpenAI's error shape (under /v1/messages in Anthropic's).
 
 `{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}`, for every
 status, also those the framework raises itself (404, 405, validation).
@@ -80,11 +80,28 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, ErrorBody("internal error; the server's log has the details", "server_error"))
 
 
-def error_response(error: Exception) -> Response:
-    """The HTTP answer of an error."""
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error in the shape that clients of `/v1/messages` read."""
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.body.message}
+    return {"type": "error", "error": told}
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """The HTTP answer of an error, in the shape of the path's clients."""
     api_error = to_api_error(error)
+    is_message = "/v1/messages" in path
     return Response(
-        msgspec.json.encode(ErrorEnvelope(api_error.body)),
+        msgspec.json.encode(anthropic_error(api_error) if is_message else ErrorEnvelope(api_error.body)),
         status_code=api_error.status,
         headers=api_error.headers,
         media_type="application/json",
@@ -138,18 +155,19 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in OpenAI's shape."""
 
-    async def on_validation(_: Request, error: Exception) -> Response:
+    async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(ApiError(400, _validation_message(error)))
+        return error_response(ApiError(400, _validation_message(error)), request.url.path)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(http_error(error.status_code, str(error.detail), dict(error.headers or {})))
+        told = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
+        return error_response(told, request.url.path)
 
     async def on_error(request: Request, error: Exception) -> Response:
         # `RequestEnvelope` counts it.
         request.state.rejection = to_api_error(error).rejection
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

@@ -14,10 +14,11 @@ from starlette.responses import Response
 from engine.api import RequestError
 from server.answering import AnswerOptions, Shape, answer_stream, answer_whole
 from server.answers import AnsweredCall, AnsweredFunction, ChatChoice, ChatMessage, ChunkChoice, CompletionChoice
-from server.generation import CallPiece, Choice, Delta, Generation
+from server.generation import CallPiece, Choice, Delta, Generation, Part
 from server.logprobs import chat_logprobs, completion_logprobs
 from server.preparing import prepare_chat, prepare_completion, wants_metrics
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.reasoning import Thought
 from server.state import Server
 
 Item = TypeVar("Item")
@@ -43,8 +44,9 @@ class ChatShape:
             AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
             for call_id, call in zip(choice.call_ids, choice.calls, strict=True)
         ] or msgspec.UNSET
-        content = None if calls and not choice.text else choice.text
-        message = ChatMessage(content, tool_calls=calls)
+        content = None if (calls or choice.thoughts) and not choice.text else choice.text
+        thoughts = choice.thoughts or msgspec.UNSET
+        message = ChatMessage(content, tool_calls=calls, reasoning_content=thoughts, reasoning=thoughts)
         of_prompt = choice.prompt_logprobs or msgspec.UNSET
         ids, drafts = known(choice.token_ids), known(choice.drafts)
         return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, ids, drafts)
@@ -58,8 +60,7 @@ class ChatShape:
         logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
         chunks = []
         for part in delta.parts:
-            said = {"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]}
-            chunks.append(ChunkChoice(delta.index, said, None))
+            chunks.append(ChunkChoice(delta.index, chat_delta(part), None))
         if logprobs is not None or delta.token_ids or delta.drafts:
             first = chunks[0].delta if chunks else {"content": ""}
             ids, drafts = known(delta.token_ids), known(delta.drafts)
@@ -67,6 +68,15 @@ class ChatShape:
         if delta.finish_reason is not None:
             chunks.append(ChunkChoice(delta.index, {}, delta.finish_reason))
         return chunks
+
+
+def chat_delta(part: Part) -> dict[str, Any]:
+    """A part of an answer in OpenAI's shape; thoughts under both of their names."""
+    if isinstance(part, str):
+        return {"content": part}
+    if isinstance(part, Thought):
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    return {"tool_calls": [call_delta(part)]}
 
 
 def call_delta(piece: CallPiece) -> dict[str, Any]:
@@ -127,7 +137,7 @@ async def respond(
     answer = AnswerOptions(
         answer_id=f"{id_prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=server.model_name,
+        model=body.model,
         with_metrics=wants_metrics(server, body),
         include_usage=stream_options is not None and stream_options.include_usage,
         continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -20,6 +21,7 @@ from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
 from server.metrics import ServerMetrics
 from server.observer import Observer
+from server.reasoning import Reasoning, Thought
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
@@ -36,6 +38,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     """Begin with the prompt."""
+    thoughts: Literal["none", "possible", "begun"] = "none"
+    """Whether the answer may hold thoughts between <think> tags, and whether the prompt has begun them."""
     tools: ToolUse | None = None
     """Functions that the answer may call."""
     num_prompt_logprobs: int | None = None
@@ -56,13 +60,17 @@ class CallPiece:
     arguments: str
 
 
+Part = str | Thought | CallPiece
+"""Text, a thought, or a piece of a function call."""
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one step added to one choice."""
 
     index: int
-    parts: Sequence[str | CallPiece]
-    """Text, and pieces of function calls, in their order."""
+    parts: Sequence[Part]
+    """Text, thoughts and pieces of function calls, in their order."""
     finish_reason: str | None
     logprobs: Sequence[SpelledToken] | None = None
     """Of the step's tokens, where they were asked for."""
@@ -87,7 +95,9 @@ class Choice:
         self.num_tokens = 0
         self.num_cached = 0
         self.num_predicted = 0
-        self.text = ""
+        self.text = self.thoughts = ""
+        self.num_thought = 0
+        """Tokens of thoughts."""
         self.finish_reason: str | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
@@ -102,6 +112,10 @@ class Choice:
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
+        # One follows the released text, the other each token, to count them.
+        self._reasoning, self._counting = (
+            None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
+        )
         self._calls = None if options.tools is None else ToolCalls(options.tools, tokenizer.response_template)
         self.call_ids: list[str] = []
 
@@ -110,7 +124,12 @@ class Choice:
         """The function calls of the answer."""
         return () if self._calls is None else self._calls.calls
 
-    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[str | CallPiece], float | None]:
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the answer; None where something else did, or nothing yet."""
+        return self._cut.found
+
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None]:
         """Take a step's tokens; (what to release, seconds per token since the last step)."""
         self.num_cached = outcome.num_cached
         if self._num_prompt_logprobs is not None and self.prompt_logprobs is None:
@@ -123,10 +142,11 @@ class Choice:
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
-        parts = self._read_calls(echoed + text)
+        parts = self._read(echoed + text)
         self.num_tokens += num_kept
         self.num_predicted += min(outcome.num_predicted, num_kept)
         self.text += "".join(part for part in parts if isinstance(part, str))
+        self.thoughts += "".join(part.text for part in parts if isinstance(part, Thought))
         self._spell(outcome, num_kept)
         if self.token_ids is not None:
             self.token_ids += outcome.token_ids[:num_kept]
@@ -143,6 +163,14 @@ class Choice:
         return DraftedStep(
             [texts(chain) for chain in outcome.drafts], num_accepted, texts(outcome.token_ids[:num_kept])
         )
+
+    def _read(self, text: str) -> list[Part]:
+        """Thoughts, and what is in the text outside them."""
+        is_last = self.finish_reason is not None
+        found = [text] if self._reasoning is None else self._reasoning.feed(text, is_last)
+        thoughts = [part for part in found if isinstance(part, Thought)]
+        # Nothing is said before the thinking is over.
+        return [*thoughts, *self._read_calls("".join(part for part in found if isinstance(part, str)))]
 
     def _read_calls(self, text: str) -> list[str | CallPiece]:
         """Text outside calls and pieces of calls; the answer may end with its only call."""
@@ -186,6 +214,13 @@ class Choice:
         for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
             self._add_logprob(self.logprobs, token, found)
 
+    def _count_thought(self, piece: str) -> None:
+        """Count a token that belongs to thoughts, their tags included."""
+        if self._counting is not None:
+            was_inside = self._counting.is_inside
+            self._counting.feed(piece)
+            self.num_thought += was_inside or self._counting.is_inside
+
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
         text = ""
@@ -194,7 +229,9 @@ class Choice:
             if ended_by_token and count == len(outcome.token_ids):
                 return text, count
             looks = self.num_tokens + count > self.request.limits.min_tokens
-            text += self._cut.feed(self._detokenizer.step(token), looks)
+            piece = self._detokenizer.step(token)
+            self._count_thought(piece)
+            text += self._cut.feed(piece, looks)
             if self._cut.is_cut:
                 return text, count
         return text, len(outcome.token_ids)
@@ -256,7 +293,7 @@ class Generation:
                 raise
             raise RequestError(f"{self._grammar_param}: {error}", self._grammar_param, error.code) from error
 
-    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> list[str | CallPiece]:
+    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> list[Part]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens
         parts, gap_s = choice.add(outcome, stats)
         num_new = choice.num_tokens - before
@@ -290,6 +327,11 @@ class Generation:
         """Those of them whose K/V was there before the call."""
         cached = [choice.num_cached for choice in self.choices]
         return sum(min(cached[i : i + self.num_choices]) for i in range(0, len(cached), self.num_choices))
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens of thoughts, over all answers."""
+        return sum(choice.num_thought for choice in self.choices)
 
     @property
     def num_predicted_tokens(self) -> int:

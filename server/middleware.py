@@ -71,10 +71,10 @@ class RequestEnvelope:
             await send(message)
 
         if not self._is_allowed(_route_path(scope), headers):
-            error = http_error(401, "a valid API key is required: Authorization: Bearer KEY")
-            await error_response(error)(scope, receive, send_marked)
+            error = http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
+            await error_response(error, call.path)(scope, receive, send_marked)
         elif self._is_too_large(headers):
-            await error_response(http_error(413, self._size_message))(scope, receive, send_marked)
+            await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
         else:
             try:
                 await self._app(scope, self._limited(receive), send_marked)
@@ -82,13 +82,13 @@ class RequestEnvelope:
                 if has_begun:
                     raise
                 log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
-                await error_response(error)(scope, receive, send_marked)
+                await error_response(error, call.path)(scope, receive, send_marked)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._keys or not path.startswith(_PROTECTED):
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
         # All keys are compared, each in constant time.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 

@@ -26,7 +26,19 @@ _ERROR_SCHEMA: dict[str, Any] = {
         }
     },
 }
-_ERROR_ANSWER = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{_NAME}"}}}}
+_MESSAGES_NAME = "MessagesError"
+_MESSAGES_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
 """Bodies that FastAPI would answer a wrong request with; `errors.py` answers in OpenAI's shape instead."""
 
@@ -48,15 +60,18 @@ class Application(FastAPI):
                 if schema.get("additionalProperties") is True and not self.allows_unknown_fields:
                     schema["additionalProperties"] = False
             schemas[_NAME] = _ERROR_SCHEMA
-            for path in described["paths"].values():
-                for method, operation in path.items():
-                    _describe_errors(operation["responses"], method)
+            schemas[_MESSAGES_NAME] = _MESSAGES_SCHEMA
+            for path, operations in described["paths"].items():
+                shape = _MESSAGES_NAME if path.startswith("/v1/messages") else _NAME
+                for method, operation in operations.items():
+                    _describe_errors(operation["responses"], method, shape)
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
-def _describe_errors(responses: dict[str, Any], method: str) -> None:
+def _describe_errors(responses: dict[str, Any], method: str, shape: str) -> None:
     """What is sent where FastAPI has a 422: 400 for a wrong body, 404 for a name in a path."""
     if responses.pop("422", None) is not None:
         status, why = ("400", "The request is wrong.") if method == "post" else ("404", "There is none of this name.")
-        responses[status] = {"description": why, **_ERROR_ANSWER}
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
+        responses[status] = {"description": why, "content": content}

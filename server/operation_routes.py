@@ -74,9 +74,9 @@ def _add_state(router: APIRouter, server: Server) -> None:
 def _add_models(router: APIRouter, server: Server) -> None:
     client, started = server.client, int(time.time())
 
-    def model_card() -> dict[str, Any]:
+    def model_card(name: str) -> dict[str, Any]:
         return {
-            "id": server.model_name,
+            "id": name,
             "object": "model",
             "created": started,
             "owned_by": "polydraft",
@@ -85,14 +85,14 @@ def _add_models(router: APIRouter, server: Server) -> None:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model served."""
-        return {"object": "list", "data": [model_card()]}
+        """The one model served, under each of its names."""
+        return {"object": "list", "data": [model_card(name) for name in server.settings.served_names()]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One model by name."""
         check_model(server, name)
-        return model_card()
+        return model_card(name)
 
 
 def _add_tokens(router: APIRouter, server: Server) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from server.reasoning import is_open, thinking_variables
 from server.sampling_fields import (
     max_tokens_of,
     num_logprobs_of,
@@ -34,6 +35,8 @@ from server.tools import ToolUse, plain_text, template_message, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
+_PROMPT_END = 16
+"""Tokens in which a chat template has opened the thinking, if it has."""
 # What `encode_chat` passes itself, and what would change the result's type or run other templates.
 _OWN_VARIABLES = frozenset(
     """
@@ -53,8 +56,9 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
 
 def check_model(server: Server, name: str | None) -> None:
     """Raise 404 for a model that is not the one served."""
-    if name is not None and name != server.model_name:
-        raise model_not_found(name, server.model_name)
+    names = server.settings.served_names()
+    if name is not None and name not in names:
+        raise model_not_found(name, ", ".join(names))
 
 
 def engine_requests(
@@ -126,13 +130,16 @@ async def prepare(
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
-    # Calls may be marked by special tokens.
-    skips = body.skip_special_tokens and (tools is None or "skip_special_tokens" in body.model_fields_set)
+    thoughts = thoughts_of(server, body, prompts[0], bool(structure.grammar))
+    # Calls and thoughts may be marked by special tokens.
+    is_marked = (tools is not None or thoughts != "none") and "skip_special_tokens" not in body.model_fields_set
+    skips = body.skip_special_tokens and not is_marked
     options = TextOptions(
         stop_strings(body),
         body.include_stop_str_in_output,
         skips,
         echo,
+        thoughts,
         tools,
         body.prompt_logprobs,
         body.speculation is not None and body.speculation.return_drafts,
@@ -141,8 +148,19 @@ async def prepare(
     return Generation(requests, server.tokenizer, options, body.n, structure.param)
 
 
-async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
-    """The generation of a conversation's next message."""
+def thoughts_of(
+    server: Server, body: GenerationFields, prompt: Sequence[int], has_grammar: bool
+) -> Literal["none", "possible", "begun"]:
+    """Whether an answer may hold thoughts. One that follows a grammar begins with it, whatever the prompt has begun."""
+    if not server.thinks or not isinstance(body, ChatRequest):
+        return "none"
+    end = server.tokenizer.decode(prompt[-_PROMPT_END:])
+    is_begun = server.settings.reasoning_parser == "deepseek_r1" or is_open(end)
+    return "begun" if is_begun and not has_grammar else "possible"
+
+
+async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | None]:
+    """The tokens of a conversation that the model is to answer, and the tools that it may call."""
     check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
@@ -158,15 +176,22 @@ async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
                 "ask for one of them",
                 "add_generation_prompt",
             )
+    effort = thinking_variables(body.reasoning_effort, server.tokenizer.chat_template)
     prompt = await server.tokenizer.run(
         server.tokenizer.encode_chat,
         messages,
         body.add_generation_prompt,
         body.continue_final_message,
-        template_variables(body.chat_template_kwargs),
+        effort | template_variables(body.chat_template_kwargs),
         [] if tools is None else tools.for_template(),
         body.documents or [],
     )
+    return prompt, tools
+
+
+async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
+    """The generation of a conversation's next message."""
+    prompt, tools = await chat_prompt(server, body)
     return await prepare(server, body, [prompt], max_tokens_of(body), tools)
 
 

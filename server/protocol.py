@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapVali
 
 from engine.api import RequestError
 from server.extras import Neutral
+from server.reasoning import Effort
 
 
 def _encodable(text: str) -> str:
@@ -172,7 +173,6 @@ class GenerationFields(Body):
 
     # Known, and not served.
     best_of: Annotated[Any, Neutral(1)] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
     use_beam_search: Annotated[Any, Neutral(False)] = None
     length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
     early_stopping: Annotated[Any, Neutral(False)] = None
@@ -224,6 +224,27 @@ class NamedChoice(Wire):
     function: FunctionName
 
 
+class AllowedTool(Wire):
+    """One of the functions that may be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedToolsChoice(Wire):
+    """Some of the tools; `required`: one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedTools(Wire):
+    """The model is told of these tools alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsChoice
+
+
 class CalledFunction(Wire):
     """A call's function, its arguments as JSON in a string."""
 
@@ -247,6 +268,9 @@ class Message(Wire):
     name: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    """What the assistant has thought, for chat templates that show it again; `reasoning` is another name of it."""
+    reasoning: Text | None = None
     # Known, and not served.
     function_call: None = None
     audio: None = None
@@ -264,10 +288,12 @@ class ChatRequest(GenerationFields):
     """End the prompt with what opens the assistant's message."""
     documents: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     """Texts to answer from, where the model's chat template has a place for them."""
+    reasoning_effort: Effort | None = None
+    """How much to think, where the model's chat template can be told."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
     """What the model may call: with `none` it is not told of the tools."""
     parallel_tool_calls: bool | None = None
     """False: at most one call in an answer."""
@@ -299,6 +325,7 @@ class CompletionRequest(GenerationFields):
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
     suffix: Annotated[Any, Neutral("")] = None
+    reasoning_effort: Annotated[Any, Neutral("none")] = None
 
 
 class TokenizeRequest(Body):

@@ -19,6 +19,7 @@ from server.errors import to_api_error
 from server.extras import Neutral, refuse_unsupported
 from server.generation import Delta, Generation
 from server.protocol import ChatRequest, Closed, Count, GenerationFields
+from server.reasoning import Effort, Thought
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -28,6 +29,14 @@ class TextConfig(Closed):
 
     format: dict[str, Any] | None = None
     verbosity: Any = None
+
+
+class ReasoningConfig(Closed):
+    """How much to think; thoughts come whole, never as a summary."""
+
+    effort: Effort | None = None
+    summary: Any = None
+    generate_summary: Any = None
 
 
 class ResponsesRequest(GenerationFields):
@@ -50,7 +59,7 @@ class ResponsesRequest(GenerationFields):
     conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     prompt: Annotated[Any, Neutral()] = None
     include: Annotated[Any, Neutral([])] = None
-    reasoning: Annotated[Any, Neutral({})] = None
+    reasoning: ReasoningConfig | None = None
     truncation: Annotated[Any, Neutral("disabled", way_out="send truncate_prompt_tokens")] = None
     max_tool_calls: Annotated[Any, Neutral()] = None
     top_logprobs: Annotated[Any, Neutral(0)] = None
@@ -80,6 +89,11 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields["messages"] = messages + _messages(body.input)
     fields["stream"] = False
+    if body.reasoning is not None:
+        if body.reasoning.summary or body.reasoning.generate_summary:
+            message = "reasoning.summary is not supported: thoughts come whole; leave it out"
+            raise RequestError(message, "reasoning.summary", "unsupported_value")
+        fields["reasoning_effort"] = body.reasoning.effort
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if text.format is not None:
@@ -202,7 +216,7 @@ class Responder:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
 
@@ -225,6 +239,9 @@ class Responder:
         for part in delta.parts:
             if isinstance(part, str):
                 events += self._text(part)
+                continue
+            if isinstance(part, Thought):
+                events += self._think(part.text)
                 continue
             if part.name is not None:
                 events += self._close() + self._open_call(part.call_id or "", part.name)
@@ -272,6 +289,16 @@ class Responder:
         delta = self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
         return [*events, delta]
 
+    def _think(self, text: str) -> list[dict[str, Any]]:
+        events = []
+        if not self._is_open or self.output[-1]["type"] != "reasoning":
+            events += self._close()
+            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
+            events.append(self._open({**item, "content": []}))
+            self.output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+        self.output[-1]["content"][0]["text"] += text
+        return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=text)]
+
     def _close(self, status: str = "completed") -> list[dict[str, Any]]:
         """The open item has ended."""
         if not self._is_open:
@@ -285,6 +312,9 @@ class Responder:
                 self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
                 self._of_item("response.content_part.done", content_index=0, part=dict(part)),
             ]
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            events = [self._of_item("response.reasoning_text.done", content_index=0, text=text)]
         else:
             events = [
                 self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])

@@ -32,6 +32,7 @@ from engine.api import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from server.call_formats import CallFormat
 
 EMBEDDED_NAME = "polydraft-demo"
 _DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
@@ -69,11 +70,20 @@ class Serve(BaseSettings):
     draft_model: str | None = Field(None, description="draft model: a folder, or a hub name; none serves plainly")
     tokenizer: str | None = Field(None, description="folder of the tokenizer; the target's when left out")
     revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
-    served_model_name: str | None = Field(None, description="name that clients use; MODEL when left out")
+    draft_revision: str | None = Field(None, description="hub revision of the draft model")
+    served_model_name: Words = Field(
+        [], description="name that clients use; repeat for several, the first is in metrics; MODEL when left out"
+    )
     chat_template: str | None = Field(None, description="file with a Jinja chat template")
 
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "response_template"] = Field(
+    tool_call_parser: Literal["auto"] | CallFormat = Field(
         "auto", description="how the model writes calls of tools; auto: by its chat or response template"
+    )
+
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        "auto",
+        description="whether answers hold thoughts between <think> tags; deepseek_r1: the prompt has opened them; "
+        "auto: by chat template and prompt",
     )
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -102,6 +112,12 @@ class Serve(BaseSettings):
     enable_prefix_caching: bool = Field(True, description="keep K/V of ended requests for others of the same beginning")
     kv_cache_memory_bytes: NotNegative = Field(
         0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of what is free beside the needs of a step"
+    )
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="share of a CUDA device's memory for weights, steps and K/V together; left out: 90 % of what is "
+        "free beside weights and steps",
     )
 
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
@@ -228,8 +244,12 @@ class Serve(BaseSettings):
         return (init_settings, env_settings, _FileSource(settings_cls))
 
     def served_name(self) -> str:
-        """The model's name in requests and metrics."""
-        return self.served_model_name or self.model or EMBEDDED_NAME
+        """The model's name in metrics and logs."""
+        return self.served_names()[0]
+
+    def served_names(self) -> list[str]:
+        """Every name of the model that requests may use."""
+        return self.served_model_name or [self.model or EMBEDDED_NAME]
 
     def target(self) -> str:
         """Folder or name of the target model."""
@@ -254,6 +274,7 @@ class Serve(BaseSettings):
                 tokenizer=self.tokenizer_source(),
                 draft=draft,
                 revision=self.revision,
+                draft_revision=self.draft_revision,
                 dtype=self.dtype,
                 device=self.device,
                 num_threads=self.num_threads,
@@ -269,6 +290,7 @@ class Serve(BaseSettings):
                 block_size=self.block_size,
                 num_blocks=self.num_gpu_blocks_override,
                 memory_bytes=self.kv_cache_memory_bytes,
+                device_share=self.gpu_memory_utilization or 0.0,
                 prefix_caching=self.enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(

@@ -24,6 +24,8 @@ class Server:
     model_name: str
     call_format: str | None
     """How the model writes calls of tools (`tools.py`); None where that is not known."""
+    thinks: bool = False
+    """Whether answers may hold thoughts (`reasoning.py`)."""
     unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
     """What is done about names in a body that no field has."""
 

@@ -15,7 +15,13 @@ class StopCut:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self.is_cut = False
+        self.found: str | None = None
+        """The stop string that has ended the answer."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return self.found is not None
 
     def feed(self, text: str, looks: bool = True) -> str:
         """Text that may be released now; after the first stop string nothing more.
@@ -31,7 +37,7 @@ class StopCut:
         if hits:
             # The stop string that is complete first ends the answer; the longer one where two end together.
             at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self.is_cut = True
+            self.found = stop
             return self._release(at + len(stop) if self._include else at)
         return self._release(len(self._held) - self._num_pending())
 

@@ -12,22 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from server.call_formats import HERMES_TEMPLATE, TEMPLATES
 from server.tools import HERMES, LLAMA3_JSON, ToolUse
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_HERMES_TEMPLATE = {
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "content": {"content": "text", "content_args": {"strip": False}},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "text",
-            "content_args": {"strip": False},
-            "repeats": True,
-        },
-    },
-}
 
 
 @dataclass
@@ -307,7 +295,7 @@ class ToolCalls:
             self._reader = JsonReader(self._calls)
         else:
             is_raw = use.format == HERMES
-            template = _HERMES_TEMPLATE if is_raw else response_template
+            template = HERMES_TEMPLATE if is_raw else TEMPLATES.get(use.format, response_template)
             assert template is not None
             self._reader = RegionReader(self._calls, template, use.for_template(), is_raw)
 

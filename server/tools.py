@@ -1,8 +1,9 @@
 """Function tools of a chat request: what the model is told of them, and what its answer must follow.
 
 Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
-with name and parameters; Llama 3), and whatever a tokenizer's `response_template` describes (transformers). Forced
-calls and strict tools are followed by a grammar in the first two.
+with name and parameters; Llama 3), those of `call_formats.py` (Mistral, Qwen3-Coder, DeepSeek), and whatever a
+tokenizer's `response_template` describes (transformers). Forced calls and strict tools are followed by a grammar in the
+first two.
 
 Not for: reading calls out of an answer (`tool_calls.py`).
 """
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.api import RequestError
-from server.protocol import ChatRequest, Message, NamedChoice, TextPart, Tool
+from server.call_formats import named_in
+from server.protocol import AllowedTools, ChatRequest, Message, NamedChoice, TextPart, Tool
 from server.structured import LONGEST_GRAMMAR, Structure, compact
 
 HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
@@ -95,6 +97,8 @@ def format_of(setting: str, chat_template: str, response_template: dict[str, Any
         return setting
     if response_template is not None and "tool_calls" in response_template.get("fields", {}):
         return RESPONSE_TEMPLATE
+    if (known := named_in(chat_template)) is not None:
+        return known
     if "<tool_call>" in chat_template:
         return HERMES
     if '"parameters"' in chat_template and ("ipython" in chat_template or "python_tag" in chat_template):
@@ -109,7 +113,7 @@ def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
         raise RequestError(f"tools: there are two functions {twice!r}", "tools")
     choice = body.tool_choice
     if not body.tools:
-        if isinstance(choice, NamedChoice) or choice == "required":
+        if isinstance(choice, NamedChoice | AllowedTools) or choice == "required":
             raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
         return None
     if choice == "none":
@@ -121,6 +125,11 @@ def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
         tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
         if not tools:
             raise RequestError(f"tool_choice: there is no function {choice.function.name!r}", "tool_choice")
+    if isinstance(choice, AllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        if unknown := next((name for name in allowed if name not in names), None):
+            raise RequestError(f"tool_choice: there is no function {unknown!r}", "tool_choice")
+        tools, choice = tuple(tool for tool in tools if tool.function.name in allowed), choice.allowed_tools.mode
     forced = choice is not None and choice != "auto"
     parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
     return ToolUse(tools, format_name, parallel, forced)
@@ -147,6 +156,10 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
     # Templates that know names use them; the others ignore the key.
     if message.name:
         result["name"] = message.name
+    if thought := message.reasoning_content or message.reasoning:
+        if message.role != "assistant":
+            raise RequestError("messages: reasoning belongs to the assistant", "messages")
+        result["reasoning_content"] = thought
     if message.tool_calls:
         if message.role != "assistant":
             raise RequestError("messages: tool_calls belong to the assistant", "messages")

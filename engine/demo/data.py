@@ -28,11 +28,27 @@ ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL_TOKENS = (PAD, BOS, END, *ROLE_TOKENS.values())
 
 CHAT_TEMPLATE = """{{- bos_token }}
+{%- if tools %}
+{{- '<|system|>You may call these functions: ' }}
+{%- for tool in tools %}
+{{- tool | tojson + '\\n' }}
+{%- endfor %}
+{{- 'Write a call so: <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|end|>' }}
+{%- endif %}
 {%- for message in messages %}
-{%- if message['role'] not in ['system', 'user', 'assistant'] %}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
 {{- raise_exception('Unknown role: ' + message['role']) }}
 {%- endif %}
-{{- '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}
+{%- if message['role'] == 'tool' %}
+{{- '<|user|><tool_response>' + message['content'] | trim + '</tool_response><|end|>' }}
+{%- else %}
+{{- '<|' + message['role'] + '|>' + message['content'] | trim }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson }}
+{{- ', "arguments": ' + call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|assistant|>' }}

@@ -165,8 +165,8 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     choose_device(config.device)
     outlines = [_outlined(config.target, config.revision)]
     if config.draft is not None:
-        outlines.append(_outlined(config.draft, None))
-        check_pair(outlines[0], outlines[1], config.revision)
+        outlines.append(_outlined(config.draft, config.draft_revision))
+        check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
     return outlines
 
 
@@ -209,9 +209,9 @@ def check_config(name: str, config: Any) -> None:
         )
 
 
-def check_pair(target: Outline, draft: Outline, revision: str | None = None) -> None:
+def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
     """Raise ConfigError when the two models do not speak of the same tokens; revision: the target's."""
-    target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, None)
+    target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, draft_revision)
     if target_tokens is not None and draft_tokens is not None:
         if target_tokens != draft_tokens:
             odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
@@ -246,7 +246,7 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     draft = None
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
-        draft = load(config.draft, None, dtype, device)
+        draft = load(config.draft, config.draft_revision, dtype, device)
     if target.ranks is not None:
         target.ranks.tell("probe")  # what could be refused has not been
     return target, draft

@@ -52,3 +52,15 @@ def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, m
         plan_memory(CONFIG, facts, [130_000, 110_000], 2, MagicMock(type="cuda"))  # type: ignore[arg-type]
     few = msgspec.structs.replace(CONFIG, cache=CacheConfig(memory_bytes=2 * GIB))
     assert plan_memory(few, facts, [130_000, 110_000], 2, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
+
+
+def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use already (weights) and what steps need count towards it; a CPU has no such share."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
+    half = msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=0.5))
+    plan = plan_memory(half, facts, [130_000, 110_000], 2, MagicMock(type="cuda"))  # type: ignore[arg-type]
+    room = 40 * GIB - 20 * GIB - sum(plan.kept_back.values())
+    assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
+    with pytest.raises(ConfigError, match="gpu-memory-utilization"):
+        plan_memory(half, facts, [130_000, 110_000], 2, torch.device("cpu"))  # type: ignore[arg-type]

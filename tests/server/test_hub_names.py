@@ -74,6 +74,15 @@ def test_a_revision_that_cannot_be_served_is_refused(models: TinyModels, revisio
         pass
 
 
+def test_a_draft_has_a_revision_of_its_own(models: TinyModels) -> None:
+    """`main` has one token more than the target; `v2` has the same words."""
+    words = [str(models.target), "--draft-model", NAME, "--no-calibrate"]
+    with pytest.raises(RuntimeError, match="have different vocabularies"), running_daemon(words):
+        pass
+    with running_daemon([*words, "--draft-revision", "v2"]) as url:
+        assert httpx.get(f"{url}/ready").status_code == 200
+
+
 def test_a_tokenizer_that_is_the_targets_is_of_its_revision() -> None:
     def revision(tokenizer: str | None) -> str | None:
         return Serve(model=NAME, revision="v2", tokenizer=tokenizer).tokenizer_revision()
@@ -183,7 +192,7 @@ def test_a_name_without_a_network_is_explained_at_once(tmp_path: Path, models: T
     [
         ("nobody/model", "has no such model, or shows it to its owner only; check the name, or set HF_TOKEN"),
         ("gated/model", "ask for it there, and set HF_TOKEN"),
-        ("somebody/model", "has no revision 'v9' of it; check --revision"),
+        ("somebody/model", "has no revision 'v9' of it; check --revision, or --draft-revision"),
         ("bare/model", "has it without config.json"),
         ("broken/model", "does not answer (Server error '500 Internal Server Error'"),
     ],

@@ -166,6 +166,39 @@ def test_what_cannot_be_called_is_refused_by_name(client: openai.OpenAI, fields:
     assert (caught.value.param or "").startswith(param), caught.value
 
 
-def test_a_model_whose_template_has_no_tools_says_so(openai_client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
-        ask(openai_client)
+def test_a_model_whose_template_has_no_tools_says_so(
+    daemons: Daemons, pair_arguments: list[str], tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ bos_token }}{{ messages[0].content }}<|assistant|>")
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(template))
+    plain = openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="unused", max_retries=0)
+    with plain, pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+        ask(plain)
+    daemon.terminate()
+    assert daemon.exit_code() == 0
+
+
+def test_the_demonstration_pairs_template_takes_tools(openai_client: openai.OpenAI) -> None:
+    """Calls are forced in it, and calls and their results go back into it."""
+    answer = ask(openai_client, tool_choice="required", max_tokens=600, seed=3, parallel_tool_calls=False)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+    told = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+    again = ask(openai_client, messages=[USER, message.model_dump(exclude_none=True), told])
+    assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_may_be_allowed(client: openai.OpenAI, mode: str) -> None:
+    """The model is told of these alone, and calls no other."""
+    only_clock = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    answer = ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": only_clock}, n=3, seed=1)
+    alone = ask(client, tools=[CLOCK], max_tokens=1)
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    if mode == "required":
+        assert {call.function.name for one in answer.choices for call in one.message.tool_calls} == {"clock"}
+    only_clock["tools"] = [{"type": "function", "function": {"name": "cook"}}]
+    with pytest.raises(openai.BadRequestError, match="no function 'cook'"):
+        ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": only_clock})

@@ -1,0 +1,123 @@
+"""Separates what a model thinks, between <think> and </think>, from what it says.
+
+The tags are those of Qwen3, DeepSeek-R1 and their kin. A chat template may have opened the thinking already, so that
+only the closing tag is in the answer.
+
+Not for: whether a model thinks at all, which its chat template decides (`thinking_variables`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Literal
+
+from engine.api import RequestError
+
+OPEN, CLOSE = "<think>", "</think>"
+_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Text that the model thinks."""
+
+    text: str
+
+
+class _State(Enum):
+    START = auto()
+    """Nothing but white space, or a part of the opening tag, has come."""
+    INSIDE = auto()
+    BEHIND = auto()
+    """The thinking is over, and only white space has come since."""
+    OUTSIDE = auto()
+
+
+class Reasoning:
+    """Follows one answer's text, in pieces of any size. White space next to a tag is dropped."""
+
+    def __init__(self, starts_inside: bool) -> None:
+        """starts_inside: the prompt has opened the thinking."""
+        self._state = _State.INSIDE if starts_inside else _State.START
+        self._is_blank = True
+        """Whether the thinking has been white space so far."""
+        self._held = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the last text was a thought."""
+        return self._state is _State.INSIDE
+
+    def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
+        """What more text gives; with the last piece nothing stays held back."""
+        self._held += text
+        parts: list[str | Thought] = []
+        while self._advance(parts):
+            pass
+        if is_last and self._held:
+            parts += self._thought(self._held) if self._state is _State.INSIDE else [self._held]
+            self._held = ""
+        return parts
+
+    def _advance(self, parts: list[str | Thought]) -> bool:
+        """Release what is certain; whether the state has changed, so that there may be more."""
+        before = self._state
+        if self._state is _State.START:
+            start = self._held.lstrip()
+            if start.startswith(OPEN):
+                self._state, self._held = _State.INSIDE, start.removeprefix(OPEN)
+            elif start and not OPEN.startswith(start):
+                self._state = _State.OUTSIDE
+        elif self._state is _State.INSIDE:
+            self._think(parts)
+        else:
+            self._held = self._held.lstrip() if self._state is _State.BEHIND else self._held
+            if self._held:
+                parts.append(self._held)
+                self._held, self._state = "", _State.OUTSIDE
+        return self._state is not before
+
+    def _think(self, parts: list[str | Thought]) -> None:
+        thought, tag, rest = self._held.partition(CLOSE)
+        if tag:
+            parts += self._thought(thought.rstrip())
+            self._held, self._state = rest, _State.BEHIND
+            return
+        tail = next(size for size in range(len(CLOSE) - 1, -1, -1) if self._held.endswith(CLOSE[:size]))
+        sure = self._held[: len(self._held) - tail].rstrip()
+        parts += self._thought(sure)
+        self._held = self._held[len(sure) :]
+
+    def _thought(self, text: str) -> list[str | Thought]:
+        text = text.lstrip() if self._is_blank else text
+        self._is_blank = self._is_blank and not text
+        return [Thought(text)] if text else []
+
+
+def thinks(setting: str, chat_template: str) -> bool:
+    """Whether answers may hold thoughts: as the setting says, else whether the chat template knows the tags."""
+    return CLOSE in chat_template or OPEN in chat_template if setting == "auto" else setting != "none"
+
+
+def is_open(prompt_end: str) -> bool:
+    """Whether a prompt that ends so has opened the thinking."""
+    return prompt_end.rstrip().endswith(OPEN)
+
+
+def thinking_variables(effort: Effort | None, chat_template: str) -> dict[str, Any]:
+    """Variables by which chat templates switch thinking on or off; raises RequestError where this one knows none."""
+    if effort is None:
+        return {}
+    if not any(re.search(rf"\b{name}\b", chat_template) for name in _VARIABLES):
+        if effort == "none" and OPEN not in chat_template:
+            return {}
+        raise RequestError(
+            f"reasoning_effort {effort}: this model's chat template cannot be told how much to think; leave it out",
+            "reasoning_effort",
+            "unsupported_value",
+        )
+    is_wanted = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": is_wanted, "thinking": is_wanted}

@@ -1,0 +1,167 @@
+"""`/v1/messages` with Anthropic's own client: text, streams, tools, thinking, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.server.conftest import KEYS
+from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.test_tools import PARAMETERS, TEMPLATES
+
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+SEEDED = {"seed": 5, "temperature": 1}
+WEATHER = {"name": "weather", "description": "Now.", "input_schema": PARAMETERS}
+
+
+@pytest.fixture(scope="module")
+def tool_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon whose chat template shows tools."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / "hermes.jinja"))
+
+
+@pytest.fixture
+def client(tool_daemon: Daemon) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tool_daemon.url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def ask(client: anthropic.Anthropic, **more: Any) -> Any:
+    fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 20}
+    return client.messages.create(**fields | more)
+
+
+def test_an_answer_has_blocks_usage_and_a_reason(client: anthropic.Anthropic) -> None:
+    message = ask(client, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}])
+    assert message.id.startswith("msg_")
+    assert (message.role, message.model) == ("assistant", MODEL)
+    assert message.stop_reason in ("max_tokens", "end_turn")
+    assert [block.type for block in message.content] == ["text"]
+    assert message.usage.output_tokens <= 20
+    counted = client.messages.count_tokens(model=MODEL, messages=[USER], system="Be brief.")  # type: ignore[list-item]
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+
+
+def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
+    """The client puts its events together; the same seed gives the same text."""
+    whole = ask(client, extra_body=SEEDED)
+    fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 20}
+    with client.messages.stream(**fields, extra_body=SEEDED) as stream:
+        kinds = [event.type for event in stream]
+        message = stream.get_final_message()
+    assert message.content[0].text == whole.content[0].text
+    assert message.usage.output_tokens == whole.usage.output_tokens
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+    text = ask(client, extra_body=SEEDED).content[0].text
+    message = ask(client, extra_body=SEEDED, stop_sequences=["never", text[3:6]])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[3:6])
+    assert text.startswith(message.content[0].text)
+
+
+def num_prompt(message: Any) -> int:
+    """Tokens of a message's prompt, those whose K/V was there included."""
+    return int(message.usage.input_tokens + message.usage.cache_read_input_tokens)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_forced_call_is_a_block(client: anthropic.Anthropic, streams: bool) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL, "messages": [USER], "max_tokens": 400, "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+    }  # fmt: skip
+    if streams:
+        with client.messages.stream(**fields) as stream:
+            message = stream.get_final_message()
+    else:
+        message = client.messages.create(**fields)
+    (call,) = [block for block in message.content if block.type == "tool_use"]
+    assert message.stop_reason == "tool_use"
+    assert (call.name, set(call.input)) == ("weather", {"city", "unit"})
+    turns = [
+        USER,
+        {"role": "assistant", "content": [block.model_dump() for block in message.content]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}]},
+    ]
+    again = ask(client, messages=turns, tools=[WEATHER])
+    assert num_prompt(again) > num_prompt(message)
+
+
+def test_metrics_come_with_the_message(client: anthropic.Anthropic) -> None:
+    message = ask(client, extra_body={"speculation": {"num_drafts": 2, "draft_length": 3}})
+    counted = message.metrics["speculative_decoding"]
+    assert counted["num_spec_tokens"] == 3
+    assert "metrics" not in ask(client, extra_body={"metrics": False}).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"extra_body": {"container": "c"}}, "container"),
+        ({"extra_body": {"speculation": {"return_drafts": True}}}, "return_drafts"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_not_served_is_refused_by_name(client: anthropic.Anthropic, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(client, **more)
+    body = caught.value.response.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in body["error"]["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(client: anthropic.Anthropic) -> None:
+    """As coding agents send them."""
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    ask(
+        client, thinking={"type": "disabled"}, metadata={"user_id": "me"}, service_tier="auto",
+        extra_body={"context_management": {"edits": edits}},
+    )  # fmt: skip
+
+
+def test_keys_may_come_in_anthropics_header(one_seat: Daemon) -> None:
+    with anthropic.Anthropic(base_url=one_seat.url, api_key=KEYS[0], max_retries=0) as client:
+        assert ask(client).content
+    wrong = anthropic.Anthropic(base_url=one_seat.url, api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(anthropic.AuthenticationError):
+        ask(wrong)
+    both = {"authorization": "Bearer wrong", "x-api-key": KEYS[0]}
+    assert httpx.post(f"{one_seat.url}/v1/messages", headers=both, json={}).status_code == 401
+
+
+def test_other_models_are_not_found(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        ask(client, model="other")
+    assert json.loads(caught.value.response.text)["error"]["type"] == "not_found_error"
+
+
+def test_thinking_is_a_block(daemons: Daemons, pair_arguments: list[str], tmp_path: Any) -> None:
+    """Behind a prompt that has begun it; in a stream too."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ bos_token }}{{ messages[0].content }}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+    )
+    daemon = daemons.start(*pair_arguments, "--no-calibrate", "--chat-template", str(template))
+    daemon.wait_ready()
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    with anthropic.Anthropic(base_url=daemon.url, api_key="unused", max_retries=0) as client:
+        assert ask(client, thinking=thinking, max_tokens=2000).content[0].type == "thinking"
+        fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 9, "thinking": thinking}
+        with client.messages.stream(**fields) as stream:
+            assert stream.get_final_message().content[0].type == "thinking"
+    daemon.terminate()
+    assert daemon.exit_code() == 0

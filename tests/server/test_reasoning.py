@@ -1,0 +1,175 @@
+"""Thoughts are told apart from what is said, however the text is cut into pieces; over HTTP in every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.api import RequestError
+from server.reasoning import Reasoning, Thought, is_open, thinking_variables, thinks
+from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.event_stream import open_stream
+
+QWEN = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}"
+# (whether the prompt has begun the thinking, answer, thoughts, what is said)
+CASES = [
+    (False, "<think>\nIs it?\nYes.\n</think>\n\nIt is.", "Is it?\nYes.", "It is."),
+    (False, "Just <b>words</b>.", "", "Just <b>words</b>."),
+    (False, "\n <think>a</think>b", "a", "b"),
+    (False, "say <think>no</think>", "", "say <think>no</think>"),
+    (False, "<thin air", "", "<thin air"),
+    (False, "<think></think>b", "", "b"),
+    (False, "<think>a </thin k></think> b </think> c", "a </thin k>", "b </think> c"),
+    (True, "a\n</think>\n\nb ", "a", "b "),
+    (True, "cut in the middle </thi", "cut in the middle </thi", ""),
+    (True, "<think>a</think>b", "<think>a", "b"),
+    (False, "", "", ""),
+]
+
+
+def split(starts_inside: bool, pieces: list[str]) -> tuple[str, str]:
+    """(thoughts, what is said)."""
+    reasoning = Reasoning(starts_inside)
+    parts = [part for i, piece in enumerate(pieces) for part in reasoning.feed(piece, i == len(pieces) - 1)]
+    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    return thought, "".join(part for part in parts if isinstance(part, str))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[1][:20] for case in CASES])
+def test_thoughts_are_split_off(case: tuple[bool, str, str, str]) -> None:
+    begun, answer, thoughts, said = case
+    assert split(begun, [answer]) == (thoughts, said)
+    assert split(begun, list(answer) or [""]) == (thoughts, said)
+
+
+@given(st.sampled_from(CASES), st.data())
+@settings(max_examples=200, deadline=None)
+def test_pieces_do_not_matter(case: tuple[bool, str, str, str], data: st.DataObject) -> None:
+    begun, answer, *expected = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=5)))
+    pieces = [answer[i:j] for i, j in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    assert list(split(begun, pieces)) == expected
+
+
+def test_nothing_of_a_tag_is_ever_released_early() -> None:
+    reasoning = Reasoning(True)
+    assert reasoning.feed("so </th") == [Thought("so")]
+    assert reasoning.feed("ink>") == []
+    assert reasoning.feed("\n") == []
+    assert reasoning.feed("yes") == ["yes"]
+
+
+def test_who_thinks_is_seen_in_the_template() -> None:
+    assert thinks("auto", QWEN)
+    assert not thinks("auto", "{{ messages }}")
+    assert thinks("deepseek_r1", "{{ messages }}")
+    assert not thinks("none", QWEN)
+    assert is_open("<|assistant|><think>\n")
+    assert not is_open("<think>\n\n</think>\n\n")
+
+
+def test_effort_reaches_templates_that_know_it() -> None:
+    assert thinking_variables(None, "") == {}
+    assert thinking_variables("none", QWEN)["enable_thinking"] is False
+    assert thinking_variables("low", QWEN) == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    assert thinking_variables("none", "{{ messages }}") == {}
+    for effort, template in (("low", "{{ messages }}"), ("none", "<think>")):
+        with pytest.raises(RequestError, match="reasoning_effort"):
+            thinking_variables(effort, template)  # type: ignore[arg-type]
+
+
+# A random model thinks what a grammar makes it think.
+ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 1}
+GRAMMAR = {"structured_outputs": {"regex": "<think>[a-z]{3,8}</think>[A-Z]{2,6}"}}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    "<|assistant|>{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+    """A daemon whose template opens the thinking when it is told to."""
+    template = Path(tmp_path_factory.mktemp("thinking")) / "template.jinja"
+    template.write_text(TEMPLATE)
+    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(template))
+
+
+@pytest.fixture
+def client(thinking: Daemon) -> Iterator[httpx.Client]:
+    with thinking.client() as client:
+        yield client
+
+
+def test_a_chat_has_thoughts_beside_its_content(client: httpx.Client) -> None:
+    """Whole and streamed, with the number of their tokens; the grammar has the opening tag in the answer itself."""
+    whole = client.post("/v1/chat/completions", json=ASKED | GRAMMAR | {"seed": 3}).json()
+    message = whole["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"]
+    assert message["reasoning_content"].islower()
+    assert message["content"].isupper()
+    counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 1 < counted < whole["usage"]["completion_tokens"]
+
+    with open_stream(client, "/v1/chat/completions", **ASKED, **GRAMMAR, seed=3) as stream:
+        deltas = [choice["delta"] for chunk in stream.read() for choice in chunk["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+
+
+def test_thinking_that_the_prompt_has_begun(client: httpx.Client) -> None:
+    """What comes before a closing tag is thought; cut off, all of it."""
+    call = ASKED | {"max_tokens": 6, "reasoning_effort": "high"}
+    message = client.post("/v1/chat/completions", json=call).json()["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert message["content"] is None
+    plain = client.post("/v1/chat/completions", json=call | {"reasoning_effort": "none"}).json()["choices"][0][
+        "message"
+    ]
+    assert plain["content"]
+    assert "reasoning_content" not in plain
+
+
+def test_a_grammar_begins_with_the_answer(client: httpx.Client) -> None:
+    """Structured output behind an opened tag is what is said, not a thought."""
+    grammar = {"structured_outputs": {"regex": "[A-Z]{2,6}"}, "reasoning_effort": "high"}
+    message = client.post("/v1/chat/completions", json=ASKED | grammar).json()["choices"][0]["message"]
+    assert message["content"].isupper()
+
+
+def test_thoughts_go_back_to_the_model(client: httpx.Client) -> None:
+    """A template that shows them again gets them under either name; only from the assistant."""
+
+    def count(**more: Any) -> int:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
+        answer = client.post("/v1/chat/completions", json=ASKED | {"messages": turns, "max_tokens": 1})
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    assert count(reasoning_content="abc def") == count(reasoning="abc def") > count()
+    bad = ASKED | {"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}
+    assert client.post("/v1/chat/completions", json=bad).status_code == 400
+
+
+def test_responses_have_a_reasoning_item(client: httpx.Client) -> None:
+    text = {"format": {"type": "text"}}
+    call = {"model": MODEL, "input": "hello", "text": text, "seed": 3, "temperature": 1, **GRAMMAR}
+    body = client.post("/v1/responses", json=call).json()
+    thought, message = body["output"]
+    assert (thought["type"], message["type"]) == ("reasoning", "message")
+    assert thought["content"][0]["text"].islower()
+    assert message["content"][0]["text"].isupper()
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 1
+
+
+def test_effort_is_refused_where_the_template_knows_none(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json=ASKED | {"reasoning_effort": "high"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "reasoning_effort"
+    assert http.post("/v1/chat/completions", json=ASKED | {"reasoning_effort": "none"}).status_code == 200
