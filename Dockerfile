@@ -8,19 +8,28 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 # without it, the default index's build, with CUDA.
 ARG TORCH_INDEX_URL=
 WORKDIR /src
+# Extras of Polydraft that the image has too: ray (deploy/ray_app.py), otel (traces); commas between several.
+ARG EXTRAS=
 RUN python -m venv /opt/polydraft
 COPY constraints.txt pyproject.toml README.md ./
 # All dependencies, by an install of Polydraft without its packages: a layer that edits of the source keep.
 RUN if [ -n "$TORCH_INDEX_URL" ]; then \
         /opt/polydraft/bin/pip install --index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch; \
     fi \
-    && /opt/polydraft/bin/pip install -c constraints.txt .
+    && /opt/polydraft/bin/pip install -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
+COPY deploy/__init__.py deploy/ray_app.py deploy/
 RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
+# On a CUDA device Triton compiles launchers as it meets kernels: EXTRA_PACKAGES="gcc libc6-dev".
+ARG EXTRA_PACKAGES=
+# hadolint ignore=DL3008,SC2086
+RUN if [ -n "$EXTRA_PACKAGES" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends $EXTRA_PACKAGES && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft
 COPY --from=build /opt/polydraft /opt/polydraft
 ENV PATH=/opt/polydraft/bin:$PATH \
@@ -31,6 +40,6 @@ USER 10001
 WORKDIR /home/polydraft
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"POLYDRAFT_PORT\"]}/ready', timeout=2)"]
 ENTRYPOINT ["polydraft", "serve"]

@@ -1,8 +1,7 @@
-"""A real Prometheus for tests: Debian's package, from the path or unpacked into a cache; started, asked, ended."""
+"""A real Prometheus for tests: from the path or of Debian's package; started, asked, ended."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,32 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
+from tests.deploy.debian import unpacked
 from tests.server.daemon_process import free_port, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polydraft" / "prometheus"
 
 
 def program(name: str) -> str:
     """The path of `prometheus` or `promtool`; skips the test where there is none and none can be fetched."""
-    if found := shutil.which(name):
-        return found
-    unpacked = CACHE / "usr" / "bin" / name
-    if not unpacked.exists():
-        if not shutil.which("apt-get") or not shutil.which("dpkg"):
-            pytest.skip(f"no {name} on the path, and this is no Debian to take its package from")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        # Lists of packages may be missing on a new machine; an update needs root.
-        command = "apt-get download prometheus || (apt-get update && apt-get download prometheus)"
-        fetched = subprocess.run(
-            f"({command}) && dpkg -x prometheus_*.deb .", shell=True, cwd=CACHE, capture_output=True, check=False
-        )
-        if fetched.returncode:
-            pytest.skip(f"no {name} on the path, and its package cannot be fetched")
-    return str(unpacked)
+    return shutil.which(name) or str(unpacked("prometheus") / "usr" / "bin" / name)
 
 
 class Prometheus:

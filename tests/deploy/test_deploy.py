@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from engine.api import EngineFacts, Outcome, Step, StepStats
 from server.metrics import ServerMetrics
 from server.settings import Serve
+from tests.deploy.debian import unpacked
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -102,14 +105,40 @@ def test_every_metric_of_an_alert_is_exported(exported: str) -> None:
             assert re.search(rf"^{name}{{", exported, re.MULTILINE), f"{rule['alert']}: {name} is not exported"
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_compose_files_fit_the_specification(name: str) -> None:
+    """By the schema that comes with Debian's docker-compose, which is older than the project's `name`."""
+    schema = next(unpacked("docker-compose").rglob("compose_spec.json"))
+    written = yaml.safe_load((DEPLOY / name).read_text())
+    written.pop("name", None)
+    jsonschema.validate(written, json.loads(schema.read_text()))
+
+
 def test_compose_mounts_files_that_exist() -> None:
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    whole = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = whole["services"]
     assert {"polydraft", "prometheus", "grafana"} == set(services)
     for service in services.values():
         for volume in service.get("volumes", []):
-            assert (DEPLOY / volume.split(":")[0]).exists(), volume
+            source = volume.split(":")[0]
+            assert source in whole["volumes"] or (DEPLOY / source).exists(), volume
     scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
     assert scraped[0]["static_configs"][0]["targets"] == ["polydraft:8000"]
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_compose_sets_known_settings_and_arguments(name: str) -> None:
+    daemon = yaml.safe_load((DEPLOY / name).read_text())["services"]["polydraft"]
+    settings = {one.removeprefix("POLYDRAFT_").lower() for one in daemon["environment"]} - {"hf_token"}
+    assert settings <= set(Serve.model_fields)
+    assert set(daemon["build"]["args"]) <= set(
+        re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    )
+
+
+def test_the_dockerfile_has_no_faults_that_a_linter_knows() -> None:
+    run = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_dockerfile_copies_what_exists_and_sets_known_settings() -> None:
@@ -130,7 +159,7 @@ def test_edits_of_the_source_keep_the_dependencies_of_the_image() -> None:
     assert len(installs) == 2
     dependencies, source = (step.splitlines()[0].split("pip install")[1:] for step in installs)
     assert '--index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch' in dependencies[0]
-    assert dependencies[1].strip() == "-c constraints.txt ."
+    assert dependencies[1].strip() == '-c constraints.txt ".${EXTRAS:+[$EXTRAS]}"'
     assert [part.split() for part in source] == [["--no-deps", "--force-reinstall", "."]]
     assert "COPY engine" in installs[0]
     built = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["polydraft"]["build"]

@@ -1,0 +1,306 @@
+"""Polydraft on Ray Serve: several daemons behind one address, with prefix affinity, autoscaling and a graceful drain.
+
+    serve run deploy.ray_app:build arguments="MODEL --draft-model DRAFT" max_replicas=4
+
+`Front` takes HTTP, `PrefixRouter` chooses a replica, each `Replica` runs one `polydraft serve` and hands requests to it
+over a unix socket, so that a replica behaves like a daemon in every respect. For KubeRay there is
+`deploy/kubernetes/rayservice.yaml`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+log = logging.getLogger("ray.serve")
+
+_HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade host content-length".split()
+)
+_PREFIX_CHARACTERS = 4000
+_TRIES = 3
+# A daemon that is asked for its state answers at once; whole answers may take as long as they like.
+_PROBE_S = 5.0
+# Started so, the daemon drains when the replica that holds its standard input is gone, however that ended.
+_SUPERVISED = ["sh", "-c", '"$@" & child=$!; cat >/dev/null; kill -TERM $child; wait $child', "sh"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request on its way to a replica."""
+
+    method: str
+    target: str
+    """Path and query, as they were sent."""
+    headers: list[tuple[str, str]]
+    body: bytes
+    prefix: str = field(default="")
+    """Requests of the same one should meet in the same replica's prefix cache; empty: any replica."""
+
+
+def prefix_of(body: bytes) -> str:
+    """What requests have in common that gain by sharing a cache: `prompt_cache_key`, else how the prompt begins.
+
+    Of a conversation everything up to the first user's message, so that later turns find the earlier ones' replica.
+    """
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return ""
+    if not isinstance(fields, dict):
+        return ""
+    if key := fields.get("prompt_cache_key"):
+        return str(key)
+    begin: list[Any] = [fields.get("system"), fields.get("instructions")]
+    messages = fields.get("messages", fields.get("input", fields.get("prompt", "")))
+    for message in messages if isinstance(messages, list) else [messages]:
+        begin.append(message)
+        if isinstance(message, dict) and message.get("role") == "user":
+            break
+    text = json.dumps(begin)[:_PREFIX_CHARACTERS]
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class PrefixRouter(RequestRouter):
+    """Sends requests of one prefix to one replica, unless that has much more to do than another."""
+
+    def initialize_state(self, most_ahead: int = 8) -> None:  # type: ignore[override]
+        """most_ahead: how many more open requests than the idlest replica the preferred one may have."""
+        self._most_ahead = most_ahead
+        self._open: Counter[str] = Counter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in the order of preference: rendezvous hashing moves few prefixes when replicas come and go."""
+        if not candidate_replicas:
+            return []
+        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        prefix = call.prefix if isinstance(call, Call) else ""
+        by_load = sorted(candidate_replicas, key=lambda one: self._open[one.replica_id.unique_id])
+        if not prefix:
+            return [[one] for one in by_load]
+        preferred = max(
+            candidate_replicas,
+            key=lambda one: hashlib.sha256(f"{prefix} {one.replica_id.unique_id}".encode()).digest(),
+        )
+        ahead = self._open[preferred.replica_id.unique_id] - self._open[by_load[0].replica_id.unique_id]
+        if ahead > self._most_ahead:
+            return [[one] for one in by_load]
+        return [[preferred], *([one] for one in by_load if one is not preferred)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
+        """Count a request as open."""
+        self._open[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
+        """A request has ended, somehow."""
+        self._open[replica_id.unique_id] -= 1
+
+
+class Replica:
+    """One daemon of its own, and the way to it."""
+
+    def __init__(self, arguments: list[str], start_timeout_s: float) -> None:
+        """arguments: of `polydraft serve`. Returns when the daemon serves."""
+        self._folder = tempfile.mkdtemp(prefix="polydraft-replica-")
+        socket = str(Path(self._folder) / "http")
+        command = [*_SUPERVISED, sys.executable, "-m", "server.cli", "serve", *arguments, "--uds", socket]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        transport = httpx.AsyncHTTPTransport(uds=socket)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
+        self._wait_ready(socket, start_timeout_s)
+
+    def _wait_ready(self, socket: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://replica") as client:
+            while time.monotonic() < deadline:
+                if not Path(socket).exists() and self._process.poll() is not None:
+                    raise RuntimeError(f"polydraft serve ended with {self._process.returncode}; see the replica's log")
+                try:
+                    if client.get("/ready", timeout=_PROBE_S).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.1)
+        raise RuntimeError(f"polydraft serve is not ready after {timeout_s:.0f} s")
+
+    async def check_health(self) -> None:
+        """Raise where the daemon has ended, or its engine's steps end no more: Ray starts another replica then."""
+        (await self._client.get("/health", timeout=_PROBE_S)).raise_for_status()
+
+    async def answer(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
+        """Status and headers, then the body as it comes. A caller that leaves ends its request in the daemon."""
+        request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
+        response = await self._client.send(request, stream=True)
+        try:
+            yield response.status_code, _forwarded(response.headers.multi_items())
+            async for chunk in response.aiter_raw():
+                yield chunk
+        finally:
+            await response.aclose()
+
+    async def __del__(self) -> None:
+        """Let the daemon finish what it has begun; Ray waits for this as long as its graceful shutdown may take."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        while self._process.poll() is None:
+            await asyncio.sleep(0.1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Front:
+    """Takes HTTP and hands it to replicas; a request whose replica dies before its answer begins goes to another."""
+
+    def __init__(self, replicas: DeploymentHandle[Replica]) -> None:
+        self._replicas = replicas.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        """One request."""
+        body = await request.body()
+        query = f"?{request.url.query}" if request.url.query else ""
+        is_post = request.method == "POST"
+        call = Call(
+            request.method,
+            request.url.path + query,
+            _forwarded(list(request.headers.items())),
+            body,
+            prefix_of(body) if is_post else "",
+        )
+        for left in reversed(range(_TRIES)):
+            answer = self._replicas.answer.remote(call)
+            try:
+                return await self._respond(call, answer)
+            except BackPressureError:
+                return _refusal(call, 429, "rate_limit_error", "queue_full", "all replicas are busy; try again soon")
+            except (RayActorError, RayTaskError) as error:
+                answer.cancel()  # type: ignore[no-untyped-call]
+                log.warning("a replica failed; %d tries left (%s)", left, type(error).__name__)
+        return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
+
+    async def _respond(self, call: Call, answer: Any) -> Response:
+        """The answer of a replica: a stream as it comes, anything else once it is whole."""
+        status, headers = await anext(answer)
+        kind = dict(headers).get("content-type", "")
+        if kind.startswith("text/event-stream"):
+            first = await anext(answer, b"")
+            return StreamingResponse(_rest(call, first, answer), status, dict(headers))
+        return Response(b"".join([chunk async for chunk in answer]), status, dict(headers))
+
+
+async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
+    """The events of a stream; one that cannot go on ends with an error event."""
+    try:
+        yield first
+        async for chunk in answer:
+            yield chunk
+    except (RayActorError, RayTaskError) as error:
+        log.warning("a replica failed in the middle of a stream (%s)", type(error).__name__)
+        yield _last_event(call)
+    finally:
+        answer.cancel()
+
+
+_ENDED = "the replica ended in the middle of the answer; send the request again"
+
+
+def _last_event(call: Call) -> bytes:
+    """The error that a broken stream ends with, in the shape of its endpoint."""
+    if "/v1/messages" in call.target:
+        data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
+        return f"event: error\ndata: {json.dumps(data)}\n\n".encode()
+    error = {"message": _ENDED, "type": "service_unavailable", "param": None, "code": "engine_unavailable"}
+    if "/v1/responses" in call.target:
+        return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
+    return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
+
+
+def _refusal(call: Call, status: int, kind: str, code: str, message: str) -> Response:
+    body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    if "/v1/messages" in call.target:
+        told = "rate_limit_error" if status == 429 else "overloaded_error"
+        body = {"type": "error", "error": {"type": told, "message": message}}
+    return Response(json.dumps(body), status, {"retry-after": "1"}, "application/json")
+
+
+def _forwarded(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Headers without those of one connection."""
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _HOP_BY_HOP]
+
+
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class Options(BaseModel):
+    """What `build` is told, on the command line (`serve run ... name=value`) or in `serveConfigV2`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    arguments: Annotated[list[str], BeforeValidator(_words)] = []
+    """Of `polydraft serve` in every replica, as a list or as in a shell; none serves the embedded pair."""
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: int = Field(4, ge=1)
+    target_ongoing_requests: float = Field(16, gt=0)
+    """Open requests of a replica at which there are enough replicas."""
+    max_ongoing_requests: int = Field(64, ge=1)
+    """Most open requests of a replica; the daemon's own queue comes on top of its seats (`--max-num-seqs`)."""
+    max_queued_requests: int = Field(256, ge=-1)
+    """Most requests that wait for a replica; more get 429."""
+    num_cpus: float = Field(2, ge=0)
+    num_gpus: float = Field(0, ge=0)
+    """What a replica takes of its machine."""
+    most_ahead: int = Field(8, ge=0)
+    """How many more open requests than the idlest replica the one of a prefix may have before others help."""
+    drain_timeout_s: float = Field(60, ge=0)
+    start_timeout_s: float = Field(600, gt=0)
+
+
+def build(options: dict[str, Any]) -> serve.Application:
+    """The application (`import_path: deploy.ray_app:build`); options: fields of `Options`."""
+    wanted = Options.model_validate(options)
+    drain = ["--shutdown-timeout", str(wanted.drain_timeout_s)]
+    router: dict[str, Any] = {
+        "request_router_class": "deploy.ray_app.PrefixRouter",
+        "request_router_kwargs": {"most_ahead": wanted.most_ahead},
+    }
+    replicas = serve.deployment(
+        name="Replica",
+        max_ongoing_requests=wanted.max_ongoing_requests,
+        max_queued_requests=wanted.max_queued_requests,
+        graceful_shutdown_timeout_s=wanted.drain_timeout_s + 5,
+        ray_actor_options={"num_cpus": wanted.num_cpus, "num_gpus": wanted.num_gpus},
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=wanted.min_replicas,
+            max_replicas=wanted.max_replicas,
+            target_ongoing_requests=wanted.target_ongoing_requests,
+        ),
+        request_router_config=RequestRouterConfig(**router),
+    )(Replica).bind([*drain, *wanted.arguments], wanted.start_timeout_s)
+    # Takes as many as the replicas and their queue.
+    front = serve.deployment(name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(Front)
+    return front.bind(replicas)

@@ -1,0 +1,102 @@
+"""Two local replicas under load, one of them killed; what became of every request, as JSON on standard output.
+
+A program of its own, because Ray keeps threads and processes of its own: python -m tests.deploy.ray_load TARGET DRAFT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+
+from deploy.ray_app import build
+from tests.server.daemon_process import MODEL, free_port, wait_until
+
+NUM_CLIENTS, NUM_REQUESTS, NUM_TOKENS = 8, 4, 600
+
+
+def replicas() -> list[str]:
+    """Names of the replicas' actors."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in named if "#Replica#" in one["name"]]
+
+
+def ask(client: httpx.Client, number: int) -> str:
+    """One request; how it ended."""
+    streams = number % 2 == 0
+    call: dict[str, Any] = {"model": MODEL, "prompt": f"prompt {number}", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    try:
+        answer = client.post("/v1/completions", json=call | {"stream": streams})
+    except httpx.TransportError as error:
+        return f"lost: {type(error).__name__}"
+    if answer.status_code != 200:
+        return f"status {answer.status_code}" if "error" in answer.json() else "lost: no error"
+    if not streams:
+        return "whole" if answer.json()["usage"]["completion_tokens"] == NUM_TOKENS else "lost: too short"
+    if '"error"' in answer.text:
+        return "error event" if answer.text.endswith("data: [DONE]\n\n") else "lost: no last event"
+    return "stream" if '"finish_reason":"length"' in answer.text else "lost: no end"
+
+
+def main() -> None:
+    """Start, load, kill, count."""
+    target, draft = sys.argv[1:3]
+    port = free_port()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver="-v" in sys.argv, configure_logging=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": None})
+    arguments = [target, "--draft-model", draft, "--served-model-name", MODEL, "--num-threads", "1", "--no-calibrate"]
+    options = {"arguments": arguments, "min_replicas": 2, "max_replicas": 2, "num_cpus": 1, "drain_timeout_s": 10}
+    began = time.monotonic()
+    serve.run(build(options), blocking=False)
+    found: dict[str, Any] = {"start_s": time.monotonic() - began, "ends": Counter(), "after": Counter()}
+    base = f"http://127.0.0.1:{port}"
+    lock = threading.Lock()
+
+    def load(kind: str, first: int, count: int) -> None:
+        with httpx.Client(base_url=base, timeout=300, verify=False) as client:
+            for number in range(first, first + count):
+                end = ask(client, number)
+                with lock:
+                    found[kind][end] += 1
+
+    def run(kind: str, count: int) -> list[threading.Thread]:
+        threads = [threading.Thread(target=load, args=(kind, 101 * i, count)) for i in range(NUM_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    with httpx.Client(base_url=base, timeout=300, verify=False) as client:
+        # The same beginning meets the same cache, whoever asks.
+        prompt = [1, *range(5, 69)]
+        cached = [
+            client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1}).json()["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for _ in range(4)
+        ]
+        found["cached"] = cached
+        threads = run("ends", NUM_REQUESTS)
+        wait_until(lambda: sum(found["ends"].values()) >= NUM_CLIENTS, "no request ends")
+        # In the middle of the next answers, half of which are streams.
+        time.sleep(1)
+        before = set(replicas())
+        ray.kill(ray.get_actor(sorted(before)[0], namespace="serve"))
+        for thread in threads:
+            thread.join()
+        wait_until(lambda: len(set(replicas())) == 2 and set(replicas()) != before, "no replica takes the place")
+        for thread in run("after", 3):
+            thread.join()
+    serve.shutdown()
+    ray.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Kubernetes manifests: overlays render, resources fit their schemas, selectors find the pods, flags are known."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from deploy.ray_app import Options
+from server.settings import Serve
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+VERSION = "1.32"
+# Resources of operators, whose schemas come with them.
+OF_OPERATORS = {"ServiceMonitor"}
+LABELS = {"app.kubernetes.io/name": "polydraft"}
+
+
+@cache
+def rendered(overlay: str) -> dict[str, Any]:
+    """The resources of an overlay by kind; skips where there is no kubectl."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl on the path, which renders overlays")
+    command = [kubectl, "kustomize", str(FOLDER / "overlays" / overlay)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr, run.stderr
+    resources = list(yaml.safe_load_all(run.stdout))
+    assert len({one["kind"] for one in resources}) == len(resources)
+    return {one["kind"]: one for one in resources}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_resource_fits_its_schema(overlay: str) -> None:
+    for kind, resource in rendered(overlay).items():
+        if kind not in OF_OPERATORS:
+            kubernetes_validate.validate(resource, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_the_pods(overlay: str) -> None:
+    """And nothing else of the namespace; whoever may ask need not be one of them."""
+    found = rendered(overlay)
+    deployment = found["Deployment"]["spec"]
+    assert deployment["template"]["metadata"]["labels"] == LABELS
+    assert deployment["selector"]["matchLabels"] == LABELS
+    assert found["Service"]["spec"]["selector"] == LABELS
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == LABELS
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == LABELS
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == {"polydraft-client": "true"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_daemon_takes_its_arguments(overlay: str) -> None:
+    """Every flag is known, pods outlive the drain, and nothing is written where it cannot be."""
+    pod = rendered(overlay)["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = " ".join(container["args"]).replace("=", " ").split()
+    flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    assert flags <= set(Serve.model_fields)
+    assert float(words[words.index("--shutdown-timeout") + 1]) < pod["terminationGracePeriodSeconds"]
+    settings = {one["name"].removeprefix("POLYDRAFT_").lower() for one in container["env"]} - {"hf_home"}
+    assert settings <= set(Serve.model_fields)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {"/cache", "/tmp"} <= set(mounts.values())
+    probes = [container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")]
+    assert probes == ["/health", "/health", "/ready"]
+
+
+def test_the_autoscaler_counts_waiting_requests_and_alone_says_how_many() -> None:
+    found = rendered("autoscaled")
+    assert "replicas" not in found["Deployment"]["spec"]
+    (metric,) = found["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == "polydraft_num_requests_waiting"
+    assert found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]
+    assert found["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == LABELS
+    ports = {port["name"] for port in found["Service"]["spec"]["ports"]}
+    assert found["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
+
+
+def test_ray_takes_its_service() -> None:
+    """The application fits Ray's own schema and our options; its pods fit Kubernetes'."""
+    service = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"])).applications
+    assert application.import_path == "deploy.ray_app:build"
+    options = Options.model_validate(application.args)
+    flags = {word[2:].replace("-", "_") for word in options.arguments if word.startswith("--")}
+    assert flags <= set(Serve.model_fields)
+    cluster = service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], workers):
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
+        kubernetes_validate.validate(template, VERSION, strict=True)
+    cores = int(workers["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"])
+    assert options.num_cpus <= cores
+    assert workers["maxReplicas"] >= options.max_replicas

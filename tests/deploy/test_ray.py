@@ -1,0 +1,103 @@
+"""Replicas on Ray Serve: which one gets a request, and what becomes of requests when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deploy.ray_app import Call, Options, PrefixRouter, prefix_of
+from tests.server.daemon_process import ROOT
+from tests.server.tiny_models import write_pair
+
+
+def chat(*turns: tuple[str, str], **more: Any) -> bytes:
+    """A body with these messages."""
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns], **more}).encode()
+
+
+def test_turns_of_a_conversation_have_one_prefix() -> None:
+    first = [("system", "be kind"), ("user", "hello")]
+    assert prefix_of(chat(*first)) == prefix_of(chat(*first, ("assistant", "hi"), ("user", "and?"), temperature=0))
+    assert prefix_of(chat(*first)) != prefix_of(chat(("system", "be kind"), ("user", "good day")))
+    assert prefix_of(chat(*first, prompt_cache_key="mine")) == "mine"
+    assert prefix_of(b'{"prompt": "a"}') != prefix_of(b'{"prompt": "b"}')
+    for strange in (b"", b"[]", b"not json", b'{"messages": 5}', b'{"prompt": [[1, 2], [3]]}'):
+        prefix_of(strange)
+
+
+def router(count: int, **open_requests: int) -> tuple[Any, list[Any]]:
+    """A router with so many replicas, some of which have open requests."""
+    made = PrefixRouter.__new__(PrefixRouter)
+    made.initialize_state(most_ahead=2)
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=f"r{i}")) for i in range(count)]
+    for replica in replicas:
+        for _ in range(open_requests.get(replica.replica_id.unique_id, 0)):
+            made.on_request_routed(None, replica.replica_id, None)
+    return made, replicas
+
+
+def order(made: Any, replicas: list[Any], prefix: str) -> list[str]:
+    """The replicas in the order in which they are tried."""
+    pending = SimpleNamespace(args=[Call("POST", "/", [], b"", prefix)])
+    ranks = asyncio.run(made.choose_replicas(replicas, pending))
+    return [replica.replica_id.unique_id for rank in ranks for replica in rank]
+
+
+def test_a_prefix_stays_with_its_replica() -> None:
+    """Prefixes are spread; one keeps its replica when others come, unless the new one is its."""
+    made, replicas = router(4)
+    preferred = {str(i): order(made, replicas, str(i))[0] for i in range(200)}
+    counts = [list(preferred.values()).count(name) for name in ("r0", "r1", "r2", "r3")]
+    assert min(counts) > 25
+    more, five = router(5)
+    moved = [
+        order(more, five, prefix)[0] for prefix, before in preferred.items() if order(more, five, prefix)[0] != before
+    ]
+    assert set(moved) == {"r4"}
+    assert len(moved) < 80
+
+
+def test_a_busy_replica_gets_help() -> None:
+    """More than two ahead of the idlest: others first; with the requests done it is preferred again."""
+    made, replicas = router(3)
+    favourite = order(made, replicas, "x")[0]
+    busy, replicas = router(3, **{favourite: 2})
+    assert order(busy, replicas, "x")[0] == favourite
+    busy, replicas = router(3, **{favourite: 3})
+    assert order(busy, replicas, "x")[-1] == favourite
+    busy.on_request_completed(SimpleNamespace(unique_id=favourite), "")
+    assert order(busy, replicas, "x")[0] == favourite
+    idle, replicas = router(3, r0=1, r1=2)
+    assert order(idle, replicas, "") == ["r2", "r0", "r1"]
+    assert asyncio.run(idle.choose_replicas([], None)) == []
+
+
+def test_options_come_from_a_shell_or_from_yaml() -> None:
+    assert Options.model_validate({"arguments": "m --draft-model 'a b'", "max_replicas": "3"}).arguments[-1] == "a b"
+    assert Options.model_validate({"arguments": ["m"]}).arguments == ["m"]
+    with pytest.raises(ValidationError, match="no_such"):
+        Options.model_validate({"no_such": 1})
+
+
+@pytest.mark.slow
+def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
+    """Eight clients, two replicas, one killed in the middle: every request ends or says why, and others go on."""
+    pair = write_pair(tmp_path)
+    command = [sys.executable, "-m", "tests.deploy.ray_load", str(pair.target), str(pair.draft)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert not [end for end in found["ends"] if end.startswith("lost")], found
+    assert sum(found["ends"].values()) == 32
+    assert found["ends"]["whole"] + found["ends"]["stream"] >= 24
+    assert set(found["after"]) == {"whole", "stream"}
+    assert found["cached"][0] == 0
+    assert min(found["cached"][1:]) > 0
