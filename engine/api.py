@@ -29,7 +29,16 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from engine.errors import ConfigError, EngineBusy, EngineStopped, LoadError, PolydraftError, RequestError
+from engine.errors import (
+    NON_FINITE,
+    ConfigError,
+    DeadlineExceeded,
+    EngineBusy,
+    EngineStopped,
+    LoadError,
+    PolydraftError,
+    RequestError,
+)
 from engine.files import check_source, model_file
 from engine.logs import log_fields, set_up_log
 from engine.metrics import PHASES, StepStats
@@ -157,12 +166,14 @@ __all__ = [
     "DRAFTERS",
     "GRAMMAR",
     "MODEL",
+    "NON_FINITE",
     "PHASES",
     "PREDICTION",
     "Abort",
     "Accepted",
     "CacheConfig",
     "ConfigError",
+    "DeadlineExceeded",
     "Device",
     "Dtype",
     "EngineBusy",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.admission import check_request
+from engine.broken import ERROR, broken_rows
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
 from engine.drafters.drafter import Drafter
@@ -63,6 +64,7 @@ class Engine:
         self.limits = limits
         self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
         self.telemetry = Telemetry(scheduler, target.device)
+        self._broken: list[str] = []
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
@@ -70,7 +72,9 @@ class Engine:
         plan = self.scheduler.plan()  # who, how many tokens, which blocks
         with self.telemetry.phase("parts"):
             verdict = self.carry_out(plan)
-        return self.scheduler.commit(plan, verdict)  # append, finish, free
+        outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
+        self._end_broken(plan, verdict)
+        return outcomes
 
     def carry_out(self, plan: Plan) -> Verdict:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
@@ -86,14 +90,18 @@ class Engine:
             self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
             if self.drafter is not None:
                 self.drafter.keep(plan, kept_paths(winners))
-        verdict = Verdict(tuple(winner.emission for winner in winners), prompt_logprobs)
+        emissions = tuple(winner.emission for winner in winners)
+        verdict = Verdict(emissions, prompt_logprobs, broken_rows(plan, draft, logits_NV))
+        if verdict.broken:
+            return verdict
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
 
     def run_step(self) -> StepResult:
         """One step with its measurements."""
         self.telemetry.begin_step()
         outcomes = self.step()
-        failed = self._end_followed(outcomes)
+        failed = [*self._end_followed(outcomes), *((request_id, ERROR) for request_id in self._broken)]
+        self._broken = []
         stats = self.telemetry.end_step(self.following.num_waiting)
         gone = {request_id for request_id, _ in failed}
         return StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], stats, failed)
@@ -133,6 +141,19 @@ class Engine:
         if not self.scheduler.has_work:
             self.telemetry.pause()
         return is_known
+
+    def _end_broken(self, plan: Plan, verdict: Verdict) -> None:
+        """Forget the sequences whose numbers are not finite, and their K/V before others get its blocks."""
+        if not verdict.broken:
+            return
+        rows = [row for row in plan.rows if row.sequence_id in verdict.broken]
+        self._broken = [row.request_id for row in rows]
+        blocks = [block for row in rows for block in row.block_ids]
+        self.target.wipe(blocks)
+        if self.draft_runner is not None:
+            self.draft_runner.wipe(blocks)
+        for request_id in self._broken:
+            self.abort(request_id)
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""

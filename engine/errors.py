@@ -4,6 +4,7 @@ PolydraftError
 ├── RequestError     the caller's request cannot be served; ends that request (HTTP 400)
 ├── EngineBusy       the queue is full; the caller may try again (HTTP 429)
 ├── EngineStopped    the engine has died or is draining (HTTP 503)
+├── DeadlineExceeded the request took too long (HTTP 504)
 ├── ConfigError      the operator's configuration is wrong (exit code 2)
 └── LoadError        the models cannot be loaded or served correctly (exit code 1)
 """
@@ -11,6 +12,9 @@ PolydraftError
 from __future__ import annotations
 
 from typing import Literal
+
+NON_FINITE = "non_finite_logits"
+"""Code of a request that a model gave no finite numbers for: the server's fault, not the caller's."""
 
 
 class PolydraftError(Exception):
@@ -42,6 +46,10 @@ class EngineStopped(PolydraftError):
     def __init__(self, message: str, rejects: Literal["loading", "draining", "engine_stopped"] | None = None) -> None:
         super().__init__(message)
         self.rejects = rejects
+
+
+class DeadlineExceeded(PolydraftError):
+    """A request has taken longer than the operator lets one take."""
 
 
 class ConfigError(PolydraftError):

@@ -100,6 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that follow the first input ids, where their logprobs are asked for."""
     reports_drafts: bool = False
     """Whether the emission has the chains."""
+    request_id: str = ""
 
     @property
     def end(self) -> int:
@@ -190,3 +191,5 @@ class Verdict:
     emissions: tuple[Emission, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """Of the tokens in `prompt_next`, one entry per row of the plan; empty where no row asks."""
+    broken: frozenset[int] = frozenset()
+    """Sequences whose emission says nothing, because a model's numbers were not finite."""

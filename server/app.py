@@ -20,9 +20,7 @@ def build_app(server: Server) -> FastAPI:
         Middleware(
             RequestEnvelope,
             metrics=server.metrics,
-            api_keys=settings.api_key,
-            max_body_bytes=settings.max_request_bytes,
-            log_requests=settings.enable_log_requests,
+            settings=settings,
         )
     ]
     if settings.allowed_origins:

@@ -54,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(arguments: list[str]) -> int:
     import signal
 
-    # Until the event loop has its own handlers; as process 1 of a container the default would ignore it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Until the event loop has its own handlers: no traceback, and as process 1 of a container not ignored either.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 

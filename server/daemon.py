@@ -102,7 +102,13 @@ def run(settings: Serve) -> int:
         way_out = "--uds" if settings.uds else "--port"
         print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
         return EXIT_BIND
-    client = EngineClient(config, settings.max_num_seqs + settings.max_num_queued_reqs, settings.stall_timeout)
+    client = EngineClient(
+        config,
+        settings.max_num_seqs + settings.max_num_queued_reqs,
+        settings.stall_timeout,
+        settings.request_timeout,
+        settings.max_num_queued_tokens,
+    )
     with listener:
         # The engine takes longest to load: it begins before the tokenizer is read.
         client.launch()

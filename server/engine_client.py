@@ -19,6 +19,7 @@ import zmq.asyncio
 from engine.api import (
     Abort,
     Accepted,
+    DeadlineExceeded,
     EngineBusy,
     EngineConfig,
     EngineFacts,
@@ -45,6 +46,7 @@ log = logging.getLogger("polydraft")
 
 StepPart = tuple[Outcome, StepStats]
 _POLL_S = 0.25
+_TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
 
 
 class Ticket:
@@ -78,10 +80,17 @@ class Ticket:
         self._is_decided.set()
         self.arrivals.put_nowait(error)
 
-    async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
-        """(index of the request, its outcome, the step's stats) until all have ended."""
+    async def parts(self, deadline_s: float | None = None) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
+        """(index of the request, its outcome, the step's stats) until all have ended.
+
+        deadline_s: when it must have ended, by the event loop's clock; raises DeadlineExceeded then.
+        """
         while self.open_ids or not self.arrivals.empty():
-            part = await self.arrivals.get()
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    part = await self.arrivals.get()
+            except TimeoutError as error:
+                raise DeadlineExceeded(_TOO_LATE) from error
             if isinstance(part, Exception):
                 raise part
             outcome, stats = part
@@ -91,8 +100,16 @@ class Ticket:
 class EngineClient:
     """Starts and talks to the engine process."""
 
-    def __init__(self, config: EngineConfig, max_open_requests: int, stall_timeout_s: float = 0.0) -> None:
-        """stall_timeout_s: with requests open, how long the engine may say nothing; 0 is for ever."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_open_requests: int,
+        stall_timeout_s: float = 0.0,
+        request_timeout_s: float = 0.0,
+        max_queued_tokens: int = 0,
+    ) -> None:
+        """stall_timeout_s: with requests open, how long the engine may say nothing; request_timeout_s: how long a call
+        may take; max_queued_tokens: of prompts whose requests have no token yet. 0 is any."""
         self.config = config
         self.max_open_requests = max_open_requests
         self.facts: EngineFacts | None = None
@@ -105,6 +122,10 @@ class EngineClient:
         self.is_draining = False
         self._tickets: dict[str, Ticket] = {}
         self._stall_timeout_s = stall_timeout_s
+        self.request_timeout_s = request_timeout_s
+        self._max_queued_tokens = max_queued_tokens
+        self._queued_tokens: dict[str, int] = {}
+        """Prompt tokens of the requests that have no token yet."""
         self._waiting_since_s: float | None = None
         """When the engine said its last word, or was asked first after it had no work; None while it has none."""
         self._is_stalled = False
@@ -194,11 +215,13 @@ class EngineClient:
             )
         if self.num_open + len(requests) > self.max_open_requests:
             raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
+        self._check_queued_tokens(requests)
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         ticket = Ticket(requests)
         for request in requests:
             self._tickets[request.request_id] = ticket
+            self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
             self._send(Submit(request))
         try:
             yield ticket
@@ -206,8 +229,15 @@ class EngineClient:
             for request_id in ticket.open_ids:
                 self.abort(request_id)
 
+    def _check_queued_tokens(self, requests: Sequence[Request]) -> None:
+        queued = sum(self._queued_tokens.values())
+        new = sum(len(request.prompt_token_ids) for request in requests)
+        if self._max_queued_tokens and queued and queued + new > self._max_queued_tokens:
+            raise EngineBusy(f"prompts of {queued} tokens wait, the most is {self._max_queued_tokens}; try again soon")
+
     def abort(self, request_id: str) -> None:
         """End one request early; nothing more arrives for it."""
+        self._queued_tokens.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             ticket.open_ids = ticket.open_ids - {request_id}
@@ -218,6 +248,7 @@ class EngineClient:
         for ticket in set(self._tickets.values()):
             ticket.fail(EngineStopped(message))
         self._tickets.clear()
+        self._queued_tokens.clear()
 
     def _send(self, message: ToEngine) -> None:
         if self.is_alive:
@@ -272,6 +303,7 @@ class EngineClient:
         self.last_stats = step.stats
         self.on_step(step)
         for outcome in step.outcomes:
+            self._queued_tokens.pop(outcome.request_id, None)
             ticket = self._tickets.get(outcome.request_id)
             if ticket is None:
                 continue
@@ -281,6 +313,7 @@ class EngineClient:
             ticket.arrivals.put_nowait((outcome, step.stats))
 
     def _refuse(self, message: Refused) -> None:
+        self._queued_tokens.pop(message.request_id, None)
         ticket = self._tickets.pop(message.request_id, None)
         if ticket is not None:
             ticket.open_ids = ticket.open_ids - {message.request_id}

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.api import EngineBusy, EngineStopped, RequestError
+from engine.api import NON_FINITE, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from server.extras import UNKNOWN
 
 
@@ -70,10 +70,14 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
+        if error.code == NON_FINITE:
+            return ApiError(500, ErrorBody(str(error), "server_error", code=NON_FINITE))
         return invalid_request(str(error), error.param, error.code)
     if isinstance(error, EngineBusy):
         body = ErrorBody(str(error), "rate_limit_error", code="queue_full")
         return ApiError(429, body, {"retry-after": "1"}, "queue_full")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, ErrorBody(str(error), "server_error", code="deadline_exceeded"))
     if isinstance(error, EngineStopped):
         body = ErrorBody(str(error), "service_unavailable", code="engine_unavailable")
         return ApiError(503, body, {"retry-after": "5"}, error.rejects)
@@ -172,5 +176,5 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     # Any other exception is answered, counted and logged by `RequestEnvelope`.
-    for kind in (ApiError, RequestError, EngineBusy, EngineStopped):
+    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, DeadlineExceeded):
         app.add_exception_handler(kind, on_error)

@@ -33,7 +33,7 @@ _SHAPE_SIZES = ((4, "{}"), (8, "5-8"), (16, "9-16"), (2**31, "17+"))
 """Label of a number of chains or of a depth, by the largest number that it stands for."""
 _LAST_POSITION = 16
 _ENDS = ("stop", "length", "tool_calls", "abort", "error")
-_REJECTIONS = ("queue_full", "loading", "draining", "engine_stopped")
+_REJECTIONS = ("queue_full", "rate_limited", "loading", "draining", "engine_stopped")
 
 _Child = TypeVar("_Child", Counter, Gauge, Histogram)
 

@@ -1,15 +1,17 @@
-"""Pure ASGI middleware: request ids, keys, body size, error counting.
+"""Pure ASGI middleware: request ids, keys, rates, body size, slow readers, error counting.
 
 Pure, because Starlette's BaseHTTPMiddleware hides a client's disconnect from the handlers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import hmac
 import logging
+import math
 import time
 import uuid
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -17,8 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
 from server.calls import Call, current_call
-from server.errors import error_response, http_error
+from server.errors import ApiError, ErrorBody, error_response, http_error
 from server.metrics import ServerMetrics
+from server.settings import Serve
 
 log = logging.getLogger("polydraft")
 
@@ -33,15 +36,15 @@ class RequestEnvelope:
         self,
         app: ASGIApp,
         metrics: ServerMetrics,
-        api_keys: Sequence[str],
-        max_body_bytes: int,
-        log_requests: bool,
+        settings: Serve,
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._keys = [key.encode() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
-        self._log_requests = log_requests
+        self._keys = [key.encode() for key in settings.api_key]
+        self._max_body_bytes = settings.max_request_bytes
+        self._log_requests = settings.enable_log_requests
+        self._send_timeout_s = settings.send_timeout or None
+        self._rate = RateLimit(settings.rate_limit) if settings.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -54,10 +57,10 @@ class RequestEnvelope:
         call = Call(request_id, scope["raw_path"].decode("latin-1"), headers.get("traceparent"))
         current_call.set(call)
         started = time.perf_counter()
-        has_begun = False
+        has_begun = reads_nothing = False
 
         async def send_marked(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, reads_nothing
             if message["type"] == "http.response.start":
                 has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
@@ -68,17 +71,29 @@ class RequestEnvelope:
                     total_ms = 1000 * (time.perf_counter() - started)
                     told = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
                     log.info("%s", scope["method"], extra=told)
-            await send(message)
+            try:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                reads_nothing = True
+                raise
 
         if not self._is_allowed(_route_path(scope), headers):
             error = http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
             await error_response(error, call.path)(scope, receive, send_marked)
         elif self._is_too_large(headers):
             await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
+        elif (refusal := self._too_many(scope, headers)) is not None:
+            scope["state"]["rejection"] = refusal.rejection
+            await error_response(refusal, call.path)(scope, receive, send_marked)
         else:
             try:
                 await self._app(scope, self._limited(receive), send_marked)
             except Exception as error:
+                if reads_nothing:
+                    # The server closes the connection, because the answer is not complete.
+                    log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
+                    return
                 if has_begun:
                     raise
                 log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
@@ -87,10 +102,21 @@ class RequestEnvelope:
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._keys or not path.startswith(_PROTECTED):
             return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+        given = _key_of(headers).encode("latin-1")
         # All keys are compared, each in constant time.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
+
+    def _too_many(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """What a caller is told that asks too often."""
+        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith("/v1/"):
+            return None
+        client = scope.get("client")
+        wait_s = self._rate.take(_key_of(headers) if self._keys else str(client[0] if client else ""))
+        if wait_s is None:
+            return None
+        told = f"more requests than {self._rate.text}; try again in {wait_s} s"
+        body = ErrorBody(told, "rate_limit_error", code="rate_limited")
+        return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
 
     def _is_too_large(self, headers: Headers) -> bool:
         length = headers.get("content-length", "")
@@ -115,6 +141,34 @@ class RequestEnvelope:
             return message
 
         return limited
+
+
+class RateLimit:
+    """How often one caller may ask, over a window that moves with time."""
+
+    def __init__(self, text: str) -> None:
+        """text: such as 60/minute."""
+        from limits import parse
+        from limits.storage import MemoryStorage
+        from limits.strategies import MovingWindowRateLimiter
+
+        self.text = text
+        self._rate = parse(text)
+        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+
+    def take(self, caller: str) -> int | None:
+        """Count a request; None where it may come in, else the seconds until the next one may."""
+        # Memory of the limiter holds no key.
+        name = hashlib.sha256(caller.encode("latin-1", "replace")).hexdigest()
+        if self._limiter.hit(self._rate, name):
+            return None
+        return max(1, math.ceil(self._limiter.get_window_stats(self._rate, name).reset_time - time.time()))
+
+
+def _key_of(headers: Headers) -> str:
+    """The key that a request has sent, in OpenAI's header or in Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _route_path(scope: Scope) -> str:

@@ -178,6 +178,18 @@ class Serve(BaseSettings):
         False, description="ignore request fields that this server does not know, and log their names, instead of 400"
     )
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
+    request_timeout: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="seconds a request may take, waiting included; then it ends with 504; 0: any"
+    )
+    send_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0, description="seconds for which a client may read nothing of its answer; then it is let go; 0: any"
+    )
+    rate_limit: str | None = Field(
+        None, description="requests that one key (without keys: one address) may send, such as 60/minute or 5/second"
+    )
+    max_num_queued_tokens: NotNegative = Field(
+        0, description="prompt tokens of requests that have no token yet; more get 429, but a first one; 0: any"
+    )
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
         15.0, description="seconds of silence after which a stream sends a comment; 0: never"
     )
@@ -210,6 +222,18 @@ class Serve(BaseSettings):
         if not all(key.strip() for key in keys):
             raise ValueError("a key must not be empty")
         return keys
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _rate(cls, rate: str | None) -> str | None:
+        if rate is not None:
+            from limits import parse  # only where it is used: help comes at once
+
+            try:
+                parse(rate)
+            except ValueError as error:
+                raise ValueError("must be a number per time, such as 60/minute") from error
+        return rate
 
     @field_validator("spec_shape")
     @classmethod

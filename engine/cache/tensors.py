@@ -81,6 +81,13 @@ class KVTensors:
         torch.index_select(values, 0, slots, out=gathered[1])
         return gathered
 
+    def wipe(self, slots: torch.Tensor) -> None:
+        """Forget what is kept of tokens."""
+        for kept in (self.keys, self.values):
+            kept[:, slots] = 0
+        if self.hidden is not None:
+            self.hidden[slots] = 0
+
     def keep(self, moves: Sequence[KVMoves]) -> None:
         """Move what is kept of tokens, by sequence: all is read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]

@@ -58,8 +58,8 @@ def main() -> int:
         if name == "forward":
             runner.forward(*arguments)
         else:
-            assert name == "keep", name
-            runner.keep(*arguments)
+            assert name in ("keep", "wipe"), name
+            getattr(runner, name)(*arguments)
 
 
 if __name__ == "__main__":

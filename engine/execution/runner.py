@@ -138,6 +138,14 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.keep(moves)
 
+    def wipe(self, block_ids: Sequence[int]) -> None:
+        """Forget the K/V of blocks."""
+        if self._ranks is not None:
+            self._ranks.tell("wipe", block_ids)
+        slots = torch.tensor(block_ids).unsqueeze(1) * self.block_size + torch.arange(self.block_size)
+        with torch.inference_mode():
+            self.storage.wipe(slots.flatten().to(self.device))
+
     def _metadata(self, batch: PassInput, host: PagedInput | None = None) -> AttentionMetadata:
         """host: `pages_of(batch)`, where it is there already."""
         if self._paged:

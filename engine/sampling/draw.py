@@ -15,11 +15,11 @@ def categorical(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     weights_NV: non-negative, each row with some mass (rows need not sum to 1).
     uniform_N: numbers in [0, 1).
     Sums run in float64; an index of zero weight is never returned, also for a uniform number
-    so close to 1 that it reaches the end of the sum.
+    so close to 1 that it reaches the end of the sum. Of weights that are not numbers some index is returned.
     """
     cumulative_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cumulative_NV[:, -1:]
     wanted_N1 = uniform_N.to(torch.float64).unsqueeze(-1) * total_N1
     index_N1 = torch.searchsorted(cumulative_NV, wanted_N1, right=True)
     last_N1 = torch.searchsorted(cumulative_NV, total_N1.contiguous(), right=False)
-    return torch.minimum(index_N1, last_N1).squeeze(-1)
+    return torch.minimum(index_N1, last_N1).squeeze(-1).clamp_(max=weights_NV.shape[1] - 1)

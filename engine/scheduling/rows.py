@@ -93,6 +93,7 @@ def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
     moved = part.draft_first != sequence.num_draft_computed
     return Row(
         sequence_id=sequence.sequence_id,
+        request_id=request.request_id,
         input_ids=tuple(sequence.tokens[first:end]),
         first_index=first,
         draft_input_ids=tuple(sequence.tokens[part.draft_first : part.draft_end]),

@@ -223,7 +223,7 @@ class Scheduler:
         return shares
 
     def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
-        """Append what the step emitted, cut it where the answer ends, free what has ended."""
+        """Append what the step emitted, cut it where the answer ends, free what has ended; not of broken sequences."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -234,7 +234,9 @@ class Scheduler:
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_input_ids)
             sequence.draft_start = row.draft_start
             if row.emits:
-                outcomes.append(self._append(sequence, row, next(emissions)))
+                emission = next(emissions)
+                if row.sequence_id not in verdict.broken:
+                    outcomes.append(self._append(sequence, row, emission))
         return outcomes
 
     def check_invariants(self) -> None:

@@ -1,0 +1,144 @@
+"""A request for which a model gives no finite numbers ends alone; its neighbours' answers stay what they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.errors import NON_FINITE
+from engine.execution.runner import ModelRunner
+from engine.request import Speculation
+from engine.verifying import split_prompts
+from tests.engine import tiny
+
+SHAPES = {
+    "plain": Speculation(),
+    "block": Speculation(rule="block", num_drafts=1, draft_length=3),
+    "bv_race": Speculation(rule="bv_race", num_drafts=3, draft_length=3),
+    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
+    "kseq": Speculation(rule="kseq", num_drafts=2, draft_length=3),
+}
+STEP, BAD = 3, "1"
+
+
+def engine(**options: Any) -> Engine:
+    target = tiny.llama(1)
+    return tiny.build(target, tiny.perturbed(target, 2, 0.05), **options)
+
+
+def requests(speculation: Speculation, **sampling: Any) -> list[Any]:
+    wanted = {"temperature": 1.0, **sampling}
+    return [tiny.request(str(i), range(5 + i, 12 + i), speculation, 20, seed=i, **wanted) for i in range(4)]
+
+
+def run(machine: Engine, asked: list[Any]) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """(tokens, errors) by request."""
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in asked}
+    errors = {}
+    for one in asked:
+        machine.submit(one)
+    while machine.scheduler.has_work:
+        result = machine.run_step()
+        for outcome in result.outcomes:
+            tokens[outcome.request_id] += outcome.token_ids
+        errors |= dict(result.failed)
+        machine.scheduler.check_invariants()
+    assert machine.scheduler.blocks.num_used == 0
+    return tokens, errors
+
+
+def breaking(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's logits of one request have such a number, once, at its third step."""
+    steps = 0
+
+    def broken(plan: Any, draft: Any, logits_NV: torch.Tensor) -> Any:
+        nonlocal steps
+        steps += 1
+        prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
+        if steps == STEP:
+            (place,) = [i for i, row in enumerate(plan.sampling_rows) if row.request_id == BAD]
+            first, end = draft.starts[place : place + 2].tolist()
+            logits_NV[(first + end) // 2, 7] = number
+        return prompt_logprobs, logits_NV
+
+    monkeypatch.setattr("engine.engine.split_prompts", broken)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_the_broken_request_ends(
+    shape: str, temperature: float, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(SHAPES[shape], temperature=temperature)
+    expected, _ = run(engine(), asked)
+    machine = engine()
+    breaking(number, monkeypatch)
+    tokens, errors = run(machine, asked)
+    assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}
+    assert expected[BAD][: len(tokens[BAD])] == tokens[BAD]
+    assert len(tokens[BAD]) < 20
+    del expected[BAD], tokens[BAD]
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("shape", ["block", "bv_race", "tree"])
+def test_a_draft_models_numbers_count_too(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NaN in the draft's law the rule's own sums would mean nothing."""
+    asked = requests(SHAPES[shape])
+    expected, _ = run(engine(), asked)
+    machine = engine()
+    runner = machine.draft_runner
+    assert runner is not None
+    original = ModelRunner.run
+    calls = 0
+
+    def broken(self: ModelRunner, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        logits_NV = original(self, *args)
+        if self is runner:
+            calls += 1
+            if calls == 2:
+                logits_NV[len(logits_NV) // 4] = float("nan")  # of the second request's chains
+        return logits_NV
+
+    monkeypatch.setattr(ModelRunner, "run", broken)
+    tokens, errors = run(machine, asked)
+    assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}
+    del expected[BAD], tokens[BAD]
+    assert tokens == expected
+
+
+def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets the blocks next answers as if nothing had been there."""
+    asked = requests(SHAPES["bv_race"])
+    expected, _ = run(engine(num_blocks=32), asked)
+    machine = engine(num_blocks=32)
+    steps = 0
+    carry_out = machine.carry_out
+
+    def poisoned(plan: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == STEP:
+            (row,) = [row for row in plan.rows if row.request_id == BAD]
+            for block in row.block_ids:
+                for runner in (machine.target, machine.draft_runner):
+                    assert runner is not None
+                    slots = slice(block * runner.block_size, (block + 1) * runner.block_size)
+                    runner.storage.keys[:, slots] = runner.storage.values[:, slots] = float("nan")
+        return carry_out(plan)
+
+    monkeypatch.setattr(machine, "carry_out", poisoned)
+    tokens, errors = run(machine, asked)
+    assert list(errors) == [BAD]
+    assert {name: tokens[name] for name in "023"} == {name: expected[name] for name in "023"}
+    for runner in (machine.target, machine.draft_runner):
+        assert runner is not None
+        assert bool(torch.isfinite(runner.storage.keys).all())
+        assert bool(torch.isfinite(runner.storage.values).all())
+    machine.scheduler.blocks.forget_all()
+    assert run(machine, asked)[0] == expected

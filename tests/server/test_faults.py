@@ -1,0 +1,188 @@
+"""What goes wrong around a daemon: its engine dies, clients leave, it is stopped under load, memory or disk run out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
+from tests.server.event_stream import open_stream
+
+CALL: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 400, "ignore_eos": True}
+
+
+def ending(daemon: Daemon, streams: bool, **more: Any) -> str:
+    """How a request ends: `whole`, `error`, or what is wrong about its end."""
+    with daemon.client() as client:
+        try:
+            answer = client.post("/v1/completions", json={**CALL, "stream": streams, **more})
+        except httpx.TransportError as error:
+            return f"lost: {type(error).__name__}"
+    if answer.status_code != 200:
+        return "error" if "error" in answer.json() else f"no error in {answer.text}"
+    if not streams:
+        return "whole"
+    *_, last, done = answer.text.removesuffix("\n\n").split("\n\n")
+    if done != "data: [DONE]":
+        return f"lost: ends with {done!r}"
+    return "error" if "error" in json.loads(last.removeprefix("data: ")) else "whole"
+
+
+def together(daemon: Daemon, count: int, **more: Any) -> tuple[list[threading.Thread], list[str]]:
+    """So many requests at once, every other one a stream; the threads, and where their ends come."""
+    ends: list[str] = []
+    threads = [
+        threading.Thread(target=lambda i=i: ends.append(ending(daemon, i % 2 == 0, **more)))  # type: ignore[misc]
+        for i in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads, ends
+
+
+def joined(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_engine_killed_with_requests_open(daemons: Daemons, pair_arguments: list[str], phase: str) -> None:
+    """Every request gets an error, as an answer or as a stream's last event; the daemon exits 1."""
+    # Eight prompt tokens a step: reading prompts of two thousand takes hundreds of steps.
+    caps = "--max-copied-tokens 0 --max-num-drafts 1 --max-draft-length 1 --num-drafts 1 --draft-length 1".split()
+    few = [*caps, "--max-num-batched-tokens", "8"] if phase == "prefill" else []
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", *few)
+    more = {"prompt": list(range(5, 45)) * 48, "max_tokens": 9} if phase == "prefill" else {"max_tokens": 1900, "n": 4}
+    threads, ends = together(daemon, 4, **more)
+    with daemon.client() as client:
+        wait_until(lambda: client.get("/load").json()["running"] >= 1, "nothing runs")
+    os.kill(daemon.engine_pid(), signal.SIGKILL)
+    joined(threads)
+    assert Counter(ends) == {"error": 4}
+    assert daemon.exit_code() == 1
+    assert "the engine process ended unexpectedly" in daemon.log
+
+
+def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[str]) -> None:
+    daemon = daemons.start(*pair_arguments)
+    with daemon.client() as client:
+        wait_until(lambda: daemon.listens(client), "it does not listen")
+    os.kill(daemon.engine_pid(), signal.SIGKILL)
+    assert daemon.exit_code() == 1
+    assert "the engine process ended unexpectedly" in daemon.log
+
+
+def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """What was accepted is finished, what comes later is refused; exit 0."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--max-num-seqs", "4")
+    threads, ends = together(daemon, 24)
+    with daemon.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] >= 20, "the load does not come")
+        daemon.terminate()
+        wait_until(lambda: client.get("/ready").status_code == 503, "it does not drain")
+        assert client.post("/v1/completions", json=CALL).status_code == 503
+    joined(threads)
+    assert set(ends) <= {"whole", "error"}, Counter(ends)
+    assert ends.count("whole") >= 20
+    assert daemon.exit_code() == 0
+
+
+def test_sigterm_with_too_little_time_ends_streams_with_an_error(daemons: Daemons, pair_arguments: list[str]) -> None:
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--max-num-seqs", "2", "--shutdown-timeout", "0.2")
+    threads, ends = together(daemon, 8, max_tokens=1900)
+    with daemon.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] == 8, "the load does not come")
+    daemon.terminate()
+    joined(threads)
+    assert set(ends) <= {"whole", "error"}, Counter(ends)
+    assert "error" in ends
+    assert daemon.exit_code() == 0
+
+
+@pytest.mark.parametrize("when", [0.0, 0.3, 1.0, 3.0])
+def test_ctrl_c_at_any_moment_has_no_traceback(daemons: Daemons, pair_arguments: list[str], when: float) -> None:
+    daemon = daemons.start(*pair_arguments)
+    threading.Event().wait(when)
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.exit_code() in (0, 130, -signal.SIGINT)
+    assert "Traceback" not in daemon.log
+
+
+def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
+    """In the middle of their streams, or in the queue: nothing of them stays, and others are answered."""
+
+    async def leave(client: httpx.AsyncClient) -> None:
+        try:
+            async with client.stream("POST", "/v1/completions", json=CALL | {"stream": True}) as answer:
+                async for _ in answer.aiter_text():
+                    return
+        except httpx.HTTPError:
+            return
+
+    async def crowd() -> None:
+        limits = httpx.Limits(max_connections=500)
+        async with httpx.AsyncClient(base_url=daemon.url, limits=limits, timeout=5, verify=False) as client:
+            asked = [asyncio.create_task(leave(client)) for _ in range(500)]
+            await asyncio.sleep(2)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(crowd())
+    with daemon.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] == 0, "requests of those who left stay")
+        wait_until(lambda: client.get("/load").json()["running"] == 0, "the engine goes on for nobody")
+        assert ending(daemon, streams=True) == "whole"
+        used = [line for line in client.get("/metrics").text.splitlines() if "kv_cache_usage_ratio{" in line]
+        assert used[0].endswith(" 0.0")
+
+
+def test_blocks_that_run_out_are_shared_in_turns(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """Eight requests in a cache for little more than one of the longest: all are answered, some computed again."""
+    limits = ["--max-model-len", "512", "--num-gpu-blocks-override", "56", "--max-num-seqs", "8"]
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", *limits)
+    threads, ends = together(daemon, 8)
+    joined(threads)
+    assert Counter(ends) == {"whole": 8}
+    with daemon.client() as client:
+        (preempted,) = [
+            x for x in client.get("/metrics").text.splitlines() if x.startswith("polydraft_num_preemptions")
+        ]
+        assert float(preempted.split()[-1]) > 0
+
+
+def test_a_disk_without_room_costs_only_the_profile(
+    daemons: Daemons, pair_arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was measured cannot be kept: the daemon serves, and says so."""
+    (tmp_path / "file").write_text("")
+    daemon = daemons.start(*pair_arguments, "--profile-cache", str(tmp_path / "file" / "folder"))
+    daemon.wait_ready()
+    assert ending(daemon, streams=True) == "whole"
+    assert str(tmp_path / "file") in daemon.log
+    daemon.terminate()
+    assert daemon.exit_code() == 0
+
+
+def test_malformed_requests_do_not_disturb_a_stream(http: httpx.Client, daemon: Daemon) -> None:
+    """Two thousand of them beside it: each gets 400, the stream is complete."""
+    bad = [b"", b"{", b"[]", b'{"model": 5}', b'{"model": "tiny", "prompt": {}}', b"\xff" * 100, b'{"a":' * 500]
+    with open_stream(http, "/v1/completions", **CALL | {"max_tokens": 1900}) as stream, daemon.client() as other:
+        next(stream)
+        statuses = Counter(
+            other.post(
+                "/v1/completions", content=bad[i % len(bad)], headers={"content-type": "application/json"}
+            ).status_code
+            for i in range(2000)
+        )
+        assert statuses == {400: 2000}
+        assert stream.read()[-1]["choices"][0]["finish_reason"] == "length"

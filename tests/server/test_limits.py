@@ -1,0 +1,136 @@
+"""What one caller may take: requests an hour, tokens of waiting prompts, seconds; and those who read nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from server.middleware import RateLimit
+from server.settings import Serve
+from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
+from tests.server.event_stream import open_stream
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 1500, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def limited(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """One seat, two keys; three requests an hour a key, 100 waiting tokens, a second a request."""
+    keys = ["--api-key", "first", "--api-key", "second", "--api-key", "third", "--api-key", "fourth"]
+    limits = ["--rate-limit", "3/hour", "--max-num-queued-tokens", "100", "--request-timeout", "1"]
+    return daemons.get(*pair_arguments, "--no-calibrate", "--max-num-seqs", "1", *keys, *limits, key="first")
+
+
+def rejections(daemon: Daemon, reason: str) -> float:
+    """How often requests were not admitted for this reason."""
+    lines = httpx.get(f"{daemon.url}/metrics").text.splitlines()
+    (line,) = [one for one in lines if one.startswith("polydraft_admission_rejections") and f'reason="{reason}"' in one]
+    return float(line.split()[-1])
+
+
+def test_a_key_may_ask_so_often(limited: Daemon) -> None:
+    """More gets 429 in the shape of the endpoint, with the time to wait; another key is not concerned."""
+    with limited.client("second") as client:
+        statuses = [client.post("/v1/completions", json=SHORT).status_code for _ in range(3)]
+        refused = client.post("/v1/completions", json=SHORT)
+        assert statuses == [200] * 3
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        assert 3000 < int(refused.headers["retry-after"]) <= 3600
+        assert client.get("/v1/models").status_code == 200
+    agent = anthropic.Anthropic(base_url=limited.url, api_key="second", max_retries=0)
+    with agent, pytest.raises(anthropic.RateLimitError):
+        agent.messages.create(model=MODEL, max_tokens=1, messages=[{"role": "user", "content": "a"}])
+    with limited.client("wrong") as client:
+        assert client.post("/v1/completions", json=SHORT).status_code == 401
+    assert rejections(limited, "rate_limited") == 2
+
+
+def test_a_request_may_take_so_long(limited: Daemon) -> None:
+    """Whole: 504. A stream: an error as its last event. The engine is free at once."""
+    # Eight answers one after the other: seconds on any machine.
+    slow = LONG | {"max_tokens": 1900, "n": 8, "speculation": {"enabled": False}}
+    with limited.client("first") as client:
+        whole = client.post("/v1/completions", json=slow)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (504, "deadline_exceeded"), whole.text[:300]
+        with open_stream(client, "/v1/completions", **slow) as stream:
+            assert stream.read()[-1]["error"]["code"] == "deadline_exceeded"
+            assert stream.is_done
+        wait_until(lambda: client.get("/load").json()["running"] == 0, "the request goes on")
+
+
+def test_so_many_tokens_may_wait(limited: Daemon) -> None:
+    """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let in."""
+    with limited.client("third") as client, open_stream(client, "/v1/completions", **LONG) as stream:
+        next(stream)
+        statuses: list[int] = []
+
+        def ask(key: str) -> None:
+            with limited.client(key) as other:
+                statuses.append(other.post("/v1/completions", json=LONG).status_code)
+
+        threads = [threading.Thread(target=ask, args=(key,)) for key in ("third", "third")]
+        for thread in threads:
+            thread.start()
+        with limited.client("fourth") as other:
+            wait_until(lambda: other.get("/load").json()["server_load"] == 3, "they do not wait")
+            refused = other.post("/v1/completions", json=SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "80 tokens wait" in refused.json()["error"]["message"]
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def impatient(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon that waits a second for a client that reads nothing."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--send-timeout", "1")
+
+
+@pytest.fixture
+def deaf(impatient: Daemon) -> Iterator[socket.socket]:
+    """A client that asks for megabytes and reads none."""
+    more = {"stream": True, "return_token_ids": True, "logprobs": 20, "max_tokens": 1900, "n": 4}
+    body = json.dumps(LONG | more | {"speculation": {"return_drafts": True}})
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", impatient.port))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\nx-request-id: deaf\r\n\r\n{body}".encode())
+        yield client
+
+
+def test_who_reads_nothing_is_let_go(impatient: Daemon, deaf: socket.socket) -> None:
+    """Its requests end, others are answered meanwhile."""
+    with impatient.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] == 4, "the request does not begin")
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        wait_until(lambda: "a client does not read its answer id=deaf" in impatient.log, "it is not let go")
+        wait_until(lambda: client.get("/load").json()["server_load"] == 0, "its requests stay")
+        assert client.get("/dashboard/state").json()["num_requests"] == 0
+
+
+def test_a_window_moves_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two a second: the third must wait, one later may come in; each caller has a window of its own."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    rate = RateLimit("2/second")
+    assert [rate.take("a") for _ in range(3)] == [None, None, 1]
+    assert rate.take("b") is None
+    now += 1.5
+    assert rate.take("a") is None
+
+
+def test_a_strange_rate_is_a_bad_setting() -> None:
+    with pytest.raises(ValueError, match="60/minute"):
+        Serve(rate_limit="often", _cli_parse_args=[])
