@@ -111,3 +111,10 @@ def test_make_targets_and_links_exist() -> None:
     tree = code_blocks("")[-1]
     for name in re.findall(r"^(\w+)/", tree, re.MULTILINE):
         assert (ROOT / name).is_dir(), name
+
+
+def test_the_table_of_clients_is_the_committed_result() -> None:
+    rows = json.loads((ROOT / "docs/results/clients.json").read_text())
+    page = (ROOT / "docs/operations.md").read_text()
+    for row in rows:
+        assert f"| {row['client']} | {row['version']} | {row['result']} |" in page

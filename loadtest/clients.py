@@ -1,0 +1,304 @@
+"""`python -m loadtest.clients --url URL`: client libraries and agent frameworks against a running daemon.
+
+Each client that is installed is tried as its own documentation uses it; the table says which version did what. They are
+not among the project's dependencies: install those that matter to you beside it (the list is below, in `CLIENTS`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_QUESTION = "What is the weather in Paris?"
+_TOKENS = 24
+_WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """The daemon that is tried."""
+
+    url: str
+    model: str
+    key: str = "unused"
+
+    @property
+    def v1(self) -> str:
+        """What OpenAI's clients call base_url."""
+        return f"{self.url}/v1"
+
+
+def openai_chat(server: Server) -> None:
+    """Whole, streamed, legacy completions."""
+    import openai
+
+    with openai.OpenAI(base_url=server.v1, api_key=server.key) as client:
+        messages: Any = [{"role": "user", "content": _QUESTION}]
+        whole = client.chat.completions.create(model=server.model, messages=messages, max_tokens=_TOKENS)
+        assert whole.choices[0].message.content
+        stream = client.chat.completions.create(model=server.model, messages=messages, max_tokens=_TOKENS, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert client.completions.create(model=server.model, prompt="Once", max_tokens=_TOKENS).choices[0].text
+
+
+def openai_responses(server: Server) -> None:
+    """The Responses API, streamed."""
+    import openai
+
+    client = openai.OpenAI(base_url=server.v1, api_key=server.key)
+    with client, client.responses.stream(model=server.model, input=_QUESTION, max_output_tokens=_TOKENS) as stream:
+        kinds = [event.type for event in stream]
+        assert "response.output_text.delta" in kinds
+        assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def openai_tools(server: Server) -> None:
+    """A forced call, and its result sent back."""
+    import openai
+
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": _WEATHER}}
+    messages: Any = [{"role": "user", "content": _QUESTION}]
+    with openai.OpenAI(base_url=server.v1, api_key=server.key) as client:
+        answer = client.chat.completions.create(
+            model=server.model, messages=messages, tools=[tool], tool_choice="required", max_tokens=200
+        )
+        (call,) = (answer.choices[0].message.tool_calls or [])[:1]
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        more = [*messages, answer.choices[0].message.model_dump(exclude_none=True), result]
+        again = client.chat.completions.create(model=server.model, messages=more, tools=[tool], max_tokens=_TOKENS)
+        assert again.choices[0].finish_reason
+
+
+def anthropic_messages(server: Server) -> None:
+    """Whole, streamed, a forced tool, counted tokens."""
+    import anthropic
+
+    messages: Any = [{"role": "user", "content": _QUESTION}]
+    with anthropic.Anthropic(base_url=server.url, api_key=server.key) as client:
+        assert client.messages.create(model=server.model, messages=messages, max_tokens=_TOKENS).content
+        with client.messages.stream(model=server.model, messages=messages, max_tokens=_TOKENS) as stream:
+            assert stream.get_final_text()
+        tools: Any = [{"name": "weather", "input_schema": _WEATHER}]
+        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+        called = client.messages.create(
+            model=server.model, messages=messages, max_tokens=200, tools=tools, tool_choice=choice
+        )
+        assert called.stop_reason == "tool_use"
+        assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens
+
+
+def litellm_both(server: Server) -> None:
+    """By its OpenAI and its Anthropic provider."""
+    import litellm
+
+    messages = [{"role": "user", "content": _QUESTION}]
+    for model, base in ((f"openai/{server.model}", server.v1), (f"anthropic/{server.model}", server.url)):
+        answer = litellm.completion(
+            model=model, api_base=base, api_key=server.key, messages=messages, max_tokens=_TOKENS
+        )
+        assert answer.choices[0].message.content
+
+
+def langchain_openai(server: Server) -> None:
+    """invoke and stream."""
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(base_url=server.v1, api_key=server.key, model=server.model, max_tokens=_TOKENS)
+    assert chat.invoke(_QUESTION).content
+    assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
+
+
+def langchain_anthropic(server: Server) -> None:
+    """invoke and stream."""
+    from langchain_anthropic import ChatAnthropic
+
+    chat = ChatAnthropic(base_url=server.url, api_key=server.key, model=server.model, max_tokens=_TOKENS)
+    assert chat.invoke(_QUESTION).content
+    assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
+
+
+def llama_index(server: Server) -> None:
+    """chat and stream_complete."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(model=server.model, api_base=server.v1, api_key=server.key, max_tokens=_TOKENS, is_chat_model=True)
+    assert llm.chat([ChatMessage(role="user", content=_QUESTION)]).message.content
+    assert [part.delta for part in llm.stream_complete(_QUESTION)]
+
+
+def pydantic_ai(server: Server) -> None:
+    """An agent, by OpenAI's protocol."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(server.model, provider=OpenAIProvider(base_url=server.v1, api_key=server.key))
+    assert Agent(model, model_settings={"max_tokens": 200}).run_sync(_QUESTION).output
+
+
+def openai_agents(server: Server) -> None:
+    """An agent with a tool that it must call once."""
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def weather() -> str:
+        """The weather."""
+        return "sunny"
+
+    client = AsyncOpenAI(base_url=server.v1, api_key=server.key)
+    agent = Agent(
+        name="a",
+        tools=[weather],
+        model=OpenAIChatCompletionsModel(model=server.model, openai_client=client),
+        model_settings=ModelSettings(max_tokens=200, tool_choice="required"),
+    )
+    assert Runner.run_sync(agent, _QUESTION).final_output is not None
+
+
+def instructor_model(server: Server) -> None:
+    """A pydantic model out of a JSON schema."""
+    import instructor
+    import openai
+    from pydantic import BaseModel, ConfigDict, Field
+
+    class Place(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        city: str = Field(max_length=12)
+
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=server.v1, api_key=server.key), mode=instructor.Mode.JSON_SCHEMA
+    )
+    messages: Any = [{"role": "user", "content": _QUESTION}]
+    assert client.create(model=server.model, response_model=Place, messages=messages, max_tokens=100).city is not None
+
+
+def smolagents_model(server: Server) -> None:
+    """Its model, as its agents call it."""
+    from smolagents import OpenAIServerModel
+
+    model = OpenAIServerModel(server.model, api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)
+    assert model([{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]).content
+
+
+def haystack(server: Server) -> None:
+    """Its chat generator."""
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    generator = OpenAIChatGenerator(
+        api_key=Secret.from_token(server.key),
+        model=server.model,
+        api_base_url=server.v1,
+        generation_kwargs={"max_tokens": _TOKENS},
+    )
+    assert generator.run([ChatMessage.from_user(_QUESTION)])["replies"][0].text
+
+
+def dspy_model(server: Server) -> None:
+    """Its language model."""
+    import dspy
+
+    assert dspy.LM(f"openai/{server.model}", api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)(_QUESTION)
+
+
+def llm_command(server: Server) -> None:
+    """The command line tool, with a model of its configuration."""
+    home = Path(os.environ.get("TMPDIR", "/tmp")) / "polydraft-llm-client"
+    home.mkdir(exist_ok=True)
+    entry = {"model_id": "polydraft", "model_name": server.model, "api_base": server.v1, "api_key_name": "polydraft"}
+    (home / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+    command = [sys.executable, "-m", "llm", "-m", "polydraft", "--key", server.key, "-o", "max_tokens", "24", _QUESTION]
+    run = subprocess.run(
+        command, env={**os.environ, "LLM_USER_PATH": str(home)}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def autogen(server: Server) -> None:
+    """An assistant of AutoGen."""
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info: Any = {
+        "vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True,
+    }  # fmt: skip
+    client = OpenAIChatCompletionClient(
+        model=server.model, base_url=server.v1, api_key=server.key, model_info=info, max_tokens=_TOKENS
+    )
+    assert asyncio.run(AssistantAgent("a", model_client=client).run(task=_QUESTION)).messages
+
+
+CLIENTS: dict[str, tuple[str, Callable[[Server], None]]] = {
+    "openai: chat, stream, completions": ("openai", openai_chat),
+    "openai: responses, streamed": ("openai", openai_responses),
+    "openai: tools": ("openai", openai_tools),
+    "anthropic: messages, stream, tools": ("anthropic", anthropic_messages),
+    "litellm: both providers": ("litellm", litellm_both),
+    "langchain, OpenAI": ("langchain-openai", langchain_openai),
+    "langchain, Anthropic": ("langchain-anthropic", langchain_anthropic),
+    "llama-index": ("llama-index-llms-openai-like", llama_index),
+    "pydantic-ai: an agent": ("pydantic-ai-slim", pydantic_ai),
+    "openai-agents: an agent with a tool": ("openai-agents", openai_agents),
+    "instructor: JSON schema": ("instructor", instructor_model),
+    "smolagents": ("smolagents", smolagents_model),
+    "haystack": ("haystack-ai", haystack),
+    "dspy": ("dspy", dspy_model),
+    "llm, the command": ("llm", llm_command),
+    "autogen: an assistant": ("autogen-agentchat", autogen),
+}
+
+
+def tried(server: Server, name: str) -> dict[str, str]:
+    """What became of one client."""
+    package, use = CLIENTS[name]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return {"client": name, "package": package, "result": "not installed"}
+    try:
+        use(server)
+        result = "works"
+    except Exception as error:  # whatever a client raises is its result
+        result = f"{type(error).__name__}: {error}"[:300]
+    return {"client": name, "package": package, "version": version, "result": result}
+
+
+def main() -> int:
+    """Run from the command line; 1 where an installed client fails."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.clients", description=__doc__)
+    parser.add_argument("--url", default="http://localhost:8000", help="the daemon's address")
+    parser.add_argument("--model", default="polydraft-demo", help="the served model")
+    parser.add_argument("--only", help="clients whose names hold this")
+    parser.add_argument("--output", type=Path, help="JSON file for the table")
+    options = parser.parse_args()
+    server = Server(options.url, options.model)
+    table = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
+    for row in table:
+        print(f"{row['client']:<38} {row.get('version', '-'):<10} {row['result']}")
+    if options.output:
+        options.output.write_text(json.dumps(table, indent=1) + "\n")
+    return 0 if all(row["result"] in ("works", "not installed") for row in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""The table of client libraries: those among the development tools work, others are said not to be installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtest.clients import CLIENTS, Server, tried
+from tests.server.daemon_process import MODEL, Daemons
+from tests.server.test_tools import TEMPLATES
+from tests.server.tiny_models import write_pair
+
+
+def test_official_clients_work(tmp_path: Path) -> None:
+    pair, pool = write_pair(tmp_path), Daemons(tmp_path)
+    words = ["--served-model-name", MODEL, "--num-threads", "1", "--no-calibrate"]
+    daemon = pool.get(str(pair.target), *words, "--chat-template", str(TEMPLATES / "hermes.jinja"))
+    official = [name for name, (package, _) in CLIENTS.items() if package in ("openai", "anthropic")]
+    assert len(official) == 4
+    for name in official:
+        assert tried(Server(daemon.url, MODEL), name)["result"] == "works"
+    pool.stop()
+
+
+def test_a_failure_and_a_missing_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = Server("http://127.0.0.1:9", MODEL)
+    assert tried(nobody, "openai: tools")["result"].startswith("APIConnectionError")
+    monkeypatch.setitem(CLIENTS, "none", ("no-such-package", lambda _: None))
+    assert tried(nobody, "none")["result"] == "not installed"
