@@ -235,7 +235,7 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
 
 
 class Teller(Protocol):
-    """Tells of a generation in named events."""
+    """Tells of a generation in named events, and at its end as a whole."""
 
     def begin(self) -> list[dict[str, Any]]:
         """Events before the first token."""
@@ -249,11 +249,25 @@ class Teller(Protocol):
     def fail(self, error: Exception) -> list[dict[str, Any]]:
         """Events of an error in a stream that has begun."""
 
+    def whole(self) -> dict[str, Any]:
+        """The answer as it is now."""
 
-def event_stream(deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller) -> Response:
-    """A generation that has been admitted as a stream of named events."""
-    frames = _event_frames(deltas, keep_alive_s, teller)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+
+async def answer_told(
+    http: HttpRequest, server: Server, generation: Generation, teller: Teller, streams: bool
+) -> Response:
+    """Run a generation, told in named events or at its end; raises what admission raises."""
+    if streams:
+        deltas = await admitted(http, server, generation)
+        if deltas is None:
+            return Response(status_code=499)
+        frames = _event_frames(deltas, server.settings.sse_keep_alive_interval, teller)
+        return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+    if not await run_through(http, server, generation, teller.take):
+        return Response(status_code=499)
+    teller.end()
+    headers = speculation_headers(metrics_of(generation))
+    return Response(_encoder.encode(teller.whole()), media_type="application/json", headers=headers)
 
 
 async def _event_frames(

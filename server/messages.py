@@ -206,7 +206,7 @@ class Messenger:
         self._arguments = ""
         self._is_open = False
 
-    def message(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The message as it is now."""
         choice = self._generation.choices[0]
         reason = None
@@ -240,7 +240,7 @@ class Messenger:
 
     def begin(self) -> list[dict[str, Any]]:
         """Events before the first token."""
-        return [{"type": "message_start", "message": {**self.message(), "content": []}}]
+        return [{"type": "message_start", "message": {**self.whole(), "content": []}}]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Events of a step."""
@@ -283,7 +283,7 @@ class Messenger:
     def end(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         events = self._close()
-        message = self.message()
+        message = self.whole()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         last: dict[str, Any] = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         if "metrics" in message:

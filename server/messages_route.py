@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.api import RequestError
-from server.answering import admitted, event_stream, metrics_of, run_through, speculation_headers
+from server.answering import answer_told
 from server.messages import CountTokensRequest, MessagesRequest, Messenger, as_chat
 from server.preparing import chat_prompt, prepare_chat
 from server.responses_route import checked, in_own_words
@@ -30,16 +29,7 @@ def build_router(server: Server) -> APIRouter:
             raise in_own_words(error, _PARAMS) from error
         is_detailed = server.settings.per_request_spec_decode_metrics == "detailed"
         messenger = Messenger(body, generation, is_detailed if body.metrics is None else body.metrics)
-        if body.stream:
-            deltas = await admitted(http, server, generation)
-            if deltas is None:
-                return Response(status_code=499)
-            return event_stream(deltas, server.settings.sse_keep_alive_interval, messenger)
-        if not await run_through(http, server, generation, messenger.take):
-            return Response(status_code=499)
-        messenger.end()
-        headers = speculation_headers(metrics_of(generation))
-        return Response(msgspec.json.encode(messenger.message()), media_type="application/json", headers=headers)
+        return await answer_told(http, server, generation, messenger, body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

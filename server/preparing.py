@@ -17,7 +17,7 @@ from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
-from server.reasoning import is_open, thinking_variables
+from server.reasoning import CLOSE, is_open, thinking_variables
 from server.sampling_fields import (
     max_tokens_of,
     num_logprobs_of,
@@ -131,9 +131,10 @@ async def prepare(
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
     thoughts = thoughts_of(server, body, prompts[0], bool(structure.grammar))
-    # Calls and thoughts may be marked by special tokens.
-    is_marked = (tools is not None or thoughts != "none") and "skip_special_tokens" not in body.model_fields_set
-    skips = body.skip_special_tokens and not is_marked
+    # Calls may be marked by special tokens, and so may thoughts.
+    has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))
+    is_asked = "skip_special_tokens" in body.model_fields_set
+    skips = body.skip_special_tokens and (is_asked or not has_marks)
     options = TextOptions(
         stop_strings(body),
         body.include_stop_str_in_output,

@@ -220,6 +220,10 @@ class Responder:
             "total_tokens": usage.total_tokens,
         }
 
+    def whole(self) -> dict[str, Any]:
+        """The response object of an answer that has ended."""
+        return self.response(self.status)
+
     @property
     def status(self) -> str:
         """How the answer has ended."""
@@ -252,7 +256,7 @@ class Responder:
     def end(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         events = self._close("incomplete" if self.status == "incomplete" else "completed")
-        return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
+        return [*events, self._event(f"response.{self.status}", response=self.whole())]
 
     def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
         """Events of an error in a stream that has begun."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
 from engine.api import RequestError
-from server.answering import admitted, event_stream, metrics_of, run_through, speculation_headers
+from server.answering import answer_told
 from server.preparing import prepare_chat, wants_metrics
 from server.protocol import ChatRequest
 from server.responses import Responder, ResponsesRequest, as_chat
@@ -33,17 +32,7 @@ def build_router(server: Server) -> APIRouter:
         except RequestError as error:
             raise in_own_words(error, _PARAMS) from error
         responder = Responder(body, generation, wants_metrics(server, body))
-        if body.stream:
-            deltas = await admitted(http, server, generation)
-            if deltas is None:
-                return Response(status_code=499)
-            return event_stream(deltas, server.settings.sse_keep_alive_interval, responder)
-        if not await run_through(http, server, generation, responder.take):
-            return Response(status_code=499)
-        responder.end()
-        content = msgspec.json.encode(responder.response(responder.status))
-        headers = speculation_headers(metrics_of(generation))
-        return Response(content, media_type="application/json", headers=headers)
+        return await answer_told(http, server, generation, responder, body.stream)
 
     return router
 

@@ -126,6 +126,11 @@ class Tokenizer:
         """Whether a token is none of the text's, such as one that ends it."""
         return token in self._special
 
+    def has_special(self, text: str) -> bool:
+        """Whether a text is one of the special tokens."""
+        token = self._backend.token_to_id(text)
+        return token is not None and token in self._special
+
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of a token."""
         return str(self._backend.id_to_token(token))

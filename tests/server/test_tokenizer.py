@@ -127,3 +127,9 @@ def test_a_template_gets_more_variables_and_leaves_the_last_message_open() -> No
     opened = tokenizer.encode_chat(messages, continue_final_message=True)
     assert tokenizer.decode(opened) == "[user]Go on.[end][assistant]Once upon"
     tokenizer.close()
+
+
+def test_special_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_special("<|end|>")
+    assert not tokenizer.has_special("the")
+    assert not tokenizer.has_special("</think>")
