@@ -1,7 +1,8 @@
 """`python -m loadtest.clients --url URL`: client libraries and agent frameworks against a running daemon.
 
 Each client that is installed is tried as its own documentation uses it; the table says which version did what. They are
-not among the project's dependencies: install those that matter to you beside it (the list is below, in `CLIENTS`).
+not among the project's dependencies: install those that matter to you beside it (the lists are `CLIENTS` and
+`JAVASCRIPT_CLIENTS` below; for the second, `npm install` them into a folder and name it by `--npm FOLDER`).
 """
 
 from __future__ import annotations
@@ -267,6 +268,14 @@ CLIENTS: dict[str, tuple[str, Callable[[Server], None]]] = {
     "autogen: an assistant": ("autogen-agentchat", autogen),
 }
 
+JAVASCRIPT_CLIENTS: dict[str, str] = {
+    "npm openai: stream, responses": "openai",
+    "npm anthropic: messages, stream": "@anthropic-ai/sdk",
+    "npm ai (Vercel): text, stream": "@ai-sdk/openai-compatible",
+    "npm langchain, OpenAI": "@langchain/openai",
+    "npm openai-agents: an agent with a tool": "@openai/agents",
+}
+
 
 def tried(server: Server, name: str) -> dict[str, str]:
     """What became of one client."""
@@ -283,18 +292,43 @@ def tried(server: Server, name: str) -> dict[str, str]:
     return {"client": name, "package": package, "version": version, "result": result}
 
 
+def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
+    """What became of one JavaScript client that is installed in a folder."""
+    package = JAVASCRIPT_CLIENTS[name]
+    manifest = folder / "node_modules" / package / "package.json"
+    if not manifest.is_file():
+        return {"client": name, "package": package, "result": "not installed"}
+    # Read from standard input, a module finds packages in the folder that it runs in.
+    command = ["node", "--input-type=module", "-", server.url, server.model, package]
+    script = Path(__file__).with_suffix(".mjs").read_text()
+    try:
+        run = subprocess.run(
+            command, cwd=folder, input=script, capture_output=True, text=True, timeout=300, check=False
+        )
+        found = [line for line in run.stderr.splitlines() if "Error" in line] or run.stderr.splitlines()[-1:]
+        result = "works" if run.returncode == 0 else " ".join(found)[:300]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        result = f"{type(error).__name__}: {error}"[:300]
+    version = str(json.loads(manifest.read_text())["version"])
+    return {"client": name, "package": package, "version": version, "result": result}
+
+
 def main() -> int:
     """Run from the command line; 1 where an installed client fails."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.clients", description=__doc__)
     parser.add_argument("--url", default="http://localhost:8000", help="the daemon's address")
     parser.add_argument("--model", default="polydraft-demo", help="the served model")
     parser.add_argument("--only", help="clients whose names hold this")
+    parser.add_argument("--npm", type=Path, help="folder with node_modules; without it JavaScript clients are left out")
     parser.add_argument("--output", type=Path, help="JSON file for the table")
     options = parser.parse_args()
     server = Server(options.url, options.model)
     table = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
+    if options.npm:
+        wanted = [name for name in JAVASCRIPT_CLIENTS if not options.only or options.only in name]
+        table += [tried_in_node(server, name, options.npm) for name in wanted]
     for row in table:
-        print(f"{row['client']:<38} {row.get('version', '-'):<10} {row['result']}")
+        print(f"{row['client']:<40} {row.get('version', '-'):<10} {row['result']}")
     if options.output:
         options.output.write_text(json.dumps(table, indent=1) + "\n")
     return 0 if all(row["result"] in ("works", "not installed") for row in table) else 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from loadtest.clients import CLIENTS, Server, tried
+from loadtest.clients import CLIENTS, Server, tried, tried_in_node
 from tests.server.daemon_process import MODEL, Daemons
 from tests.server.test_tools import TEMPLATES
 from tests.server.tiny_models import write_pair
@@ -28,3 +29,19 @@ def test_a_failure_and_a_missing_package_are_told_apart(monkeypatch: pytest.Monk
     assert tried(nobody, "openai: tools")["result"].startswith("APIConnectionError")
     monkeypatch.setitem(CLIENTS, "none", ("no-such-package", lambda _: None))
     assert tried(nobody, "none")["result"] == "not installed"
+
+
+def test_javascript_clients_that_are_not_installed_are_told(tmp_path: Path) -> None:
+    row = tried_in_node(Server("http://127.0.0.1:9", MODEL), "npm openai: stream, responses", tmp_path)
+    assert row["result"] == "not installed"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
+def test_a_javascript_client_finds_its_package_and_its_failure_is_said(tmp_path: Path) -> None:
+    package = tmp_path / "node_modules" / "openai"
+    package.mkdir(parents=True)
+    (package / "package.json").write_text('{"version": "1.2.3", "type": "module", "main": "index.js"}')
+    (package / "index.js").write_text("throw new Error('the stand-in was found');")
+    row = tried_in_node(Server("http://127.0.0.1:9", MODEL), "npm openai: stream, responses", tmp_path)
+    assert row["version"] == "1.2.3"
+    assert "the stand-in was found" in row["result"]
