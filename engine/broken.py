@@ -1,7 +1,7 @@
 """Which requests a model gave numbers for that are none: NaN or infinity, after an overflow or in broken weights.
 
 Such a request ends with an error; the others of its step go on. Its K/V is wiped before others get its blocks, because
-what an attention kernel reads and weighs with zero would still make NaN of NaN.
+what an attention kernel reads and weighs with zero would still make NaN of NaN. Blocks that others hold are left alone.
 """
 
 from __future__ import annotations

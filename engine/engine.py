@@ -143,17 +143,21 @@ class Engine:
         return is_known
 
     def _end_broken(self, plan: Plan, verdict: Verdict) -> None:
-        """Forget the sequences whose numbers are not finite, and their K/V before others get its blocks."""
+        """Forget the sequences whose numbers are not finite, and their K/V before others get its blocks.
+
+        A block of a beginning that others share stays as it is, because nothing is wrong with what they read of it: if
+        there were, their own numbers would not be finite. Nobody else is given it any more.
+        """
         if not verdict.broken:
             return
         rows = [row for row in plan.rows if row.sequence_id in verdict.broken]
         self._broken = [row.request_id for row in rows]
-        blocks = [block for row in rows for block in row.block_ids]
-        self.target.wipe(blocks)
-        if self.draft_runner is not None:
-            self.draft_runner.wipe(blocks)
         for request_id in self._broken:
             self.abort(request_id)
+        free = self.scheduler.blocks.forget({block for row in rows for block in row.block_ids})
+        self.target.wipe(free)
+        if self.draft_runner is not None:
+            self.draft_runner.wipe(free)
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""

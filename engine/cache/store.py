@@ -105,10 +105,17 @@ class BlockStore:
         if drafted:
             self._drafted.add(block)
 
+    def forget(self, block_ids: Iterable[int]) -> list[int]:
+        """Share these blocks with nobody who comes; their holders keep them. Returns those that nobody holds."""
+        blocks = list(block_ids)
+        for block in blocks:
+            if block in self._key_of:
+                self._forget(block)
+        return [block for block in blocks if block not in self._num_holders]
+
     def forget_all(self) -> None:
         """Forget what the blocks hold; their holders keep them."""
-        for block in list(self._key_of):
-            self._forget(block)
+        self.forget(list(self._key_of))
 
     def check_invariants(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless `held`, each block once per holder, agrees with the accounting."""

@@ -140,5 +140,19 @@ def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> No
         assert runner is not None
         assert bool(torch.isfinite(runner.storage.keys).all())
         assert bool(torch.isfinite(runner.storage.values).all())
-    machine.scheduler.blocks.forget_all()
+    assert run(machine, asked)[0] == expected
+
+
+@pytest.mark.parametrize("shape", ["plain", "bv_race"])
+def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours hold the same blocks, and who asks the same later finds them, or computes them again."""
+    beginning = range(5, 45)
+    asked = [tiny.request(str(i), [*beginning, 50 + i], SHAPES[shape], 20, seed=i, temperature=1.0) for i in range(3)]
+    expected = {one.request_id: run(engine(), [one])[0][one.request_id] for one in asked}
+    machine = engine()
+    run(machine, [tiny.request("first", beginning, SHAPES[shape], 2)])
+    breaking(float("nan"), monkeypatch)
+    tokens, errors = run(machine, asked)
+    assert list(errors) == [BAD]
+    assert {name: tokens[name] for name in "02"} == {name: expected[name] for name in "02"}
     assert run(machine, asked)[0] == expected
