@@ -1,6 +1,6 @@
 """Sends a generation to the client, whole or as a stream of server-sent events.
 
-A client that leaves ends its generation: a stream through the generator's `finally`, a whole
+A client that leaves ends its generation: a stream as its response ends, a whole
 answer by racing it against the disconnect. A stream begins only after admission, so errors
 before it are ordinary JSON errors.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from engine.api import PolydraftError
 from server.answers import Answer, CompletionTokensDetails, Metrics, PromptTokensDetails, Usage
@@ -117,8 +118,26 @@ async def answer_stream(
     deltas = await admitted(http, server, generation)
     if deltas is None:
         return Response(status_code=499)
-    frames = _frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+    return EventStream(_frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options), deltas)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a generation, which ends with the response, whatever ends that.
+
+    The framework closes no generator whose frame could not be sent.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], deltas: AsyncGenerator[Delta, None]) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+        self._generators: tuple[AsyncGenerator[Any, None], ...] = (frames, deltas)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for generator in self._generators:
+                await generator.aclose()
 
 
 async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
@@ -176,7 +195,7 @@ async def _frames(
     generation: Generation,
     shape: Shape,
     options: AnswerOptions,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET, prompt_ids: Any = msgspec.UNSET) -> bytes:
         what = shape.object_chunk
         chunk = Answer(options.answer_id, what, options.created, options.model, choices, usage, metrics, prompt_ids)
@@ -212,8 +231,6 @@ async def _frames(
     except Exception as error:
         log.exception("a stream broke")
         yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
-    finally:
-        await deltas.aclose()
     yield _DONE
 
 
@@ -261,8 +278,7 @@ async def answer_told(
         deltas = await admitted(http, server, generation)
         if deltas is None:
             return Response(status_code=499)
-        frames = _event_frames(deltas, server.settings.sse_keep_alive_interval, teller)
-        return StreamingResponse(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
+        return EventStream(_event_frames(deltas, server.settings.sse_keep_alive_interval, teller), deltas)
     if not await run_through(http, server, generation, teller.take):
         return Response(status_code=499)
     teller.end()
@@ -272,7 +288,7 @@ async def answer_told(
 
 async def _event_frames(
     deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     def frames(events: list[dict[str, Any]]) -> bytes:
         return b"".join(
             b"event: " + event["type"].encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events
@@ -292,8 +308,6 @@ async def _event_frames(
     except Exception as error:
         log.exception("a stream broke")
         yield frames(teller.fail(error))
-    finally:
-        await deltas.aclose()
 
 
 def speculation_headers(metrics: Metrics) -> dict[str, str]:

@@ -71,6 +71,10 @@ def bind(settings: Serve) -> socket.socket:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it: the system ends those whose client takes no bytes, with what it still holds.
+            most_ms = max(1, round(1000 * settings.send_timeout))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
         address = (settings.host, settings.port)
     try:
         listener.bind(address)

@@ -52,19 +52,22 @@ _TOO_LATE = "the request took longer than this server lets one take (--request-t
 class Ticket:
     """The requests of one HTTP call while they run: what comes back for any of them, in order."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], most_s: float = 0.0) -> None:
+        """most_s: what they may take from now on, 0 is any; who waits for more gets DeadlineExceeded then."""
         self.index_of = {request.request_id: index for index, request in enumerate(requests)}
         self.open_ids = set(self.index_of)
         self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
         self._undecided = {request.request_id for request in requests if request.sampling.grammar}
         self._is_decided = asyncio.Event()
         self._error: Exception | None = None
+        self._deadline_s = asyncio.get_running_loop().time() + most_s if most_s else None
         if not self._undecided:
             self._is_decided.set()
 
     async def admitted(self) -> None:
         """Wait until the grammars of all its requests can be followed; raises what is wrong with one."""
-        await self._is_decided.wait()
+        async with self._in_time():
+            await self._is_decided.wait()
         if self._error is not None:
             raise self._error
 
@@ -80,21 +83,23 @@ class Ticket:
         self._is_decided.set()
         self.arrivals.put_nowait(error)
 
-    async def parts(self, deadline_s: float | None = None) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
-        """(index of the request, its outcome, the step's stats) until all have ended.
-
-        deadline_s: when it must have ended, by the event loop's clock; raises DeadlineExceeded then.
-        """
+    async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
+        """(index of the request, its outcome, the step's stats) until all have ended."""
         while self.open_ids or not self.arrivals.empty():
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    part = await self.arrivals.get()
-            except TimeoutError as error:
-                raise DeadlineExceeded(_TOO_LATE) from error
+            async with self._in_time():
+                part = await self.arrivals.get()
             if isinstance(part, Exception):
                 raise part
             outcome, stats = part
             yield self.index_of[outcome.request_id], outcome, stats
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(_TOO_LATE) from error
 
 
 class EngineClient:
@@ -122,7 +127,7 @@ class EngineClient:
         self.is_draining = False
         self._tickets: dict[str, Ticket] = {}
         self._stall_timeout_s = stall_timeout_s
-        self.request_timeout_s = request_timeout_s
+        self._request_timeout_s = request_timeout_s
         self._max_queued_tokens = max_queued_tokens
         self._queued_tokens: dict[str, int] = {}
         """Prompt tokens of the requests that have no token yet."""
@@ -218,7 +223,7 @@ class EngineClient:
         self._check_queued_tokens(requests)
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
-        ticket = Ticket(requests)
+        ticket = Ticket(requests, self._request_timeout_s)
         for request in requests:
             self._tickets[request.request_id] = ticket
             self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
@@ -230,9 +235,11 @@ class EngineClient:
                 self.abort(request_id)
 
     def _check_queued_tokens(self, requests: Sequence[Request]) -> None:
+        if not self._max_queued_tokens:
+            return
         queued = sum(self._queued_tokens.values())
         new = sum(len(request.prompt_token_ids) for request in requests)
-        if self._max_queued_tokens and queued and queued + new > self._max_queued_tokens:
+        if queued and queued + new > self._max_queued_tokens:
             raise EngineBusy(f"prompts of {queued} tokens wait, the most is {self._max_queued_tokens}; try again soon")
 
     def abort(self, request_id: str) -> None:

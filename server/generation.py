@@ -6,7 +6,6 @@ speculation counts all agree about where the answer ends. Not for: HTTP shapes.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -258,15 +257,13 @@ class Generation:
     async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
         """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
         call, early_end = this_call(), "abort"
-        most_s = client.request_timeout_s
-        deadline_s = asyncio.get_running_loop().time() + most_s if most_s else None
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
             await ticket.admitted()
             observer.begin(self, call)
             try:
                 # Admission succeeded: a stream may send its headers now.
                 yield Delta(-1, (), None)
-                async with aclosing(ticket.parts(deadline_s)) as parts:
+                async with aclosing(ticket.parts()) as parts:
                     async for index, outcome, stats in parts:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:

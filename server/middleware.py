@@ -12,6 +12,8 @@ import logging
 import math
 import time
 import uuid
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -21,7 +23,7 @@ from engine.api import log_fields
 from server.calls import Call, current_call
 from server.errors import ApiError, ErrorBody, error_response, http_error
 from server.metrics import ServerMetrics
-from server.settings import Serve
+from server.settings import Serve, rates_of
 
 log = logging.getLogger("polydraft")
 
@@ -44,7 +46,8 @@ class RequestEnvelope:
         self._max_body_bytes = settings.max_request_bytes
         self._log_requests = settings.enable_log_requests
         self._send_timeout_s = settings.send_timeout or None
-        self._rate = RateLimit(settings.rate_limit) if settings.rate_limit else None
+        self._rate_text = settings.rate_limit
+        self._rate = RateLimit(rates_of(settings.rate_limit)) if settings.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -91,7 +94,8 @@ class RequestEnvelope:
                 await self._app(scope, self._limited(receive), send_marked)
             except Exception as error:
                 if reads_nothing:
-                    # The server closes the connection, because the answer is not complete.
+                    # Over TCP the system is usually first (`daemon.bind`). The server closes the connection, because
+                    # the answer is not complete.
                     log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
                     return
                 if has_begun:
@@ -114,7 +118,7 @@ class RequestEnvelope:
         wait_s = self._rate.take(_key_of(headers) if self._keys else str(client[0] if client else ""))
         if wait_s is None:
             return None
-        told = f"more requests than {self._rate.text}; try again in {wait_s} s"
+        told = f"more requests than {self._rate_text}; try again in {wait_s} s"
         body = ErrorBody(told, "rate_limit_error", code="rate_limited")
         return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
 
@@ -144,25 +148,31 @@ class RequestEnvelope:
 
 
 class RateLimit:
-    """How often one caller may ask, over a window that moves with time."""
+    """How often one caller may ask, over windows that move with time."""
 
-    def __init__(self, text: str) -> None:
-        """text: such as 60/minute."""
-        from limits import parse
-        from limits.storage import MemoryStorage
-        from limits.strategies import MovingWindowRateLimiter
-
-        self.text = text
-        self._rate = parse(text)
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+    def __init__(self, rates: Sequence[tuple[int, float]]) -> None:
+        """rates: (requests, seconds) that all hold."""
+        self._rates = rates
+        self._most = max(count for count, _ in rates)
+        self._longest_s = max(window_s for _, window_s in rates)
+        self._times_of: OrderedDict[str, deque[float]] = OrderedDict()
+        """Each caller's last requests; who has asked last is last."""
 
     def take(self, caller: str) -> int | None:
         """Count a request; None where it may come in, else the seconds until the next one may."""
-        # Memory of the limiter holds no key.
+        now = time.monotonic()
+        while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
+            self._times_of.popitem(last=False)
+        # No key is kept in memory for it.
         name = hashlib.sha256(caller.encode("latin-1", "replace")).hexdigest()
-        if self._limiter.hit(self._rate, name):
-            return None
-        return max(1, math.ceil(self._limiter.get_window_stats(self._rate, name).reset_time - time.time()))
+        times = self._times_of.get(name, deque(maxlen=self._most))
+        wait_s = max(times[-count] + window_s - now if len(times) >= count else 0.0 for count, window_s in self._rates)
+        if wait_s > 0:
+            return math.ceil(wait_s)
+        times.append(now)
+        self._times_of[name] = times
+        self._times_of.move_to_end(name)
+        return None
 
 
 def _key_of(headers: Headers) -> str:

@@ -48,6 +48,21 @@ Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
+_WINDOWS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+
+
+def rates_of(text: str) -> list[tuple[int, float]]:
+    """(requests, seconds) of a text such as 60/minute,5/second; raises ValueError."""
+    rates = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([1-9][0-9]*)\s*/\s*(second|minute|hour|day)\s*", part)
+        if found is None:
+            raise ValueError(
+                "must be a number per second, minute, hour or day, such as 60/minute or 60/minute,5/second"
+            )
+        rates.append((int(found[1]), _WINDOWS_S[found[2]]))
+    return rates
+
 
 class Serve(BaseSettings):
     """Serve a model over HTTP, OpenAI-compatible, with exact multi-draft speculative decoding.
@@ -185,7 +200,8 @@ class Serve(BaseSettings):
         60.0, description="seconds for which a client may read nothing of its answer; then it is let go; 0: any"
     )
     rate_limit: str | None = Field(
-        None, description="requests that one key (without keys: one address) may send, such as 60/minute or 5/second"
+        None,
+        description="requests that one key, without keys one address, may send, such as 60/minute,5/second",
     )
     max_num_queued_tokens: NotNegative = Field(
         0, description="prompt tokens of requests that have no token yet; more get 429, but a first one; 0: any"
@@ -227,12 +243,7 @@ class Serve(BaseSettings):
     @classmethod
     def _rate(cls, rate: str | None) -> str | None:
         if rate is not None:
-            from limits import parse  # only where it is used: help comes at once
-
-            try:
-                parse(rate)
-            except ValueError as error:
-                raise ValueError("must be a number per time, such as 60/minute") from error
+            rates_of(rate)
         return rate
 
     @field_validator("spec_shape")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
-from server.middleware import RateLimit
-from server.settings import Serve
+from engine.api import DeadlineExceeded, Limits, Request, Sampling
+from server.answering import EventStream
+from server.engine_client import Ticket
+from server.metrics import ServerMetrics
+from server.middleware import RateLimit, RequestEnvelope
+from server.settings import Serve, rates_of
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -92,7 +98,7 @@ def test_so_many_tokens_may_wait(limited: Daemon) -> None:
 @pytest.fixture(scope="module")
 def impatient(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     """A daemon that waits a second for a client that reads nothing."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--send-timeout", "1")
+    return daemons.get(*pair_arguments, "--no-calibrate", "--send-timeout", "1", "--enable-log-requests")
 
 
 @pytest.fixture
@@ -110,27 +116,101 @@ def deaf(impatient: Daemon) -> Iterator[socket.socket]:
         yield client
 
 
+def test_the_wait_for_a_grammar_counts() -> None:
+    """A request whose grammar is being read has the same time as any."""
+    sampling = Sampling(grammar="start: /a/")
+    request = Request("0", (1,), sampling, Limits(max_tokens=1))
+
+    async def wait() -> None:
+        await Ticket([request], 0.01).admitted()
+
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(wait())
+
+
+def connections_to(port: int) -> int:
+    """Sockets of the server's side, in whatever state, that are not listening."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(local.endswith(f":{port:04X}") and state != "0A" for _, local, _, state, *_ in lines)
+
+
 def test_who_reads_nothing_is_let_go(impatient: Daemon, deaf: socket.socket) -> None:
-    """Its requests end, others are answered meanwhile."""
+    """Its requests end early, its connection ends, others are answered meanwhile."""
     with impatient.client() as client:
         wait_until(lambda: client.get("/load").json()["server_load"] == 4, "the request does not begin")
         assert client.post("/v1/completions", json=SHORT).status_code == 200
-        wait_until(lambda: "a client does not read its answer id=deaf" in impatient.log, "it is not let go")
+        wait_until(lambda: "finish_reason=abort,abort,abort,abort" in impatient.log, "it is not let go")
         wait_until(lambda: client.get("/load").json()["server_load"] == 0, "its requests stay")
         assert client.get("/dashboard/state").json()["num_requests"] == 0
+    wait_until(lambda: connections_to(impatient.port) == 0, "its connection stays")
 
 
-def test_a_window_moves_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """Over a unix socket no system timer watches: the daemon's own does, and the generation ends at once."""
+    ended = []
+
+    async def deltas() -> AsyncGenerator[Any, None]:
+        try:
+            while True:
+                yield b"data: 1\n\n"
+        finally:
+            ended.append("generation")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        source = deltas()
+        await EventStream((frame async for frame in source), source)(scope, receive, send)
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(send_timeout=0.05, _cli_parse_args=[]))
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "raw_path": b"/v1/x", "headers": []}
+    asyncio.run(envelope(scope, receive, send))
+    assert ended == ["generation"]
+    assert "a client does not read its answer" in caplog.text
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_window_moves_with_time(clock: list[float]) -> None:
     """Two a second: the third must wait, one later may come in; each caller has a window of its own."""
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    rate = RateLimit("2/second")
+    rate = RateLimit([(2, 1.0)])
     assert [rate.take("a") for _ in range(3)] == [None, None, 1]
     assert rate.take("b") is None
-    now += 1.5
+    clock[0] += 0.5
+    assert rate.take("b") is None
+    clock[0] += 0.6
+    assert [rate.take("b"), rate.take("b")] == [None, 1]
     assert rate.take("a") is None
 
 
-def test_a_strange_rate_is_a_bad_setting() -> None:
+def test_all_rates_hold(clock: list[float]) -> None:
+    rate = RateLimit(rates_of("3/minute, 2/second"))
+    assert [rate.take("a") for _ in range(3)] == [None, None, 1]
+    clock[0] += 2
+    assert [rate.take("a"), rate.take("a")] == [None, 58]
+
+
+def test_callers_are_forgotten_when_their_windows_have_passed(clock: list[float]) -> None:
+    rate = RateLimit([(1, 60.0)])
+    for caller in range(1000):
+        assert rate.take(str(caller)) is None
+    clock[0] += 61
+    assert rate.take("one more") is None
+    assert len(rate._times_of) == 1
+
+
+@pytest.mark.parametrize("text", ["often", "0/minute", "60/minute;5/second", "5", "-1/second"])
+def test_a_strange_rate_is_a_bad_setting(text: str) -> None:
     with pytest.raises(ValueError, match="60/minute"):
-        Serve(rate_limit="often", _cli_parse_args=[])
+        Serve(rate_limit=text, _cli_parse_args=[])
