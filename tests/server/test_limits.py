@@ -119,7 +119,7 @@ def deaf(impatient: Daemon) -> Iterator[socket.socket]:
 def test_the_wait_for_a_grammar_counts() -> None:
     """A request whose grammar is being read has the same time as any."""
     sampling = Sampling(grammar="start: /a/")
-    request = Request("0", (1,), sampling, Limits(max_tokens=1))
+    request = Request(request_id="0", prompt_token_ids=(1,), sampling=sampling, limits=Limits(max_tokens=1))
 
     async def wait() -> None:
         await Ticket([request], 0.01).admitted()
