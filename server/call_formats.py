@@ -16,6 +16,7 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 _TEXT = {"content": "text", "content_args": {"strip": False}}
 _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
+_CALL_MARK = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"
 _FIRST = r"(?:\s*<｜tool▁calls▁begin｜>\s*)?"
 _AFTER = {"open": "<｜tool▁calls▁end｜>", **_TEXT}
 """Behind all calls there is nothing to say."""
@@ -42,8 +43,9 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     # From version 11 on: each call has its mark, name and arguments.
     "mistral_v11": _template(
         {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\s*\{)",
-            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "open_pattern": rf"{_CALL_MARK}(?=\s*\{{)",
+            # The mark alone may be in an argument's text.
+            "close_pattern": rf"(?<=\}})\s*(?={_CALL_MARK}\s*\{{)|(?<=\}})\s*\Z",
             "content": "json",
             "transform": _CALL,
         }

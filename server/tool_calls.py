@@ -178,9 +178,11 @@ class RegionReader:
     def __init__(self, calls: _Calls, template: dict[str, Any], tools: Sequence[dict[str, Any]], is_raw: bool) -> None:
         """is_raw: a region holds one call as JSON, which is read as it comes."""
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
         self._calls = calls
         self._parser = ResponseParser(template, prefix="", tools=list(tools))
+        self._marks = load_response_template(template).fields.get("tool_calls")
         self._is_raw = is_raw
         self._raw = ""
         self._is_broken = False
@@ -228,14 +230,23 @@ class RegionReader:
         elif kind == "region_close":
             values = event["value"] if isinstance(event["value"], list) else [event["value"]]
             calls = [json.dumps(value.get("function", value)) for value in values]
-            raw, self._raw = self._raw, ""
-            if any((whole := _whole(call)) is None or whole[0] not in self._calls.names for call in calls):
+            length, is_closed = self._region()
+            raw, self._raw = self._raw[:length], self._raw[length:]
+            # Cut in the middle, arguments that are no JSON look like fewer of them.
+            is_cut = not is_closed and self._marks.content != "json"
+            if is_cut or any((whole := _whole(call)) is None or whole[0] not in self._calls.names for call in calls):
                 found.say(raw)
                 return
             for call in calls:
                 self._calls.begin()
                 self._calls.more(call, found)
                 self._calls.end(found)
+
+    def _region(self) -> tuple[int, bool]:
+        """(characters of the region that has just ended, whether a mark has ended it): the parser has read further."""
+        begin = self._marks.open_re.search(self._raw)
+        end = begin and self._marks.close_re and self._marks.close_re.search(self._raw, begin.end())
+        return (end.end(), True) if end else (len(self._raw), False)
 
 
 class JsonReader:

@@ -85,6 +85,36 @@ def test_what_is_no_call_stays_text(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SPELL)
+def test_what_is_no_call_is_said_once(form: str) -> None:
+    """Also when text or a call stands behind it, which the parser has seen when it ends."""
+    for behind, calls in (("done", []), (SPELL[form]([PARIS]), [PARIS])):
+        if form == "mistral" and calls:
+            continue  # one list is the whole answer
+        answer = SPELL[form]([("rm", {})]).removesuffix("<｜tool▁calls▁end｜>") + behind
+        text = answer.removesuffix(behind) if calls else answer
+        if form == "mistral_v11" and not calls:
+            continue  # text behind arguments makes no call of them in any case
+        assert read(form, list(answer)) == (text, calls)
+        assert read(form, [answer]) == (text, calls)
+
+
+@pytest.mark.parametrize("form", SPELL)
+def test_a_call_that_is_cut_is_no_call(form: str) -> None:
+    """Half a call must not be made: the length cut it, or the client's stop string."""
+    answer = SPELL[form]([PARIS]).removesuffix("<｜tool▁calls▁end｜>")
+    for length in range(answer.index("weather") + 7, len(answer.rstrip())):
+        text, calls = read(form, list(answer[:length]))
+        assert not calls or calls == [PARIS], length
+        assert not calls or answer[length:].strip() in (">", END, f"```{END}"), length
+        assert calls or text.strip() == answer[:length].strip(), length
+
+
+def test_a_mark_in_an_argument_is_text() -> None:
+    call: Call = ("weather", {"city": "x [TOOL_CALLS] y"})
+    assert read("mistral_v11", list(mistral_v11([call, ("add", {})]))) == ("", [call, ("add", {})])
+
+
+@pytest.mark.parametrize("form", SPELL)
 def test_one_call_alone(form: str) -> None:
     text, calls = read(form, list(SPELL[form](BOTH)), parallel=False)
     assert (text, calls) == ("", [PARIS])
