@@ -138,7 +138,7 @@ async def respond(
         answer_id=f"{id_prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=body.model,
-        with_metrics=wants_metrics(server, body),
+        with_metrics=wants_metrics(server, body.metrics),
         include_usage=stream_options is not None and stream_options.include_usage,
         continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
     )

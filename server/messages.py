@@ -17,26 +17,36 @@ from server.answering import metrics_of, usage_of
 from server.errors import anthropic_error, to_api_error
 from server.extras import Neutral, refuse_unsupported
 from server.generation import CallPiece, Delta, Generation, Part
-from server.protocol import Body, ChatRequest, Count, SpeculationFields, Text, Wire
+from server.protocol import Body, ChatRequest, Closed, Count, SpeculationFields, Text, Wire
 from server.reasoning import Effort, Thought
+from server.translating import refuse_drafts
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _CACHE_KEYS = frozenset({"cache_control", "citations"})
 """Keys of blocks that change nothing here: whatever begins alike is cached anyway."""
 
 
-class Thinking(Wire):
+class Thinking(Closed):
     """Whether to think; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    display: Any = None
+    """Bounds nothing: models have no such knob, and max_tokens bounds thoughts and answer together."""
+    display: Literal["summarized"] | None = None
 
 
-class OutputConfig(Wire):
-    """How much effort to spend."""
+class OutputFormat(Closed):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Closed):
+    """How much effort to spend, and what the answer must be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class AnthropicTool(Wire):
@@ -49,7 +59,7 @@ class AnthropicTool(Wire):
     strict: bool | None = None
 
 
-class AnthropicChoice(Wire):
+class AnthropicChoice(Closed):
     """What the model may call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -106,9 +116,10 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
     fields |= _tool_choice(body.tool_choice)
     fields["reasoning_effort"] = _effort(body)
     if isinstance(body, MessagesRequest):
-        if body.speculation is not None and body.speculation.return_drafts:
-            message = "speculation.return_drafts is not supported here; use /v1/chat/completions"
-            raise RequestError(message, "speculation.return_drafts", "unsupported_value")
+        refuse_drafts(body.speculation)
+        if body.output_config is not None and body.output_config.format is not None:
+            schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         same = {"max_tokens", "temperature", "top_k", "top_p", "metadata", "speculation", "seed", "metrics"}
         fields |= body.model_dump(exclude_unset=True, include=same)
         fields["stop"] = body.stop_sequences
@@ -174,6 +185,8 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
             message.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
         elif kind == "tool_result" and role == "user":
             content = _text(block.get("content") or "", where)
+            if block.get("is_error") and not content.lower().startswith("error"):
+                content = f"Error: {content}"  # chat has no other place to say so
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         else:
             raise RequestError(f"{where}: blocks of type {kind!r} are not supported in a turn of the {role}", where)
@@ -213,6 +226,7 @@ class Messenger:
         if choice.finish_reason is not None:
             usual = "end_turn" if choice.stop_string is None else "stop_sequence"
             reason = _STOP_REASONS.get(choice.finish_reason, usual)
+        stop = choice.stop_string if reason == "stop_sequence" else None
         result: dict[str, Any] = {
             "id": self._id,
             "type": "message",
@@ -220,7 +234,7 @@ class Messenger:
             "model": self._body.model,
             "content": self.content,
             "stop_reason": reason,
-            "stop_sequence": choice.stop_string,
+            "stop_sequence": stop,
             "usage": self._usage(),
         }
         if reason is not None and self._with_metrics:

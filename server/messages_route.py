@@ -5,14 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from engine.api import RequestError
-from server.answering import answer_told
 from server.messages import CountTokensRequest, MessagesRequest, Messenger, as_chat
-from server.preparing import chat_prompt, prepare_chat
-from server.responses_route import checked, in_own_words
+from server.preparing import chat_prompt, wants_metrics
 from server.state import Server
-
-_PARAMS = {"stop": "stop_sequences", "reasoning_effort": "thinking"}
+from server.translating import answer_translated, checked, in_own_words
 
 
 def build_router(server: Server) -> APIRouter:
@@ -22,23 +18,24 @@ def build_router(server: Server) -> APIRouter:
     @router.post("/v1/messages")
     async def create_message(http: Request, body: MessagesRequest) -> Response:
         """Answer a conversation, in the shape of Anthropic's Messages API; nothing is stored."""
-        server.unknown_fields.check(body)
-        try:
-            generation = await prepare_chat(server, checked(as_chat, body))
-        except RequestError as error:
-            raise in_own_words(error, _PARAMS) from error
-        is_detailed = server.settings.per_request_spec_decode_metrics == "detailed"
-        messenger = Messenger(body, generation, is_detailed if body.metrics is None else body.metrics)
-        return await answer_told(http, server, generation, messenger, body.stream)
+        with_metrics = wants_metrics(server, body.metrics)
+        return await answer_translated(
+            http, server, body, as_chat, lambda made: Messenger(body, made, with_metrics), _params(body), body.stream
+        )
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         """How many tokens the prompt of such a conversation has."""
         server.unknown_fields.check(body)
-        try:
+        with in_own_words(_params(body)):
             prompt, _ = await chat_prompt(server, checked(as_chat, body))
-        except RequestError as error:
-            raise in_own_words(error, _PARAMS) from error
         return {"input_tokens": len(prompt)}
 
     return router
+
+
+def _params(body: CountTokensRequest) -> dict[str, str]:
+    """Names of chat's fields in Anthropic's words."""
+    has_effort = body.output_config is not None and body.output_config.effort is not None
+    effort = "output_config.effort" if has_effort else "thinking"
+    return {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": effort}

@@ -130,7 +130,9 @@ async def prepare(
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
-    thoughts = thoughts_of(server, body, prompts[0], bool(structure.grammar))
+    # Strict tools alone leave the model free to begin as it likes.
+    is_bound = bool(structure.grammar) and (tools is None or tools.forced)
+    thoughts = thoughts_of(server, body, prompts[0], is_bound)
     # Calls may be marked by special tokens, and so may thoughts.
     has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))
     is_asked = "skip_special_tokens" in body.model_fields_set
@@ -150,14 +152,14 @@ async def prepare(
 
 
 def thoughts_of(
-    server: Server, body: GenerationFields, prompt: Sequence[int], has_grammar: bool
+    server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool
 ) -> Literal["none", "possible", "begun"]:
-    """Whether an answer may hold thoughts. One that follows a grammar begins with it, whatever the prompt has begun."""
+    """Whether an answer may hold thoughts. One that is bound begins with its structure in any case."""
     if not server.thinks or not isinstance(body, ChatRequest):
         return "none"
     end = server.tokenizer.decode(prompt[-_PROMPT_END:])
     is_begun = server.settings.reasoning_parser == "deepseek_r1" or is_open(end)
-    return "begun" if is_begun and not has_grammar else "possible"
+    return "begun" if is_begun and not is_bound else "possible"
 
 
 async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | None]:
@@ -206,9 +208,9 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     return await prepare(server, body, prompts, max_tokens_of(body) or _DEFAULT_COMPLETION_TOKENS)
 
 
-def wants_metrics(server: Server, body: GenerationFields) -> bool:
+def wants_metrics(server: Server, asked: bool | None) -> bool:
     """Whether the answer carries `metrics`."""
-    return server.settings.per_request_spec_decode_metrics == "detailed" if body.metrics is None else body.metrics
+    return server.settings.per_request_spec_decode_metrics == "detailed" if asked is None else asked
 
 
 async def completion_prompts(server: Server, prompt: Any, add_special_tokens: bool) -> list[list[int]]:

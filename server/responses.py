@@ -20,6 +20,7 @@ from server.extras import Neutral, refuse_unsupported
 from server.generation import Delta, Generation
 from server.protocol import ChatRequest, Closed, Count, GenerationFields
 from server.reasoning import Effort, Thought
+from server.translating import refuse_drafts
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -58,7 +59,8 @@ class ResponsesRequest(GenerationFields):
     previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     prompt: Annotated[Any, Neutral()] = None
-    include: Annotated[Any, Neutral([])] = None
+    include: Annotated[Any, Neutral([], ["reasoning.encrypted_content"])] = None
+    """Thoughts are not encrypted here: they come, and may be sent back, as they are."""
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[Any, Neutral("disabled", way_out="send truncate_prompt_tokens")] = None
     max_tool_calls: Annotated[Any, Neutral()] = None
@@ -82,9 +84,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     text = body.text or TextConfig()
     if text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")
-    if body.speculation is not None and body.speculation.return_drafts:
-        message = "speculation.return_drafts is not supported here; use /v1/chat/completions"
-        raise RequestError(message, "speculation.return_drafts", "unsupported_value")
+    refuse_drafts(body.speculation)
     fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields["messages"] = messages + _messages(body.input)
@@ -121,14 +121,21 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The input's items as messages; calls that follow each other are one message."""
+    """The input's items as messages; thoughts, what is said after them and calls in a row are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(item.get("content"), number)})
+            message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
+            only_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
+            if only_thought and message["role"] == "assistant":
+                messages[-1] |= message
+            else:
+                messages.append(message)
+        elif kind == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": _thoughts(item, number)})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
             if not messages or messages[-1]["role"] != "assistant":
@@ -142,6 +149,14 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("the input is empty", "input")
     return messages
+
+
+def _thoughts(item: dict[str, Any], number: int) -> str:
+    """The text of a reasoning item, whole or summarized."""
+    parts = item.get("content") or item.get("summary") or []
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise RequestError("input: a reasoning item holds parts with text", f"input.{number}")
+    return "".join(part["text"] for part in parts)
 
 
 def _content(content: Any, number: int) -> Any:
@@ -299,7 +314,9 @@ class Responder:
             events += self._close()
             item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
             events.append(self._open({**item, "content": []}))
-            self.output[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
+            part = {"type": "reasoning_text", "text": ""}
+            self.output[-1]["content"] = [dict(part)]
+            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
         self.output[-1]["content"][0]["text"] += text
         return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=text)]
 
@@ -317,8 +334,11 @@ class Responder:
                 self._of_item("response.content_part.done", content_index=0, part=dict(part)),
             ]
         elif item["type"] == "reasoning":
-            text = item["content"][0]["text"]
-            events = [self._of_item("response.reasoning_text.done", content_index=0, text=text)]
+            part = item["content"][0]
+            events = [
+                self._of_item("response.reasoning_text.done", content_index=0, text=part["text"]),
+                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+            ]
         else:
             events = [
                 self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])

@@ -56,7 +56,9 @@ class Tokenizer:
         if chat_template is not None:
             self._fast.chat_template = chat_template
         self._backend = self._fast.backend_tokenizer
-        self._special = frozenset(self._fast.all_special_ids)
+        # Also those that have no role of their own: decoding leaves them out as well.
+        added = self._backend.get_added_tokens_decoder().items()
+        self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     async def run(self, call: Callable[..., Result], *args: Any) -> Result:

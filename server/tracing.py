@@ -58,7 +58,8 @@ class Tracing:
 
     def record(self, generation: Generation, call: Call, facts: dict[str, Any]) -> None:
         """Send the span of a generation that is over; it is a child of the caller's span, where there is one."""
-        operation = _OPERATIONS.get(call.path, "chat")
+        # A proxy's prefix may stand before it.
+        operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
         parent = self._propagator.extract({"traceparent": call.trace_parent}) if call.trace_parent else None
         end_ns = time.time_ns()
         started_ns = end_ns - int(1e9 * (time.perf_counter() - generation.clock.started))

@@ -94,6 +94,26 @@ def test_a_forced_call_is_a_block(client: anthropic.Anthropic, streams: bool) ->
     assert num_prompt(again) > num_prompt(message)
 
 
+def test_a_format_is_followed(client: anthropic.Anthropic) -> None:
+    """Anthropic's structured output; a schema that cannot be followed is refused by its own name."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    asked = {"format": {"type": "json_schema", "schema": schema}}
+    assert json.loads(ask(client, extra_body={"output_config": asked}).content[0].text)["n"] in (1, 2)
+    bad = {"format": {"type": "json_schema", "schema": {"type": "no such type"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        ask(client, extra_body={"output_config": bad})
+
+
+def test_an_error_of_a_tool_is_told(client: anthropic.Anthropic) -> None:
+    def num_tokens(**more: Any) -> int:
+        call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "no such city", **more}
+        turns: Any = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        return client.messages.count_tokens(model=MODEL, messages=turns).input_tokens
+
+    assert num_tokens(is_error=True) > num_tokens(is_error=False) == num_tokens()
+
+
 def test_metrics_come_with_the_message(client: anthropic.Anthropic) -> None:
     message = ask(client, extra_body={"speculation": {"num_drafts": 2, "draft_length": 3}})
     counted = message.metrics["speculative_decoding"]
@@ -113,6 +133,8 @@ def test_metrics_come_with_the_message(client: anthropic.Anthropic) -> None:
         ({"stop_sequences": [""]}, "stop"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"extra_body": {"output_config": {"volume": 3}}}, "volume"),
+        ({"extra_body": {"thinking": {"type": "adaptive", "display": "omitted"}}}, "display"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

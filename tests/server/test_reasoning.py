@@ -88,7 +88,7 @@ def test_effort_reaches_templates_that_know_it() -> None:
 ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 1}
 GRAMMAR = {"structured_outputs": {"regex": "<think>[a-z]{3,8}</think>[A-Z]{2,6}"}}
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ bos_token }}{% if tools %}{{ tools }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
     "<|assistant|>{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
 )
@@ -99,7 +99,9 @@ def thinking(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pyte
     """A daemon whose template opens the thinking when it is told to."""
     template = Path(tmp_path_factory.mktemp("thinking")) / "template.jinja"
     template.write_text(TEMPLATE)
-    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(template))
+    return daemons.get(
+        *pair_arguments, "--no-calibrate", "--chat-template", str(template), "--tool-call-parser", "hermes"
+    )
 
 
 @pytest.fixture
@@ -166,6 +168,43 @@ def test_responses_have_a_reasoning_item(client: httpx.Client) -> None:
     assert thought["content"][0]["text"].islower()
     assert message["content"][0]["text"].isupper()
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 1
+
+
+def test_a_reasoning_item_goes_back(client: httpx.Client) -> None:
+    """A client that stores nothing sends the output as it came; the template shows the thought once more."""
+    call = {"model": MODEL, "seed": 3, "temperature": 1, "include": ["reasoning.encrypted_content"], **GRAMMAR}
+    user = {"role": "user", "content": "hello"}
+    output = client.post("/v1/responses", json=call | {"input": [user]}).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+
+    def num_tokens(items: list[Any]) -> int:
+        answer = client.post("/v1/responses", json=call | {"input": [user, *items, user]})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["input_tokens"])
+
+    assert num_tokens(output) > num_tokens(output[1:])
+    bad = {"type": "reasoning", "content": [{"no": "text"}]}
+    assert client.post("/v1/responses", json=call | {"input": [user, bad]}).status_code == 400
+
+
+def test_a_grammar_is_refused_by_the_endpoints_own_name(client: httpx.Client) -> None:
+    bad = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no such type"}}}
+    for stream in (False, True):
+        answer = client.post("/v1/responses", json={"model": MODEL, "input": "a", "text": bad, "stream": stream})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "text.format"
+
+
+def test_strict_tools_leave_the_thinking_a_thought(client: httpx.Client) -> None:
+    """They bind the calls, not the answer's beginning."""
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    call = ASKED | {"max_tokens": 6, "reasoning_effort": "high", "tools": [tool]}
+    answer = client.post("/v1/chat/completions", json=call)
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert message["reasoning_content"]
+    assert message["content"] is None
 
 
 def test_effort_is_refused_where_the_template_knows_none(http: httpx.Client) -> None:

@@ -66,6 +66,21 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
         assert "".join(detokenizer.step(token) for token in tokens) == expected
 
 
+def test_a_special_token_without_a_role_is_special(tmp_path: Path) -> None:
+    """Decoding leaves it out, so whoever reads marks in the text must know."""
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+    made.add_tokens([AddedToken("<mark>", special=True), AddedToken("<plain>", special=False)])
+    made.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(str(tmp_path))
+    (mark,), (plain,) = (tokenizer.encode(text, False) for text in ("<mark>", "<plain>"))
+    assert tokenizer.decode([mark, plain], skip_special_tokens=True) == "<plain>"
+    assert (tokenizer.has_special("<mark>"), tokenizer.has_special("<plain>")) == (True, False)
+    assert (tokenizer.is_special(mark), tokenizer.is_special(plain)) == (True, False)
+    tokenizer.close()
+
+
 def test_a_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
     """Roles become special tokens, the prompt starts with one BOS and ends where the assistant begins."""
     tokens = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
