@@ -46,7 +46,12 @@ _TRIES = 3
 # A daemon that is asked for its state answers at once; whole answers may take as long as they like.
 _PROBE_S = 5.0
 # Started so, the daemon drains when the replica that holds its standard input is gone, however that ended.
-_SUPERVISED = ["sh", "-c", '"$@" & child=$!; cat >/dev/null; kill -TERM $child; wait $child', "sh"]
+_SUPERVISED = [
+    *("sh", "-c"),
+    'exec 3<&0; "$@" </dev/null & child=$!; (cat <&3 >/dev/null; kill -TERM $child) & watch=$!; '
+    "wait $child; status=$?; kill $watch; exit $status",
+    "sh",
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ class Replica:
         socket = str(Path(self._folder) / "http")
         command = [*_SUPERVISED, sys.executable, "-m", "server.cli", "serve", *arguments, "--uds", socket]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        transport = httpx.AsyncHTTPTransport(uds=socket)
+        # Ray bounds what a replica has open, and its state must be asked for beside that.
+        transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None))
         self._client = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
         self._wait_ready(socket, start_timeout_s)
 
@@ -139,10 +145,10 @@ class Replica:
         deadline = time.monotonic() + timeout_s
         with httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://replica") as client:
             while time.monotonic() < deadline:
-                if not Path(socket).exists() and self._process.poll() is not None:
+                if self._process.poll() is not None:
                     raise RuntimeError(f"polydraft serve ended with {self._process.returncode}; see the replica's log")
                 try:
-                    if client.get("/ready", timeout=_PROBE_S).status_code == 200:
+                    if Path(socket).exists() and client.get("/ready", timeout=_PROBE_S).status_code == 200:
                         return
                 except httpx.TransportError:
                     pass
@@ -176,17 +182,24 @@ class Replica:
 class Front:
     """Takes HTTP and hands it to replicas; a request whose replica dies before its answer begins goes to another."""
 
-    def __init__(self, replicas: DeploymentHandle[Replica]) -> None:
+    def __init__(self, replicas: DeploymentHandle[Replica], max_request_bytes: int) -> None:
         self._replicas = replicas.options(stream=True)
+        self._max_request_bytes = max_request_bytes
 
     async def __call__(self, request: Request) -> Response:
         """One request."""
-        body = await request.body()
         query = f"?{request.url.query}" if request.url.query else ""
+        target = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1") + query
         is_post = request.method == "POST"
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._max_request_bytes:
+                told = f"the body is larger than {self._max_request_bytes} bytes"
+                return _refusal(Call("", target, [], b""), 413, "invalid_request_error", "too_large", told)
         call = Call(
             request.method,
-            request.url.path + query,
+            target,
             _forwarded(list(request.headers.items())),
             body,
             prefix_of(body) if is_post else "",
@@ -214,13 +227,16 @@ class Front:
 
 async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
     """The events of a stream; one that cannot go on ends with an error event."""
+    num_events = 0
     try:
         yield first
+        num_events += _events_in(first)
         async for chunk in answer:
             yield chunk
+            num_events += _events_in(chunk)
     except (RayActorError, RayTaskError) as error:
         log.warning("a replica failed in the middle of a stream (%s)", type(error).__name__)
-        yield _last_event(call)
+        yield _last_event(call, num_events)
     finally:
         answer.cancel()
 
@@ -228,23 +244,30 @@ async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
 _ENDED = "the replica ended in the middle of the answer; send the request again"
 
 
-def _last_event(call: Call) -> bytes:
-    """The error that a broken stream ends with, in the shape of its endpoint."""
+def _events_in(chunk: bytes) -> int:
+    return chunk.count(b"\nevent: ") + chunk.startswith(b"event: ")
+
+
+def _last_event(call: Call, num_events: int) -> bytes:
+    """The error that a broken stream ends with behind so many events, in the shape of its endpoint."""
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
         return f"event: error\ndata: {json.dumps(data)}\n\n".encode()
     error = {"message": _ENDED, "type": "service_unavailable", "param": None, "code": "engine_unavailable"}
     if "/v1/responses" in call.target:
-        return f"event: error\ndata: {json.dumps({'type': 'error', **error})}\n\n".encode()
+        return (
+            f"event: error\ndata: {json.dumps({'type': 'error', 'sequence_number': num_events, **error})}\n\n".encode()
+        )
     return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
 
 
 def _refusal(call: Call, status: int, kind: str, code: str, message: str) -> Response:
     body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     if "/v1/messages" in call.target:
-        told = "rate_limit_error" if status == 429 else "overloaded_error"
+        told = {413: "request_too_large", 429: "rate_limit_error"}.get(status, "overloaded_error")
         body = {"type": "error", "error": {"type": told, "message": message}}
-    return Response(json.dumps(body), status, {"retry-after": "1"}, "application/json")
+    headers = {"retry-after": "1"} if status in (429, 503) else {}
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
 def _forwarded(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -278,6 +301,8 @@ class Options(BaseModel):
     """How many more open requests than the idlest replica the one of a prefix may have before others help."""
     drain_timeout_s: float = Field(60, ge=0)
     start_timeout_s: float = Field(600, gt=0)
+    max_request_bytes: int = Field(4 << 20, ge=1)
+    """Largest body that is handed to a replica, whose own `--max-request-bytes` holds, too."""
 
 
 def build(options: dict[str, Any]) -> serve.Application:
@@ -303,4 +328,4 @@ def build(options: dict[str, Any]) -> serve.Application:
     )(Replica).bind([*drain, *wanted.arguments], wanted.start_timeout_s)
     # Takes as many as the replicas and their queue.
     front = serve.deployment(name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(Front)
-    return front.bind(replicas)
+    return front.bind(replicas, wanted.max_request_bytes)

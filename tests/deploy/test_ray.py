@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from ray.exceptions import ActorDiedError
+from starlette.requests import Request
 
-from deploy.ray_app import Call, Options, PrefixRouter, prefix_of
+from deploy.ray_app import _SUPERVISED, Call, Front, Options, PrefixRouter, Replica, _rest, prefix_of
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair
 
@@ -78,6 +80,66 @@ def test_a_busy_replica_gets_help() -> None:
     idle, replicas = router(3, r0=1, r1=2)
     assert order(idle, replicas, "") == ["r2", "r0", "r1"]
     assert asyncio.run(idle.choose_replicas([], None)) == []
+
+
+def test_a_daemon_that_cannot_start_is_noticed_at_once() -> None:
+    """With its exit code, however long a start may take."""
+
+    class Outside(Replica):
+        """Ray waits for the end of a replica; nothing does so here."""
+
+        def __del__(self) -> None:  # type: ignore[override]
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        Outside(["--no-such-flag"], 600)
+
+
+def test_a_daemon_is_told_to_end_when_its_replica_is_gone() -> None:
+    script = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
+    command = [*_SUPERVISED, sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 7
+
+
+def test_a_large_body_is_not_read_to_its_end() -> None:
+    """It is refused before a replica is asked, in the words of its endpoint."""
+    num_read = 0
+
+    async def receive() -> Any:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/messages", "query_string": b"", "headers": []}
+    front = Front(SimpleNamespace(options=lambda **_: None), 2500)  # type: ignore[arg-type]
+    answer = asyncio.run(front(Request(scope, receive)))
+    assert (answer.status_code, num_read) == (413, 3)
+    assert json.loads(bytes(answer.body))["error"]["type"] == "request_too_large"
+
+
+def test_a_broken_stream_of_responses_goes_on_counting() -> None:
+    class Broken:
+        async def __aiter__(self) -> Any:
+            yield b'event: response.in_progress\ndata: {"sequence_number": 1}\n\n'
+            raise ActorDiedError
+
+        def cancel(self) -> None:
+            pass
+
+    async def read() -> list[bytes]:
+        first = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
+        return [chunk async for chunk in _rest(Call("POST", "/v1/responses", [], b""), first, Broken())]
+
+    last = asyncio.run(read())[-1].decode().splitlines()
+    assert last[0] == "event: error"
+    assert json.loads(last[1].removeprefix("data: "))["sequence_number"] == 2
 
 
 def test_options_come_from_a_shell_or_from_yaml() -> None:
