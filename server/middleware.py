@@ -56,7 +56,7 @@ class RequestEnvelope:
             return
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {})
         call = Call(request_id, scope["raw_path"].decode("latin-1"), headers.get("traceparent"))
         current_call.set(call)
         started = time.perf_counter()
