@@ -112,7 +112,7 @@ class Choice:
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
-        # Released text lags behind the tokens, because of stop strings: to count tokens they are followed apart from it.
+        # Released text lags behind the tokens because of stop strings: to count tokens, each is followed by itself.
         self._reasoning, self._counting = (
             None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
         )
