@@ -6,6 +6,7 @@ Notation as in `engine.speculation.theory`, which has what one position alone sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -13,16 +14,30 @@ from engine.speculation.theory import Law, accept_token, alpha_star_iid
 
 Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
 """(p, q) below a prefix."""
+Verification = Literal["token", "block", "greedy"]
+"""What a single chain's acceptance is bounded by; see `expected_block_length`."""
 
 
-def expected_block_length(log_target_BL: Law, log_draft_BL: Law, num_drafts: int) -> Law:
-    """[B] expected accepted length of the score race along sampled target paths: sum_i 1 - (1 - u_i)^K.
+def expected_block_length(
+    log_target_BL: Law, log_draft_BL: Law, num_drafts: int, verification: Verification = "block"
+) -> Law:
+    """[B] expected accepted length along sampled target paths: sum_i 1 - (1 - u_i)^K; u_i is a share of the paths.
 
-    The arguments are log p and log q of the path's tokens; the mean over paths drawn from the target is E[tau].
+    The arguments are log p and log q of the path's tokens; the mean over paths drawn from the target is E[tau]. With
+    the ratios r_i = q_i / p_i and R_i = r_1 ... r_i, u_i is, by `verification`:
+    `token`, prod_j min(1, r_j): a single chain only; `block`, min(1, R_1, ..., R_i): block verification, and the score
+    race for K > 1; `greedy`, min(1, R_i): greedy block verification, and for K > 1 what SpecTr-GBV selects, of which
+    `spectr_gbv` keeps that much or more. Greedy rules keep this in the block that begins a text; the blocks behind it
+    have another target.
     """
-    log_ratio = np.cumsum(log_draft_BL - log_target_BL, axis=1)
-    ceiling = np.exp(np.minimum.accumulate(np.minimum(log_ratio, 0.0), axis=1))
-    length: Law = (1 - (1 - ceiling) ** num_drafts).sum(axis=1)
+    log_ratio = log_draft_BL - log_target_BL
+    if verification == "token":
+        log_kept = np.cumsum(np.minimum(log_ratio, 0.0), axis=1)
+    else:
+        log_kept = np.minimum(np.cumsum(log_ratio, axis=1), 0.0)
+        if verification == "block":
+            log_kept = np.minimum.accumulate(log_kept, axis=1)
+    length: Law = (1 - (1 - np.exp(log_kept)) ** num_drafts).sum(axis=1)
     return length
 
 
@@ -76,14 +91,17 @@ def pareto_bias(p: Law, q: Law, rejection: float) -> float:
     return max(0.0, 1 - accept_token(p, q, 1) - rejection)
 
 
-def expected_rejections(laws: Laws, horizon: int, batch: int = 1) -> float:
+def expected_rejections(
+    laws: Laws, horizon: int, batch: int = 1, merged: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+) -> float:
     """Rejections over `horizon` tokens, drafts to the horizon, no bonus token (Yin et al., Theorems 1 and 3).
 
     batch: M chains, of which the first position after a rejection tries all by recursive rejection, and the rest
     goes on with the accepted one. With M = 1: sum_n E_{x~p} TV(p_n, q_n). For M > 1, with f(x_{1:n}) the probability
     of x_{1:n} with its last token drawn again after a rejection (f of nothing is 1) and p^1 = p,
     p^{m+1} = norm (p^m - q)+: sum_n E_{x~p} TV - sum_n E_{x~f} [TV - prod_m TV(p^m, q)].
-    Enumerates all prefixes: small vocabularies.
+    Enumerates all prefixes: small vocabularies. merged: one name for all prefixes with the same laws from there on,
+    such as the last state of a Markov chain; it is given such a name with one more token.
     """
     redrawn: dict[tuple[int, ...], float] = {(): 1.0}
     reached: dict[tuple[int, ...], float] = {(): 1.0}
@@ -103,10 +121,11 @@ def expected_rejections(laws: Laws, horizon: int, batch: int = 1) -> float:
                     residual = residual / residual.sum()
             total += probability * first - fresh * (first - all_rejected)
             for token in np.flatnonzero(p > 0).tolist():
-                next_reached[*prefix, token] = probability * p[token]
-                next_redrawn[*prefix, token] = fresh * all_rejected * residual[token] + (probability - fresh) * max(
-                    0.0, p[token] - q[token]
-                )
+                again = fresh * all_rejected * residual[token]
+                again += (probability - fresh) * max(0.0, p[token] - q[token])
+                name = merged((*prefix, token))
+                next_reached[name] = next_reached.get(name, 0.0) + probability * p[token]
+                next_redrawn[name] = next_redrawn.get(name, 0.0) + again
         redrawn, reached = next_redrawn, next_reached
     return total
 

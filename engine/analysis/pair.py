@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from engine.admission import check_speculation
 from engine.analysis import bounds
+from engine.analysis.bounds import Verification
 from engine.analysis.law_check import run_to_end
 from engine.analysis.loading import load_pair, names_of, read_prompts
 from engine.analysis.report import print_report, save_plots
@@ -50,8 +51,8 @@ _DRAWS = 8
 # Largest shape: chains, and tokens in a chain.
 _LIMITS = (64, 32)
 _EPSILONS = (0.05, 0.1, 0.2, 0.4)
-# Rules whose expected length follows from the laws along the target's own text: chains race, or there is one.
-_CLOSED_FORM = {"block", "bv_race"}
+# Rules whose expected length in any step follows from the laws along the target's own text, and by which ratios.
+_CLOSED_FORM: dict[str, Verification] = {"token": "token", "block": "block", "bv_race": "block"}
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _measure_laws(
     for temperature in options.temperature:
         if not results.missing("laws", str(temperature)):
             continue
-        answers = _answers(engine, prompts, Speculation(), temperature, options.tokens)
+        answers = answers_of(engine, prompts, Speculation(), temperature, options.tokens)
         pairs = [(p, a.tokens) for p, a in zip(prompts, answers, strict=True) if len(a.tokens) > 1]
         wanted = max(1, options.positions // len(pairs))
         optima: dict[str, list[float]] = {}
@@ -224,15 +225,15 @@ def _measure_laws(
         rejected: list[float] = []
         front: list[list[tuple[float, float]]] = []
         for number, (prompt, tokens) in enumerate(tqdm(pairs, desc=f"laws, T = {temperature}", unit="answer")):
-            target_NV, draft_NV = _laws_along(engine, prompt, tokens, temperature)
-            _closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
+            target_NV, draft_NV = laws_along(engine, prompt, tokens, temperature)
+            add_closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
             step = max(1, len(tokens) // wanted)
             for position in range(number % step, len(tokens), step):
                 p, q = (rows[position].double().cpu().numpy() for rows in (target_NV, draft_NV))
                 p, q = p / p.sum(), q / q.sum()
                 rejected.append(1 - theory.accept_token(p, q, 1))
                 front.append(bounds.pareto_front(p, q, _EPSILONS))
-                _position(p, q, len(rejected), shapes, optima, accepted)
+                measure_position(p, q, len(rejected), shapes, optima, accepted)
         results.save(
             "laws",
             str(temperature),
@@ -250,7 +251,7 @@ def _measure_laws(
         )
 
 
-def _answers(
+def answers_of(
     engine: Engine, prompts: list[tuple[int, ...]], speculation: Speculation, temperature: float, num_tokens: int
 ) -> list[Any]:
     requests = [
@@ -266,7 +267,7 @@ def _answers(
     return list(run_to_end(engine, requests).values())
 
 
-def _laws_along(
+def laws_along(
     engine: Engine, prompt: tuple[int, ...], tokens: list[int], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, V] both laws at every position of an answer."""
@@ -282,7 +283,7 @@ def _laws_along(
     return laws[0], laws[1]
 
 
-def _closed_forms(
+def add_closed_forms(
     target_NV: torch.Tensor,
     draft_NV: torch.Tensor,
     tokens: list[int],
@@ -295,11 +296,12 @@ def _closed_forms(
     for shape in shapes:
         if shape.rule in _CLOSED_FORM and shape.method == "iid" and len(tokens) >= shape.draft_length:
             windows = [np.lib.stride_tricks.sliding_window_view(rows, shape.draft_length) for rows in (log_p, log_q)]
-            found = bounds.expected_block_length(windows[0], windows[1], shape.num_drafts)
+            kept_by = _CLOSED_FORM[shape.rule]
+            found = bounds.expected_block_length(windows[0], windows[1], shape.num_drafts, kept_by)
             lengths.setdefault(shape.key, []).extend(found.tolist())
 
 
-def _position(
+def measure_position(
     p: theory.Law,
     q: theory.Law,
     number: int,
@@ -331,7 +333,7 @@ def _measure_runs(
             continue
         answers = [
             answer
-            for answer in _answers(engine, prompts, shape.speculation, temperature, options.tokens)
+            for answer in answers_of(engine, prompts, shape.speculation, temperature, options.tokens)
             if answer.tokens
         ]
         tokens, steps = [len(a.tokens) for a in answers], [a.num_steps for a in answers]

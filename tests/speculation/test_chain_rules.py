@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,35 @@ def test_golden_theory_of_blocks(case: dict) -> None:
             if (mass := joint(model.target, path[:depth])) > 0 and joint(model.draft, path[:depth]) > 0:
                 gamma = float(known.state_CX4[i, depth, 3])
                 assert gamma * mass == pytest.approx(case["qGamma"][",".join(map(str, path[:depth]))], abs=1e-9)
+
+
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda c: f"V{c['V']}L{c['L']}K{c['K']}-{c['kind']}")
+def test_closed_forms_of_expected_lengths(case: dict) -> None:
+    """Means over the target's own paths are what the rules' outcomes give, enumerated."""
+    model = golden_model(case)
+    paths = list(itertools.product(range(case["V"]), repeat=case["L"]))
+    mass = np.array([joint(model.target, path) for path in paths])
+    with np.errstate(divide="ignore"):
+        log_p, log_q = (
+            np.log([[float(laws[path[:i]][token]) for i, token in enumerate(path)] for path in paths])
+            for laws in (model.target, model.draft)
+        )
+    reached = mass > 0
+    known: dict[str, float] = {}
+    for rule, verification in (("token", "token"), ("block", "block"), ("greedy_block", "greedy")):
+        lengths = bounds.expected_block_length(log_p[reached], log_q[reached], 1, verification)
+        known[rule] = float((mass[reached] * lengths).sum())
+        assert known[rule] == pytest.approx(expected_accepted(outcomes_of(rule, model, 1)), abs=1e-9)
+    race_length, selected = (
+        float(
+            (
+                mass[reached] * bounds.expected_block_length(log_p[reached], log_q[reached], case["K"], verification)
+            ).sum()
+        )
+        for verification in ("block", "greedy")
+    )
+    assert race_length == pytest.approx(case["theory"]["bv_race_formula"], abs=1e-9)
+    assert selected == pytest.approx(case["theory"]["spectrgbv_bound"], abs=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-9), (torch.float32, 1e-5)], ids=["64", "32"])
