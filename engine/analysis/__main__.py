@@ -16,6 +16,8 @@ from engine.analysis.device_model import analyze_plan
 from engine.analysis.laws import analyze_blocks, analyze_laws
 from engine.analysis.loading import add_pair_arguments, integers
 from engine.analysis.pair import analyze_pair
+from engine.analysis.papers.run import add_arguments as add_papers_arguments
+from engine.analysis.papers.run import analyze_papers
 from engine.analysis.reports import add_arguments as add_reports_arguments
 from engine.analysis.reports import analyze_reports
 from engine.analysis.selfcheck import selfcheck
@@ -43,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     add_reports_arguments(reports)
     plan = commands.add_parser("plan", help="how fast a pair would be on a device that is not at hand, by a model")
     add_plan_arguments(plan)
+    papers = commands.add_parser("papers", help="the tables of the three papers on a pair (the embedded one: an hour)")
+    add_papers_arguments(papers)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
     blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
@@ -107,6 +111,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "plan": lambda options: (analyze_plan(options), True),
     "reports": lambda options: (analyze_reports(options), True),
     "pair": lambda options: (analyze_pair(options), True),
+    "papers": lambda options: (analyze_papers(options), True),
     "selfcheck": selfcheck,
 }
 
