@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest import plots, report
-from loadtest.workload import TASKS
+from loadtest.workload import TASKS, load
 
 
 class _Usual(NamedTuple):
@@ -45,6 +46,16 @@ def counts(text: str) -> list[int]:
     return values
 
 
+def _tasks(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        try:
+            load(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
+
+
 def _lengths(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -58,7 +69,13 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
     result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")
-    result.add_argument("--tasks", default=",".join(TASKS), help="comma-separated: dialogues, gutenberg")
+    result.add_argument(
+        "--tasks",
+        default=",".join(TASKS),
+        type=_tasks,
+        help="comma-separated: dialogues, gutenberg, or files of JSON lines with messages, prompt or text in each "
+        "record (default both)",
+    )
     result.add_argument("--concurrency", type=counts, help="requests at once (default 1,4,16,64; short: 1,4,16)")
     result.add_argument("--repeats", type=int, default=5, help="runs of every arm in a cell (default 5)")
     result.add_argument("--max-tokens", type=int, default=48, help="tokens of every answer (default 48)")
@@ -101,7 +118,7 @@ def _measure(options: argparse.Namespace) -> int:
 
     usual = _SHORT if options.short else _FULL
     wanted = BenchOptions(
-        tasks=options.tasks.split(","),
+        tasks=options.tasks,
         concurrency=options.concurrency or usual.concurrency,
         repeats=options.repeats,
         max_tokens=options.max_tokens,
@@ -115,7 +132,7 @@ def _measure(options: argparse.Namespace) -> int:
             result = run(options.url.rstrip("/"), wanted)
         else:
             print("starting a daemon on the embedded pair", file=sys.stderr)
-            with running_daemon(options.serve_args.split()) as url:
+            with running_daemon(shlex.split(options.serve_args)) as url:
                 result = run(url, wanted)
     except RuntimeError as error:
         print(f"polydraft bench: {error}", file=sys.stderr)

@@ -20,23 +20,31 @@ class Prompt:
     body: dict[str, Any]
 
 
-def load(task: str, file: Path | None = None) -> list[Prompt]:
-    """Prompts of a task, or of a JSON-lines file with `messages` or `prompt` in each record.
+def load(task: str) -> list[Prompt]:
+    """Prompts of a task, or of the JSON-lines file of that name: `messages`, `prompt` or `text` in each record.
 
-    The embedded tasks are read as package data, without importing the engine.
+    The embedded tasks are read as package data, without importing the engine. Raises ValueError where a file cannot be
+    read, or a record has no prompt.
     """
-    if file is None:
-        resource = files("engine").joinpath("demo", f"heldout_{task}.jsonl")
+    resource = files("engine").joinpath("demo", f"heldout_{task}.jsonl") if task in TASKS else Path(task)
+    try:
         lines = resource.read_text(encoding="utf8").splitlines()
-    else:
-        lines = file.read_text(encoding="utf8").splitlines()
-    return [_prompt(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{task}: neither a task ({', '.join(TASKS)}) nor a file that can be read: {error}") from error
+    prompts = [_prompt(line, f"{task}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"{task}: no prompts in it")
+    return prompts
 
 
-def _prompt(record: dict[str, Any]) -> Prompt:
-    if "messages" in record:
-        return Prompt("/v1/chat/completions", {"messages": record["messages"]})
-    return Prompt("/v1/completions", {"prompt": record.get("prompt") or record["text"]})
+def _prompt(line: str, place: str) -> Prompt:
+    try:
+        record = json.loads(line)
+        if "messages" in record:
+            return Prompt("/v1/chat/completions", {"messages": record["messages"]})
+        return Prompt("/v1/completions", {"prompt": record.get("prompt") or record["text"]})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place}: not a JSON object with messages, prompt or text") from error
 
 
 def random_prompts(length: int, count: int, seed: int = 0) -> list[Prompt]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.execution.loading import FITTING_MODEL_TYPES
 from server.answers import Metrics, SpeculativeDecoding
 from server.protocol import ChatRequest, CompletionRequest, SpeculationFields
 from server.responses import ResponsesRequest
@@ -24,3 +25,9 @@ def test_every_field_of_a_request_is_on_the_page(body: type) -> None:
 def test_every_field_of_the_metrics_has_its_row(part: type) -> None:
     rows = frozenset(re.findall(r"^\| ([a-z_]+) \|", PAGE, re.MULTILINE))
     assert not sorted(set(part.__struct_fields__) - rows)  # type: ignore[attr-defined]
+
+
+def test_the_families_on_the_page_are_those_that_are_served() -> None:
+    paragraph = PAGE[PAGE.index("Families, by the `model_type`") :].partition("\n\n")[0]
+    lists = re.findall(r":((?:\s[a-z0-9_-]+,?)+)\.", paragraph)
+    assert frozenset(re.findall(r"[a-z0-9_-]+", " ".join(lists))) == FITTING_MODEL_TYPES

@@ -34,7 +34,7 @@ NAMES = {
     "bv_race": "score race",
     "traversal": "traversal",
 }
-_CONTEXT, _CHECKED = 128, 400
+_CONTEXT, _CHECKED = 128, 1200
 
 
 def shapes() -> list[Shape]:

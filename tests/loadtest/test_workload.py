@@ -1,0 +1,51 @@
+"""Prompts of the bench: the embedded tasks, and files of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.cli import parser
+from loadtest.workload import TASKS, Prompt, load
+
+
+def test_the_tasks_have_prompts() -> None:
+    for task in TASKS:
+        assert len(load(task)) >= 16
+
+
+def test_a_file_gives_its_records_in_turn(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    file = tmp_path / "own prompts.jsonl"
+    records = [{"messages": chat}, {"prompt": "Once"}, {"text": "upon"}]
+    file.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+    assert load(str(file)) == [
+        Prompt("/v1/chat/completions", {"messages": chat}),
+        Prompt("/v1/completions", {"prompt": "Once"}),
+        Prompt("/v1/completions", {"prompt": "upon"}),
+    ]
+    assert parser().parse_args(["--tasks", f"dialogues,{file}"]).tasks == ["dialogues", str(file)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "neither a task (dialogues, gutenberg) nor a file"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', "own.jsonl:2: not a JSON object with messages, prompt or text"),
+        ("hello\n", "own.jsonl:1: not a JSON"),
+        ("[1]\n", "own.jsonl:1: not a JSON"),
+        ("\n", "no prompts"),
+    ],
+)
+def test_what_is_no_file_of_prompts_is_said_before_anything_runs(
+    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["--tasks", str(file)])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
