@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure speculation on against off: closed loop over HTTP, arms interleaved in one run. "
         "Prints a table; the last line is one JSON document.",
     )
-    result.add_argument("--url", help="daemon to measure; without it one is started on the embedded pair")
+    result.add_argument("--url", help="daemon to measure; without it one is started by --serve-args")
     result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")
     result.add_argument(
         "--tasks",
@@ -96,7 +96,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
     result.add_argument("--plot", type=Path, help="also draw throughput, tokens per pass and gain into this PNG")
-    result.add_argument("--serve-args", default="", help="flags of the daemon that is started, in one string")
+    result.add_argument(
+        "--serve-args",
+        default="",
+        help="arguments of `polydraft serve` for the daemon that is started, in one string (default: the embedded pair)",
+    )
     return result
 
 
@@ -131,7 +135,7 @@ def _measure(options: argparse.Namespace) -> int:
         if options.url:
             result = run(options.url.rstrip("/"), wanted)
         else:
-            print("starting a daemon on the embedded pair", file=sys.stderr)
+            print(f"starting a daemon: polydraft serve {options.serve_args}".rstrip(), file=sys.stderr)
             with running_daemon(shlex.split(options.serve_args)) as url:
                 result = run(url, wanted)
     except RuntimeError as error:
