@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--serve-args",
         default="",
-        help="arguments of `polydraft serve` for the daemon that is started, in one string (default: the embedded pair)",
+        help="arguments of `polydraft serve` in one string (default: the embedded pair)",
     )
     return result
 
