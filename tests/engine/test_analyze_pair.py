@@ -72,7 +72,7 @@ def test_an_interrupted_analysis_goes_on(models: TinyModels, tmp_path: Path) -> 
     saved = json.loads((tmp_path / "out" / "pair.json").read_text())
     assert len(saved["runs"]) == 18
     assert not saved["times"]
-    with patch.object(analysis, "_answers", side_effect=AssertionError("ran again")):
+    with patch.object(analysis, "answers_of", side_effect=AssertionError("ran again")):
         assert main(words) == 0
 
 
