@@ -112,8 +112,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         else:
             messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            tokens = await tokenizer.run(
-                tokenizer.encode_chat,
+            tokens = await tokenizer.run_chat(
                 messages,
                 body.add_generation_prompt,
                 body.continue_final_message,

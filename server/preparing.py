@@ -180,8 +180,7 @@ async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], Too
                 "add_generation_prompt",
             )
     effort = thinking_variables(body.reasoning_effort, server.tokenizer.chat_template)
-    prompt = await server.tokenizer.run(
-        server.tokenizer.encode_chat,
+    prompt = await server.tokenizer.run_chat(
         messages,
         body.add_generation_prompt,
         body.continue_final_message,

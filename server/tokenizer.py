@@ -9,14 +9,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from tokenizers.decoders import DecodeStream
 
 from engine.api import ConfigError, RequestError, check_source, model_file
+from server.time_limit import TookTooLong, run_limited
 
 Result = TypeVar("Result")
+
+_CHAT_LIMIT_S = 10.0
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -65,6 +69,14 @@ class Tokenizer:
         """Run a method of this tokenizer in the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
 
+    async def run_chat(self, *args: Any, **options: Any) -> list[int]:
+        """Run `encode_chat` in the pool, for a limited time: loops of a template may be long for a client's values."""
+        try:
+            return await run_limited(self._pool, _CHAT_LIMIT_S, partial(self.encode_chat, *args, **options))
+        except TookTooLong as error:
+            message = f"the chat template took longer than {_CHAT_LIMIT_S:g} s for these messages; send fewer of them"
+            raise RequestError(message, "messages") from error
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -110,6 +122,8 @@ class Tokenizer:
             text.encode()
             shows_tools = not tools or render((), documents) != text
             shows_documents = not documents or render(tools, ()) != text
+        except TookTooLong:
+            raise
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         if not shows_tools:

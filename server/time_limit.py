@@ -1,0 +1,77 @@
+"""Ends Python code that runs too long in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class TookTooLong(Exception):
+    """A call ran into its time limit."""
+
+
+class _Call:
+    """One call, made in any thread; another thread can end it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._began_s = 0.0
+        self._is_ended = False
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            self._thread, self._began_s = threading.get_ident(), time.monotonic()
+        try:
+            return self._call(*args)
+        finally:
+            # From here on nothing is raised any more: what runs next in this thread is not the call.
+            with self._lock:
+                self._thread = None
+
+    def seconds_run(self) -> float:
+        """How long it has run; 0 where it waits for a thread."""
+        with self._lock:
+            return 0.0 if self._thread is None else time.monotonic() - self._began_s
+
+    def end(self) -> None:
+        """Raise TookTooLong in its thread, if it runs; once, since its thread may be at something else afterwards."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        with self._lock:
+            if self._thread is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(TookTooLong))
+
+
+async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
+    """The result of `call(*args)` in the pool; TookTooLong after so many seconds in its thread.
+
+    The interpreter looks for the exception between its instructions: loops in Python (and so in templates) end, one
+    long call into a library ends afterwards. Waiting for a thread does not count. A caller that is cancelled ends the
+    call as well.
+    """
+    limited = _Call(call)
+
+    async def watch() -> None:
+        while (left := seconds - limited.seconds_run()) > 0:
+            await asyncio.sleep(left)
+        limited.end()
+
+    watching = asyncio.create_task(watch())
+    try:
+        result: Result = await asyncio.get_running_loop().run_in_executor(pool, limited, *args)
+        return result
+    except asyncio.CancelledError:
+        limited.end()
+        raise
+    finally:
+        watching.cancel()

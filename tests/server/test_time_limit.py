@@ -1,0 +1,94 @@
+"""Code in a pool's thread ends in time, and nothing behind it is ended in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+import pytest
+
+from engine.api import RequestError
+from server import tokenizer as tokenizers
+from server.time_limit import TookTooLong, run_limited
+from server.tokenizer import Tokenizer
+from tests.server.tiny_models import TOKENIZER
+
+ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def spin(until: threading.Event) -> str:
+    while not until.is_set():
+        pass
+    return "done"
+
+
+def test_a_loop_ends_and_its_thread_goes_on(pool: ThreadPoolExecutor) -> None:
+    never, at_once = threading.Event(), threading.Event()
+    at_once.set()
+
+    async def calls() -> str:
+        with pytest.raises(TookTooLong):
+            await run_limited(pool, 0.05, spin, never)
+        return await run_limited(pool, 0.05, spin, at_once)
+
+    assert asyncio.run(calls()) == "done"
+
+
+def test_waiting_for_a_thread_does_not_count(pool: ThreadPoolExecutor) -> None:
+    async def calls() -> list[str | None]:
+        behind = run_limited(pool, 0.2, str, "in time")
+        return await asyncio.gather(run_limited(pool, 60, time.sleep, 0.5), behind)
+
+    assert asyncio.run(calls()) == [None, "in time"]
+
+
+def test_a_cancelled_caller_ends_the_call(pool: ThreadPoolExecutor) -> None:
+    async def calls() -> str:
+        first = asyncio.create_task(run_limited(pool, 60, spin, threading.Event()))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        return await run_limited(pool, 60, str, "free again")
+
+    assert asyncio.run(calls()) == "free again"
+
+
+def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor) -> None:
+    """Its own result or its own exception; what the thread does next is left alone."""
+
+    def about(seconds: float) -> str:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        return "done"
+
+    async def calls() -> tuple[int, int]:
+        late = 0
+        for number in range(300):
+            try:
+                assert await run_limited(pool, 0.002, about, number % 15 / 1000) == "done"
+            except TookTooLong:
+                late += 1
+            assert await asyncio.get_running_loop().run_in_executor(pool, sum, range(2000)) == 1999000
+        return late, 300
+
+    late, count = asyncio.run(calls())
+    assert 0 < late < count, "the two were meant to meet"
+
+
+def test_a_template_that_does_not_end_is_a_bad_request() -> None:
+    tokenizer = Tokenizer(str(TOKENIZER), ENDLESS)
+    messages = [{"role": "user", "content": "hello"}]
+    with patch.object(tokenizers, "_CHAT_LIMIT_S", 0.2), pytest.raises(RequestError, match=r"took longer than 0\.2 s"):
+        asyncio.run(tokenizer.run_chat(messages))
+    assert asyncio.run(tokenizer.run(tokenizer.encode, "still there"))
+    tokenizer.close()
