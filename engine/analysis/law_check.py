@@ -71,17 +71,34 @@ class Check:
         return self.p_value < SIGNIFICANCE
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step gave an answer."""
+
+    start: int
+    """Tokens of the answer before it."""
+    drafted: int
+    """Tokens in its longest chain; 0 in a plain step."""
+    accepted: int
+    emitted: int
+
+
 @dataclass
 class Answer:
     """What one request got."""
 
     tokens: list[int] = field(default_factory=list)
-    num_steps: int = 0
+    steps: list[Step] = field(default_factory=list)
     """Steps in which it emitted tokens."""
     num_nodes: int = 0
     """Drafted nodes verified for it."""
     bias: float = 0.0
     """What lossy acceptance allowed."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it took, without those that read the prompt alone."""
+        return len(self.steps)
 
 
 def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
@@ -93,8 +110,9 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]
     while engine.scheduler.has_work:
         for outcome in engine.run_step().outcomes:
             answer = answers[outcome.request_id]
+            emitted = len(outcome.token_ids)
+            answer.steps.append(Step(len(answer.tokens), outcome.draft_length, outcome.num_accepted, emitted))
             answer.tokens += outcome.token_ids
-            answer.num_steps += 1
             answer.num_nodes += outcome.num_nodes
             answer.bias += outcome.bias
     return answers

@@ -147,9 +147,9 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
     for draft, rejects in ((target, False), (tiny.llama(9), True)):
         pair = cases.Pair(tiny.build(target, draft), "", "tiny", 1, 20)
         speculation = Speculation(rule="token", num_drafts=1, draft_length=4)
-        tokens, steps = cases.followed(pair, (5, 6, 7), speculation, seed=3, num_tokens=20)
-        verified, rejections = theoretical.verified_and_rejected(tokens, steps)
-        assert len(tokens) == len(verified) == 20
+        [answer] = cases.followed(pair, [(5, 6, 7)], speculation, 20, first_seed=3)
+        verified, rejections = theoretical.verified_and_rejected(answer)
+        assert len(answer.tokens) == len(verified) == 20
         assert (rejections > 0) == rejects
         # Between two bonus tokens lie four accepted ones; a rejection is verified, and its token counts.
         runs = [len(list(group)) for value, group in itertools.groupby(verified) if value]

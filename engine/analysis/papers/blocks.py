@@ -22,7 +22,7 @@ from loadtest.statistics import ratio_of_sums
 
 TEMPERATURES = (0.4, 1.0)
 LENGTHS = (4, 8, 12)
-CHAINS = (2, 4, 8)
+CHAINS = (2, 3, 4, 6, 8)
 ONE_CHAIN = ("token", "block", "greedy_block")
 SEVERAL = ("kseq", "spectr_gbv", "bv_race", "traversal")
 NAMES = {
@@ -73,7 +73,7 @@ def measure(
         "cells": cells,
         "pooled": pooled(cells, times),
         "times": times,
-        "closed_forms": lengths.compare(pair, pair.prompts("dialogues"), progress),
+        "closed_forms": lengths.compare(pair, pair.dialogues(lengths.TIMES), progress),
         "laws": _laws(pair, progress),
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.analysis.law_check import Answer, run_to_end
 from engine.analysis.loading import read_prompts
 from engine.analysis.pair import answers_of, laws_along
 from engine.engine import Engine
@@ -36,50 +37,33 @@ class Pair:
     """Of an answer."""
     prompt_length: int = 128
 
+    def dialogues(self, times: int = 1) -> list[tuple[int, ...]]:
+        """Held-out dialogues as tokens; so many times as many as a task has prompts, as far as there are."""
+        return read_prompts(None, self.target, times * self.most_prompts, self.prompt_length)
+
     def prompts(self, task: str) -> list[tuple[int, ...]]:
         """The task's prompts as tokens, the ends of long ones."""
         if task == "dialogues":
-            return read_prompts(None, self.target, self.most_prompts, self.prompt_length)
+            return self.dialogues()
         file = Path(str(files("engine").joinpath("analysis", "papers", "prompts", f"{task}.jsonl")))
         return read_prompts(file, self.target, self.most_prompts, self.prompt_length)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step of an answer did."""
-
-    start: int
-    """Tokens of the answer before it."""
-    drafted: int
-    """Tokens in each of its chains; 0 in a plain step."""
-    accepted: int
-    emitted: int
-
-
 def followed(
-    pair: Pair, prompt: tuple[int, ...], speculation: Speculation, seed: int, num_tokens: int
-) -> tuple[list[int], list[Step]]:
-    """One answer of the engine at temperature 1, step by step: its tokens, and its steps."""
-    pair.engine.scheduler.blocks.forget_all()  # passes beside the scheduler may have written anywhere
-    limits = Limits(max_tokens=num_tokens, ignore_eos=True)
-    pair.engine.scheduler.submit(
+    pair: Pair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
+) -> list[Answer]:
+    """Answers of the engine at temperature 1, with what each of their steps did; all of the given length."""
+    requests = [
         Request(
-            request_id="0",
+            request_id=str(number),
             prompt_token_ids=prompt,
-            sampling=Sampling(seed=seed),
-            limits=limits,
+            sampling=Sampling(seed=first_seed + number),
+            limits=Limits(max_tokens=num_tokens, ignore_eos=True),
             speculation=speculation,
         )
-    )
-    tokens: list[int] = []
-    steps = []
-    while pair.engine.scheduler.has_work:
-        for outcome in pair.engine.run_step().outcomes:
-            if outcome.token_ids:
-                emitted = len(outcome.token_ids)
-                steps.append(Step(len(tokens), outcome.draft_length, outcome.num_accepted, emitted))
-                tokens += outcome.token_ids
-    return tokens, steps
+        for number, prompt in enumerate(prompts)
+    ]
+    return list(run_to_end(pair.engine, requests).values())
 
 
 def recorded_laws(

@@ -13,11 +13,14 @@ import torch
 
 from engine.analysis import bounds
 from engine.analysis.bounds import Verification
+from engine.analysis.law_check import Answer
 from engine.analysis.pair import Shape, laws_along
 from engine.analysis.papers.cases import Pair, Progress, followed
 from loadtest.statistics import ratio_of_sums
 
 _LENGTH, _CHAINS, _SEEDS = 8, 4, 3
+TIMES = 5
+"""Of a task's prompts."""
 CASES: tuple[tuple[str, int, Verification, bool], ...] = (
     ("token", 1, "token", False),
     ("block", 1, "block", False),
@@ -34,12 +37,13 @@ def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
     for rule, chains, verification, is_first in CASES:
         shape = Shape(rule, "iid", chains, _LENGTH)
         counted, predicted, num_steps = [], [], 0
-        for number, prompt in enumerate(prompts):
-            for seed in range(_SEEDS if is_first else 1):
-                lengths = _lengths(pair, prompt, shape, verification, is_first, number * _SEEDS + seed)
-                counted.append(sum(accepted for accepted, _ in lengths))
-                predicted.append(sum(expected for _, expected in lengths))
-                num_steps += len(lengths)
+        every = list(prompts) * (_SEEDS if is_first else 1)
+        num_tokens = _LENGTH + 2 if is_first else max(pair.tokens, 2 * _LENGTH)
+        for prompt, answer in zip(every, followed(pair, every, shape.speculation, num_tokens), strict=True):
+            lengths = _lengths(pair, prompt, answer, shape, verification, is_first)
+            counted.append(sum(accepted for accepted, _ in lengths))
+            predicted.append(sum(expected for _, expected in lengths))
+            num_steps += len(lengths)
         found = ratio_of_sums(counted, predicted)
         row = {"rule": rule, "chains": chains, "length": _LENGTH, "first": is_first, "steps": num_steps}
         row |= {"accepted": sum(counted) / num_steps, "predicted": sum(predicted) / num_steps}
@@ -49,16 +53,13 @@ def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
 
 
 def _lengths(
-    pair: Pair, prompt: tuple[int, ...], shape: Shape, verification: Verification, is_first: bool, seed: int
+    pair: Pair, prompt: tuple[int, ...], answer: Answer, shape: Shape, verification: Verification, is_first: bool
 ) -> list[tuple[int, float]]:
     """(accepted, expected) tokens of the steps of one answer below which it has a whole block."""
     length = shape.draft_length
-    tokens, steps = followed(
-        pair, prompt, shape.speculation, seed, length + 2 if is_first else max(pair.tokens, 2 * length)
-    )
-    steps = [step for step in steps if step.drafted == length and step.start + length <= len(tokens)]
-    target_NV, draft_NV = laws_along(pair.engine, prompt, tokens, 1.0)
-    index = torch.tensor(tokens, device=target_NV.device).unsqueeze(1)
+    steps = [step for step in answer.steps if step.drafted == length and step.start + length <= len(answer.tokens)]
+    target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)
+    index = torch.tensor(answer.tokens, device=target_NV.device).unsqueeze(1)
     log_p, log_q = (rows.double().log().gather(1, index).squeeze(1).cpu().numpy() for rows in (target_NV, draft_NV))
     lengths = []
     for step in steps[:1] if is_first else steps:

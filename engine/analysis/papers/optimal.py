@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
     """Rows by temperature and number of drafts, on the pair's laws and on made-up ones; and the findings."""
-    prompts = pair.prompts("dialogues")
+    prompts = pair.dialogues()
     rows: list[Row] = []
     for temperature in TEMPERATURES:
         laws = recorded_laws(pair, prompts, temperature, positions)

@@ -96,5 +96,5 @@ def _races(axes: Sequence[Any], result: list[dict[str, Any]]) -> None:
         errors = [[v - row["low"] for v, row in zip(values, rows, strict=True)]]
         errors.append([row["high"] - v for v, row in zip(values, rows, strict=True)])
         axis.barh(names, values, xerr=errors, color="tab:blue", alpha=0.7)
-        axis.set(xlabel="tokens per pass", title=f"{pair}, T = 1, twelve nodes", xlim=(1, None))
+        axis.set(xlabel="tokens per pass", title=f"{pair}, T = 1, twelve drafted tokens", xlim=(1, None))
         axis.tick_params(axis="y", labelsize=7)

@@ -1,4 +1,4 @@
-"""Beyond the papers: the score race and the weighted race against all other rules, at equal nodes a pass.
+"""Beyond the papers: the score race and the weighted race against all other rules, at twelve drafted tokens a pass.
 
 On the pair that is analysed, and on a second one of another size with known laws (`engine.demo.bench_pair`).
 """
@@ -20,7 +20,9 @@ SHAPES = (
     "rrs:3x4", "spectr_gbv:3x4", "traversal/iid:3x4", "traversal/without_replacement:3x4",
     "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
 )  # fmt: skip
-"""Twelve nodes each."""
+"""Twelve drafted tokens each; equal ones below the same parent are one node."""
+TIMES = 4
+"""Of a task's prompts."""
 SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
 """Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""
 

@@ -51,9 +51,9 @@ def _theoretical(pair: Pair, options: argparse.Namespace, progress: Progress) ->
 
 
 def _races(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
-    rows = races.measure(pair, pair.prompts("dialogues"), progress)
+    rows = races.measure(pair, pair.dialogues(races.TIMES), progress)
     with _second_pair(options) as second:
-        prompts = races.random_prompts(options.prompts_per_task, second.engine.facts.vocab_size)
+        prompts = races.random_prompts(races.TIMES * options.prompts_per_task, second.engine.facts.vocab_size)
         return rows + races.measure(second, prompts, progress)
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.analysis import bounds
 from engine.analysis.law_check import Answer
 from engine.analysis.pair import answers_of, laws_along
-from engine.analysis.papers.cases import Pair, Progress, Step, followed, recorded_laws
+from engine.analysis.papers.cases import Pair, Progress, followed, recorded_laws
 from engine.request import Speculation
 from engine.speculation.theory import Law, accept_token
 from loadtest.statistics import interval, ratio_of_sums
@@ -26,6 +26,8 @@ EPSILONS = (0.1, 0.2, 0.4, 0.8)
 BATCHES = (1, 2, 4, 5, 8, 16, 32, 64)
 LOOKAHEADS = (4, 8, 16)
 _STATES, _HORIZON, _RUNS = 7, 50, 20_000
+_TIMES, _SEEDS = 5, 3
+"""Of a task's prompts, and of each: counts against a formula need more answers than a table of ratios."""
 
 Laws = npt.NDArray[np.float64]
 """[T, S, S] law of the next state by position and state."""
@@ -33,11 +35,11 @@ Laws = npt.NDArray[np.float64]
 
 def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
     """All tables of the paper."""
-    prompts = pair.prompts("dialogues")
+    prompts = pair.dialogues(_TIMES)
     return {
-        "rejections": [_rejections(pair, prompts, length, progress) for length in LOOKAHEADS],
+        "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in LOOKAHEADS],
         "batches": batches(progress),
-        "front": front(recorded_laws(pair, prompts, 1.0, positions)),
+        "front": front(recorded_laws(pair, pair.dialogues(), 1.0, positions)),
         "answers": _answers(pair, prompts, progress),
     }
 
@@ -46,10 +48,9 @@ def _rejections(pair: Pair, prompts: Sequence[tuple[int, ...]], length: int, pro
     """Theorem 1: rejections of served answers, and the sum of TV over the positions that were verified in them."""
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
-    for number, prompt in enumerate(prompts):
-        tokens, steps = followed(pair, prompt, speculation, number, pair.tokens)
-        verified, rejections = verified_and_rejected(tokens, steps)
-        target_NV, draft_NV = laws_along(pair.engine, prompt, tokens, 1.0)
+    for prompt, answer in zip(prompts, followed(pair, prompts, speculation, pair.tokens), strict=True):
+        verified, rejections = verified_and_rejected(answer)
+        target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)
         distance_N = 0.5 * (target_NV.double() - draft_NV.double()).abs().sum(1)
         counted.append(rejections)
         predicted.append(float(distance_N[torch.tensor(verified)].sum()))
@@ -67,14 +68,14 @@ def _rejections(pair: Pair, prompts: Sequence[tuple[int, ...]], length: int, pro
     }
 
 
-def verified_and_rejected(tokens: Sequence[int], steps: Sequence[Step]) -> tuple[list[bool], int]:
+def verified_and_rejected(answer: Answer) -> tuple[list[bool], int]:
     """(whether each token was verified against a draft, rejections).
 
     The token behind a wholly accepted chain, and that of a plain step, was not.
     """
-    verified = [False] * len(tokens)
+    verified = [False] * len(answer.tokens)
     rejections = 0
-    for step in steps:
+    for step in answer.steps:
         is_rejected = step.accepted < min(step.drafted, step.emitted)
         rejections += is_rejected
         end = step.start + step.accepted + is_rejected
@@ -161,7 +162,7 @@ def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
                 for residual in ("optimal", "target")
             ]
             points.append((rejection, *biases, bounds.pareto_bias(p, q, rejection)))
-        rejection, opt, uno, line = np.mean(points, axis=0).tolist()
+        rejection, opt, uno, line = np.mean(points, axis=0).clip(min=0).tolist()
         rows.append({"epsilon": epsilon, "rejection": rejection, "opt": opt, "uno": uno, "line": line})
     return rows
 
