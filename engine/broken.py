@@ -6,8 +6,8 @@ what an attention kernel reads and weighs with zero would still make NaN of NaN.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from engine.drafters.draft import Draft
 from engine.errors import NON_FINITE, RequestError
@@ -20,21 +20,13 @@ ERROR = RequestError(
 )
 
 
-def broken_rows(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> frozenset[int]:
-    """Sequence ids of the sampling rows with such target logits or draft laws.
-
-    logits_NV: of the sampling rows' nodes. One copy to the host, of a number a row, behind that of the verdict.
-    """
-    if draft is None:
+def broken_rows(plan: Plan, draft: Draft | None, largest: npt.NDArray[np.float64]) -> frozenset[int]:
+    """Sequence ids of the sampling rows with such target logits or draft laws; largest: `verdicts.largest_numbers`."""
+    is_finite = np.isfinite(largest)
+    if draft is None or is_finite.all():
         return frozenset()
-    drafted_MV = draft.chains.draft.law_NV
-    # The largest number of a row is NaN where any of them is; a token that cannot come has minus infinity.
-    largest = [logits_NV.amax(1), *([drafted_MV.amax(1)] if len(drafted_MV) else [])]
-    is_finite = torch.isfinite(torch.cat(largest)).tolist()
-    if all(is_finite):
-        return frozenset()
-    of_target, of_draft = is_finite[: len(logits_NV)], is_finite[len(logits_NV) :]
     starts = draft.starts.tolist()
+    of_target, of_draft = is_finite[: starts[-1]], is_finite[starts[-1] :]
     rows = plan.sampling_rows
     broken = {number for number in range(len(rows)) if not all(of_target[starts[number] : starts[number + 1]])}
     for chain, row_L in enumerate(draft.chains.draft.row_CX.tolist()):

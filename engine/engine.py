@@ -15,6 +15,7 @@ from engine.admission import check_request
 from engine.broken import ERROR, broken_rows
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
+from engine.drafters.draft import MOST_UNMERGED
 from engine.drafters.drafter import Drafter
 from engine.errors import RequestError
 from engine.execution.runner import ModelRunner
@@ -64,6 +65,8 @@ class Engine:
         self.limits = limits
         self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
         self.telemetry = Telemetry(scheduler, target.device)
+        self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
+        """Roots and nodes of a pass up to which a step's trees are not merged (`drafters.draft.trees_of`)."""
         self._broken: list[str] = []
 
     @torch.inference_mode()
@@ -80,18 +83,19 @@ class Engine:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
         phase = self.telemetry.phase
         with phase("draft"):  # chains, and the law each token was drawn from
-            draft = draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device)
+            draft = draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device, self.most_unmerged)
         with phase("target"):  # one pass over every drafted node
-            logits_NV = self.target.forward(target_inputs(plan, draft))
+            drawn_M = None if draft is None else draft.tokens_M
+            logits_NV = self.target.forward(target_inputs(plan, draft), drawn_M)
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # the exact rule of each request
-            winners = verify_chains(plan, draft, logits_NV)
+            winners, largest = verify_chains(plan, draft, logits_NV)
         with phase("keep"):  # forget the rejected branches
             self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
             if self.drafter is not None:
                 self.drafter.keep(plan, kept_paths(winners))
         emissions = tuple(winner.emission for winner in winners)
-        verdict = Verdict(emissions, prompt_logprobs, broken_rows(plan, draft, logits_NV))
+        verdict = Verdict(emissions, prompt_logprobs, broken_rows(plan, draft, largest))
         if verdict.broken:
             return verdict
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)

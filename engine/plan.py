@@ -103,6 +103,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
 
     @property
+    def needs_path(self) -> bool:
+        """Whether what may follow depends on drafted tokens, which must then be on the host."""
+        return self.text is not None and (self.text.grammar is not None or bool(self.sampling.bad_words))
+
+    @property
     def end(self) -> int:
         """Index after the last input id: the index of the first drafted or emitted token."""
         return self.first_index + len(self.input_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.draft import Draft, method_of
-from engine.execution.inputs import to_device
-from engine.plan import Emission, Plan, Row, TargetShift, Verdict
+from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import DrafterCount, Sampling, TokenLogprob
 from engine.sampling import fused
 from engine.sampling.edits import NodeContext, edit
@@ -32,9 +32,12 @@ from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
 from engine.speculation.verification.longest_match import verify_certain
+from engine.transfer import to_device, to_host
+from engine.verdicts import HostVerdict, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
@@ -66,36 +69,57 @@ class _Task:
     """Whether drawn chains of the row are verified behind that."""
 
 
-def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[Winner]:
-    """What each sampling row emits, by the rule it asked for."""
+def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[list[Winner], Floats]:
+    """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
+
+    Waits for the device once, or once more for copied chains before and for logprobs behind.
+    """
     if draft is None:
-        return []
+        return [], np.zeros(0)
     rows = plan.sampling_rows
     target = _target_laws(rows, draft, logits_NV)
-    if not plan.has_drafts:
-        return _with_logprobs(rows, draft, logits_NV, _emit_plainly(draft, target))
-    task = _follow_copies(rows, draft, target)
-    request_C = draft.layout.request_C[task.origin_C]
-    winners: list[Winner | None] = [None] * len(rows)
-    parts = list(_parts(rows, task.goes_on_R, logits_NV.shape[1], fused.use_kernels(logits_NV)))
+    largest = largest_numbers(draft, logits_NV)
+    if plan.has_drafts:
+        task = _follow_copies(rows, draft, target)
+        parts = list(_verdicts(rows, draft, task))
+        draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
+        found = [
+            one
+            for part, verdict in zip(parts, verdicts, strict=True)
+            for one in zip(part.numbers, _winners(rows, draft, task, verdict, part.chosen), strict=True)
+        ]
+        winners = [winner for _, winner in sorted(found, key=itemgetter(0))]
+    else:
+        token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
+        tokens, largest_N = to_host([token_C, largest])
+        winners = [Winner(0, Emission((), token, 0)) for token in tokens.tolist()]
+    return _with_logprobs(rows, draft, logits_NV, winners), largest_N
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The verdict of one rule about some rows."""
+
+    numbers: Sequence[int]
+    """Of the rows."""
+    chosen: Ints
+    """Of the task's chains."""
+    verdict: ChainVerdict
+
+
+def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
+    """Every rule about the rows that asked for it."""
+    law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.origin_C]
+    parts = list(_parts(rows, task.goes_on_R, law_NV.shape[1], fused.use_kernels(law_NV)))
     for verify, numbers in parts:
         if len(parts) == 1:
-            verdict = verify(task.chains, task.target, task.noise)
-            chosen = np.arange(len(request_C))
-        else:
-            chosen = np.flatnonzero(np.isin(request_C, numbers))
-            index = to_device(chosen, logits_NV.device)
-            shape = len(numbers), int(np.bincount(request_C[chosen]).max())
-            verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
-        for number, winner in zip(numbers, _winners(rows, draft, task, verdict, chosen), strict=True):
-            winners[number] = winner
-    return _with_logprobs(rows, draft, logits_NV, [winner for winner in winners if winner is not None])
-
-
-def _emit_plainly(draft: Draft, target: LawTable) -> list[Winner]:
-    """One token of every row from its law: what every rule does without drafts."""
-    token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
-    return [Winner(0, Emission((), token, 0)) for token in token_C.tolist()]
+            yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
+            return
+        chosen = np.flatnonzero(np.isin(request_C, numbers))
+        index = to_device(chosen, law_NV.device)
+        shape = len(numbers), int(np.bincount(request_C[chosen]).max())
+        verdict = verify(task.chains.select(index, shape), task.target.select(index), task.noise.select(index))
+        yield _Part(numbers, chosen, verdict)
 
 
 def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
@@ -227,7 +251,7 @@ def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTab
                 node_CX[chain, : len(path)] += path
                 chain += 1
     row_N = to_device(np.repeat(np.arange(len(rows)), np.diff(draft.starts)), device)
-    edited_NV = edit(logits_NV, _contexts(rows, draft))
+    edited_NV = edit(logits_NV, _contexts(rows, draft), _paths(rows, draft, device))
     law_NV = law(edited_NV, draft.parameters.select(row_N))
     _race_stable(rows, draft, law_NV)
     return LawTable(law_NV, to_device(node_CX, device))
@@ -253,11 +277,33 @@ def _contexts(rows: Sequence[Row], draft: Draft) -> list[NodeContext | None]:
         return []
     contexts: list[NodeContext | None] = []
     for row, tree in zip(rows, draft.trees, strict=True):
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            paths.append((*paths[parent], token))
-        contexts += [None if row.text is None else NodeContext(row.sampling, row.text, path) for path in paths]
+        paths: list[tuple[int, ...]] = [()] * (1 + tree.num_nodes)
+        if row.needs_path:
+            for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
+                paths[node] = (*paths[parent], token)
+        contexts += [
+            None if row.text is None else NodeContext(row.sampling, row.text, depth, path)
+            for depth, path in zip((0, *tree.depths), paths, strict=True)
+        ]
     return contexts
+
+
+def _paths(rows: Sequence[Row], draft: Draft, device: torch.device) -> Tensor | None:
+    """[N, D] the drafted tokens above every node, where penalties count them."""
+    deepest = max(max(tree.depths, default=0) for tree in draft.trees)
+    if deepest == 0 or not any(row.sampling.has_penalties for row in rows):
+        return None
+    above_ND = np.zeros((draft.starts[-1], deepest), dtype=np.int64)
+    first = 0
+    for tree, start in zip(draft.trees, draft.starts[:-1].tolist(), strict=True):
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True), start=1):
+            above_ND[start + node] = above_ND[start + parent]
+            above_ND[start + node, depth - 1] = first + node - 1
+        first += tree.num_nodes
+    tokens_M = draft.tokens_M
+    if tokens_M is None:
+        tokens_M = to_device(np.array([token for tree in draft.trees for token in tree.tokens], np.int64), device)
+    return tokens_M[to_device(above_ND, device)]
 
 
 def _parts(
@@ -302,13 +348,11 @@ def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
     return RULES[speculation.rule].verify
 
 
-def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdict, chosen: Ints) -> Iterator[Winner]:
-    """The verdict of one rule on the host, behind the copied tokens; `chosen` are the task's chains the rule saw."""
-    shifts = _shifts(verdict)
-    bias = [0.0] * len(shifts) if verdict.bias_B is None else verdict.bias_B.tolist()
-    # The one place of a step where the verdict comes to the host.
-    verdicts = torch.stack([verdict.chain_B, verdict.accepted_B, verdict.next_token_B]).tolist()
-    for i, (local_chain, accepted, next_token) in enumerate(zip(*verdicts, strict=True)):
+def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdict, chosen: Ints) -> Iterator[Winner]:
+    """What a rule's verdict gives, behind the copied tokens; `chosen` are the task's chains the rule saw."""
+    for i, (local_chain, accepted, next_token) in enumerate(
+        zip(verdict.chains, verdict.accepted, verdict.next_tokens, strict=True)
+    ):
         chain = int(task.origin_C[chosen[local_chain]])
         number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
         row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
@@ -326,8 +370,8 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: ChainVerdi
                 # The draft model never ran on the last token of a chain.
                 num_draft_kept=min(accepted, num_draft_kept),
                 copied=() if followed is None else _copied(row, tree, followed),
-                shifts=shifts[i],
-                bias=bias[i],
+                shifts=verdict.shifts[i],
+                bias=verdict.bias[i],
                 chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts else (),
             ),
         )
@@ -343,17 +387,3 @@ def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
         seen.update(path)
         credited |= accepted
     return tuple(counts)
-
-
-def _shifts(verdict: ChainVerdict) -> list[tuple[TargetShift, ...]]:
-    """The shifts that still hold, by request."""
-    if verdict.shifts is None:
-        return [()] * len(verdict.chain_B)
-    remaining, states, counts = (
-        tensor.tolist()
-        for tensor in (verdict.shifts.remaining_CM, verdict.shifts.state_CM4, verdict.shifts.num_chains_CM)
-    )
-    return [
-        tuple(TargetShift(left, tuple(state), count) for left, state, count in zip(*of_row, strict=True) if left > 0)
-        for of_row in zip(remaining, states, counts, strict=True)
-    ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
@@ -30,9 +31,11 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = operation._schema.name.removeprefix("aten::")
-        if self.counts and name not in _FREE:
+        result = operation(*arguments, **(options or {}))
+        is_empty = isinstance(result, Tensor) and result.numel() == 0
+        if self.counts and name not in _FREE and not is_empty:
             self.launches[name] += 1
-        return operation(*arguments, **(options or {}))
+        return result
 
 
 @contextlib.contextmanager

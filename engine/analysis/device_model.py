@@ -25,11 +25,12 @@ from scipy.stats import norm
 
 from engine.analysis.loading import integers
 from engine.demo.bench_pair import SIZES
+from engine.drafters.draft import MOST_UNMERGED
 from engine.errors import ConfigError
 
 PRODUCTS, KERNELS = 4, 6
 """Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
-LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 7, 10, 7
+LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 7, 14, 8
 """Outside recorded passes: for a drafted level, for a verdict over drafts, for a plain step."""
 _AROUND_PASS = 4
 """Launches that fill the buffers of a recorded pass and copy its logits out."""
@@ -186,7 +187,8 @@ class Pair:
         )
         nodes = 1 + num_drafts * length
         target_s = self.target.pass_s(self.device, requests * nodes, texts) + VERDICT_LAUNCHES * _LAUNCH_S
-        return levels_s + target_s + around_s + _HOST_READ_S
+        merging_s = _HOST_READ_S if requests * nodes > MOST_UNMERGED else 0.0
+        return levels_s + target_s + around_s + merging_s
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:
         """Over plain decoding."""

@@ -230,6 +230,8 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
             stack.enter_context(patch.object(fused_block, "takes", lambda *_: False))
         elif variant == "kernels for rows":
             stack.enter_context(patch.object(fused, "use_kernels", lambda _: False))
+        elif variant == "equal nodes apart":
+            stack.enter_context(patch.object(engine, "most_unmerged", 0))
         for runner in runners:
             if variant == "graphs":
                 stack.enter_context(patch.object(runner, "replays", False))
@@ -243,7 +245,8 @@ def variants(options: argparse.Namespace, findings: Findings) -> None:
     engine = build(options, findings)
     device = engine.target.device
     num_turns = max(5, round(60 * options.scale))
-    cases = [("graphs",), ("kernels for verification",), ("kernels for rows",), ("graphs", "kernels for layers")]
+    names = ("graphs", "kernels for verification", "kernels for rows", "equal nodes apart")
+    cases = [*((name,) for name in names), ("graphs", "kernels for layers")]
     result = {}
     for name in ("off", "bv_race:4x5"):
         for num_rows in (1, 16 if device.type == "cuda" else 2):
@@ -278,9 +281,13 @@ def law(options: argparse.Namespace, findings: Findings) -> None:
     prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(30)]
     num_answers = max(200, round(4000 * options.scale))
     for name in ("off", "block:1x5", "bv_race:4x5"):
-        check = check_law(engine, name, arms.speculation_of(name), prompt, num_answers, 1.0)
-        findings.add(name, asdict(check))
-        findings.require(not check.rejected, f"{name}: not the target's law (p = {check.p_value:.2g})")
+        # Steps of few rows leave equal nodes apart, those of many do not: here all steps are of one kind.
+        for most_unmerged in (0, 10**6):
+            with patch.object(engine, "most_unmerged", most_unmerged):
+                check = check_law(engine, name, arms.speculation_of(name), prompt, num_answers, 1.0)
+            key = f"{name}, equal nodes {'apart' if most_unmerged else 'merged'}"
+            findings.add(key, asdict(check))
+            findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
 
 
 def record(options: argparse.Namespace, findings: Findings) -> None:

@@ -12,21 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, merge
+from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, trees_of
 from engine.drafters.drafter import Drafter
-from engine.execution.inputs import to_device
 from engine.plan import Plan, Row
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, TargetShifts, children
+from engine.transfer import to_device
 
 
 @torch.inference_mode()
-def draw_chains(plan: Plan, drafter: Drafter | None, vocab_size: int, device: torch.device) -> Draft | None:
+def draw_chains(
+    plan: Plan, drafter: Drafter | None, vocab_size: int, device: torch.device, most_unmerged: int = 0
+) -> Draft | None:
     """Let the drafter catch up and draft the plan's chains; None when no row emits.
 
-    drafter: None where nothing is drawn; rows then have one chain of length 0.
+    drafter: None where nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
     """
     rows = plan.sampling_rows
     root_NV = torch.empty((0, vocab_size), device=device) if drafter is None else drafter.begin(plan)
@@ -48,7 +50,8 @@ def draw_chains(plan: Plan, drafter: Drafter | None, vocab_size: int, device: to
         _shifts(rows, layout, device),
         layout.shape,
     )
-    return Draft(layout, chains, merge(plan, layout, tokens_CL), parameters, noise)
+    trees, tokens_M = trees_of(plan, layout, tokens_CL, most_unmerged)
+    return Draft(layout, chains, trees, tokens_M, parameters, noise)
 
 
 def _draw_levels(
@@ -71,7 +74,8 @@ def _draw_levels(
             assert drafter is not None
             # Tokens stay on the device.
             logits_NV = drafter.below(depth, tokens_CL[level.chain_N, depth - 1])
-        logits_NV = edit(logits_NV, _contexts(rows, level, tokens_CL, depth))
+        contexts = _contexts(rows, level, tokens_CL, depth)
+        logits_NV = edit(logits_NV, contexts, tokens_CL[level.chain_N, :depth] if any(contexts) and depth else None)
         below_NV = law(logits_NV, of_law.select(level.laws), law_NV[level.laws])
         order_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
         tokens_C = tokens_CL[:, depth]
@@ -88,11 +92,14 @@ def _contexts(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) 
     """Where the laws below a level's parents are, for the rows that edit their logits."""
     if not any(row.text for row in rows):
         return []
-    paths = tokens_CL[level.chain_N, :depth].tolist()
+    numbers: list[int] = level.row_N.tolist()
+    paths: list[list[int]] = [[]] * len(numbers)
+    if any(row.needs_path for row in rows):
+        paths = tokens_CL[level.chain_N, :depth].tolist()
     contexts: list[NodeContext | None] = []
-    for number, path in zip(level.row_N.tolist(), paths, strict=True):
+    for number, path in zip(numbers, paths, strict=True):
         text = rows[number].text
-        contexts.append(None if text is None else NodeContext(rows[number].sampling, text, tuple(path)))
+        contexts.append(None if text is None else NodeContext(rows[number].sampling, text, depth, tuple(path)))
     return contexts
 
 

@@ -7,8 +7,9 @@ is made once for rows of these shapes, before anything is drawn, and kept. Only 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -17,13 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.inputs import to_device
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.law import LawParameters
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import MOST_LIKELY, ChainNoise, Chains
-from engine.speculation.topology import Tree, merge_chains
+from engine.speculation.topology import Tree, drawn_tree, merge_chains
 from engine.speculation.verification import RULES
+from engine.transfer import to_device
+
+MOST_UNMERGED = 64
+"""Roots and nodes of a target's pass on a device up to which equal nodes stay apart, so that the host need not wait for
+the drafted tokens: a pass of so few rows is expected to take about as long as one of one row (not measured yet)."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -111,6 +116,10 @@ class Layout:
     leads_CL: Tensor | None
     shape: tuple[int, int]
     """(rows, most chains of one)."""
+    trees: tuple[Tree, ...]
+    """By row, the tree of its draws."""
+    node_M: Tensor
+    """Of all nodes of these trees, row by row: index of its token in the chains' tokens, flat."""
 
     @property
     def num_chains(self) -> int:
@@ -133,6 +142,7 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
     max_length = int(lengths.max())
     law_row_CL = np.zeros((len(chain_C), max_length), dtype=np.int64)
     levels = tuple(_levels(shapes, counts, law_row_CL, device))
+    trees = tuple(drawn_tree(shape.fanout) for shape in shapes)
     leads_CL = None
     if any(level.leader_C is not None for level in levels):
         leaders = [chain_C if level.leader_C is None else level.leader_C.cpu().numpy() for level in levels]
@@ -149,7 +159,23 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
         law_row_CL=to_device(law_row_CL, device),
         leads_CL=None if leads_CL is None else to_device(leads_CL, device),
         shape=(len(shapes), int(counts.max())),
+        trees=trees,
+        node_M=to_device(_places(trees, max_length), device),
     )
+
+
+def _places(trees: Sequence[Tree], max_length: int) -> Ints:
+    """[M] where the token of each node is in [C, L], flat: in the first chain through it."""
+    places = []
+    chain = 0
+    for tree in trees:
+        of_node: dict[int, int] = {}
+        for path in tree.paths:
+            for depth, node in enumerate(path[1:]):
+                of_node.setdefault(node, chain * max_length + depth)
+            chain += 1
+        places += [of_node[node] for node in range(1, 1 + tree.num_nodes)]
+    return np.array(places, dtype=np.int64)
 
 
 def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device: torch.device) -> Iterator[Level]:
@@ -207,6 +233,8 @@ class Draft:
     chains: Chains
     trees: tuple[Tree, ...]
     """One tree per sampling row: its drawn chains, then its copied ones; without nodes where it does not speculate."""
+    tokens_M: Tensor | None
+    """Tokens of all nodes, tree by tree, where the trees have none because the host did not wait for them."""
     parameters: LawParameters
     """Of the laws of the sampling rows."""
     noise: ChainNoise
@@ -216,6 +244,13 @@ class Draft:
     def starts(self) -> Ints:
         """Where the root of each sampling row stands among the nodes of all, its nodes behind it; and the end."""
         return np.cumsum([0, *(1 + tree.num_nodes for tree in self.trees)])
+
+
+def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
+    """The draft whose trees have their tokens, which have come to the host; tokens: of all nodes, tree by tree."""
+    left = iter(tokens)
+    trees = tuple(replace(tree, tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
+    return replace(draft, trees=trees, tokens_M=None)
 
 
 def draw_noise(
@@ -235,8 +270,24 @@ def draw_noise(
     return draft[:, :length], noise
 
 
+def trees_of(
+    plan: Plan, layout: Layout, tokens_CL: Tensor, most_unmerged: int
+) -> tuple[tuple[Tree, ...], Tensor | None]:
+    """(the tree of every sampling row, the tokens of their nodes where the trees have none).
+
+    most_unmerged: roots and nodes that may enter a pass with equal ones apart, which spares waiting for the device.
+    """
+    rows, num_nodes = plan.sampling_rows, len(layout.node_M)
+    if num_nodes == 0 and not any(row.copies for row in rows):
+        return layout.trees, None
+    needs_tokens = any(row.copies or row.needs_path for row in rows)
+    if needs_tokens or len(rows) + num_nodes > most_unmerged:
+        return merge(plan, layout, tokens_CL), None
+    return layout.trees, tokens_CL.take(layout.node_M)
+
+
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
-    """The tree of every sampling row. The one place of a step where drafted tokens come to the host."""
+    """The merged tree of every sampling row; waits for the device, which drafts their tokens."""
     chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
     for chain, request, length in zip(tokens, layout.request_C.tolist(), layout.length_C.tolist(), strict=True):

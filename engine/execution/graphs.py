@@ -128,7 +128,7 @@ class Graphs:
             # A recording that fails leaves its stream in use.
             torch.cuda.set_stream(current)
 
-    def run(self, compute: Compute, batch: PassInput, host: PagedInput, drawn_T: Tensor | None) -> Tensor | None:
+    def run(self, compute: Compute, batch: PassInput, host: PagedInput, drawn_M: Tensor | None) -> Tensor | None:
         """Logits [N, V] at the wanted rows; None where the pass fits no recorded shape. host: `pages_of(batch)`."""
         shape = self._shape_of(host)
         if shape is None:
@@ -136,15 +136,13 @@ class Graphs:
         rows = rows_of(host, shape)
         long = np.zeros((3, shape.rows), dtype=np.int64)
         long[2] = self._spare_slot
-        long[1:, rows] = batch.positions_T, batch.slots_T
-        if drawn_T is None:
-            long[0, rows] = batch.token_ids_T
+        long[:, rows] = batch.token_ids_T, batch.positions_T, batch.slots_T
         recorded = self._recorded[shape]
         pages = pad(host, shape, rows, self._most_pages)
         recorded.numbers.copy_(moved(packed(pages), self._device), non_blocking=True)
         recorded.long.copy_(moved(long, self._device), non_blocking=True)
-        if drawn_T is not None:
-            recorded.long[0].index_copy_(0, moved(rows, self._device), drawn_T)
+        if drawn_M is not None:
+            recorded.long[0].index_copy_(0, moved(rows[batch.drawn_M], self._device), drawn_M)
         if recorded.graph is not None:
             recorded.graph.replay()
         else:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.cache.tensors import KVTensors
-from engine.execution.inputs import Bools, Ints, PassInput, to_device
+from engine.execution.inputs import Bools, Ints, PassInput
 from engine.execution.scaled import Kind, scaled_attention
+from engine.transfer import to_device
 
 _MOST_QUERIES = 64
 # Keys and values of one layer that are gathered at once.

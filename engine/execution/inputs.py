@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -67,7 +64,9 @@ class PassInput:
 
     sequences: Sequence[SequenceInput]
     token_ids_T: Ints
-    """Empty where the tokens are on the device only."""
+    """0 where the tokens are on the device only."""
+    drawn_M: Ints
+    """Rows of the batch whose tokens are on the device only, in order."""
     positions_T: Ints
     slots_T: Ints
     """Where the K/V of the pass's own tokens is written."""
@@ -91,10 +90,11 @@ class PassInput:
         first = int(self.start_B[begin])
         tokens = slice(first, int(self.start_B[end - 1] + self.num_rows_B[end - 1]))
         wanted = slice(*np.searchsorted(self.wanted_N, (tokens.start, tokens.stop)).tolist())
-        # Tokens that are on the device only have no numbers here; they come after those that have.
+        drawn = slice(*np.searchsorted(self.drawn_M, (tokens.start, tokens.stop)).tolist())
         return PassInput(
             sequences=self.sequences[sequences],
             token_ids_T=self.token_ids_T[tokens],
+            drawn_M=self.drawn_M[drawn] - first,
             positions_T=self.positions_T[tokens],
             slots_T=self.slots_T[tokens],
             wanted_N=self.wanted_N[wanted] - first,
@@ -109,7 +109,7 @@ class PassInput:
 
 
 def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[PassInput]:
-    """The batches of several passes; all but the first may have tokens that are on the device only."""
+    """The batches of several passes, laid out together."""
     whole = build([sequence for one in passes for sequence in one], block_size)
     ends = np.cumsum([len(one) for one in passes]).tolist()
     return [whole.part(end - len(one), end) for one, end in zip(passes, ends, strict=True)]
@@ -125,14 +125,14 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
     row_T = np.repeat(np.arange(len(sequences)), num_rows_B)
     place_T = np.arange(len(row_T)) - start_B[row_T]
     is_node_T = place_T >= num_inputs_B[row_T]
+    token_ids_T, drawn_M = _tokens(sequences, is_node_T, row_T)
     # Entering nodes lie behind those that are cached.
     index_T = first_B[row_T] + place_T + is_node_T * num_cached_B[row_T]
     blocks_BP = _table([s.block_ids for s in sequences])
     return PassInput(
         sequences=sequences,
-        token_ids_T=np.array(
-            [t for s in sequences for part in (s.input_ids, s.nodes.tokens) for t in part], dtype=np.int64
-        ),
+        token_ids_T=token_ids_T,
+        drawn_M=drawn_M,
         positions_T=_positions(sequences, index_T, is_node_T, end_B[row_T]),
         slots_T=blocks_BP[row_T, index_T // block_size] * block_size + index_T % block_size,
         wanted_N=np.concatenate(
@@ -149,6 +149,18 @@ def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
         num_keys_B=end_B + num_cached_B + num_entering_B,
         blocks_BP=blocks_BP,
     )
+
+
+def _tokens(sequences: Sequence[SequenceInput], is_node_T: Bools, row_T: Ints) -> tuple[Ints, Ints]:
+    """(token ids, 0 where the device alone knows them; the rows where it does)."""
+    known = [token for s in sequences for part in (s.input_ids, s.nodes.tokens) for token in part]
+    if len(known) == len(row_T):
+        return np.array(known, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    is_drawn_B = np.array([len(s.nodes.tokens) < len(s.nodes.depths) for s in sequences])
+    is_drawn_T = is_node_T & is_drawn_B[row_T]
+    token_ids_T = np.zeros(len(row_T), dtype=np.int64)
+    token_ids_T[~is_drawn_T] = known
+    return token_ids_T, np.flatnonzero(is_drawn_T)
 
 
 def _positions(sequences: Sequence[SequenceInput], index_T: Ints, is_node_T: Bools, end_T: Ints) -> Ints:
@@ -169,9 +181,3 @@ def _table(block_ids: Sequence[Sequence[int]]) -> Ints:
     for row, ids in zip(table, block_ids, strict=True):
         row[: len(ids)] = ids
     return table
-
-
-def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, without waiting for the copy."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

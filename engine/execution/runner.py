@@ -17,9 +17,10 @@ from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.graphs import Graphs
 from engine.execution.groups import groups_of
-from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all, to_device
+from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all
 from engine.execution.paged import Paged, PagedInput, pages_of
 from engine.execution.parallel import Ranks
+from engine.transfer import to_device
 
 
 class Pass(NamedTuple):
@@ -90,36 +91,54 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.record(self._compute, most_sequences, progress)
 
-    def forward(self, sequences: Sequence[SequenceInput]) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order."""
+    @property
+    def is_split(self) -> bool:
+        """Whether other processes hold parts of the model; they need all tokens on the host."""
+        return self._ranks is not None
+
+    def forward(self, sequences: Sequence[SequenceInput], drawn_M: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order.
+
+        drawn_M: the tokens of all nodes that have none on the host, in order.
+        """
         if self._ranks is not None:
+            assert drawn_M is None, "what is drawn on this device is not known to the other ranks"
             self._ranks.tell("forward", sequences)
-        return self.run(Pass(build(sequences, self.block_size)))
+        return self.run(Pass(build(sequences, self.block_size)), drawn_M)
 
     def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
-        """Several passes, of which the tokens of all but the first may be known on the device only; for `run`."""
-        assert self._ranks is None, "what is drawn on this device is not known to the other ranks"
+        """Several passes, for `run`."""
+        assert not self.is_split, "what is drawn on this device is not known to the other ranks"
         batches = build_all(passes, self.block_size)
         # A recorded pass has its metadata already.
         return [Pass(batch, None if self._graphs is not None else self._metadata(batch)) for batch in batches]
 
     @torch.inference_mode()
-    def run(self, prepared: Pass, drawn_T: Tensor | None = None) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_T: its tokens, where the device has them."""
+    def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that the device alone knows."""
         batch = prepared.batch
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
-            drawn_T = None if drawn_T is None else torch.where(drawn_T < self._num_embeddings, drawn_T, 0)
+            drawn_M = None if drawn_M is None else torch.where(drawn_M < self._num_embeddings, drawn_M, 0)
         metadata = prepared.metadata
         if self._graphs is not None and self.replays:
             host = pages_of(batch)
-            logits_NV = self._graphs.run(self._compute, batch, host, drawn_T)
+            logits_NV = self._graphs.run(self._compute, batch, host, drawn_M)
             if logits_NV is not None:
                 return logits_NV
             metadata = self._metadata(batch, host)
-        token_ids = to_device(batch.token_ids_T, self.device) if drawn_T is None else drawn_T
+        token_ids = self._token_ids(batch, drawn_M)
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
         return self._compute(token_ids, positions, metadata or self._metadata(batch), wanted)
+
+    def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:
+        """[T] all tokens of a pass."""
+        if drawn_M is None:
+            return to_device(batch.token_ids_T, self.device)
+        if len(batch.drawn_M) == len(batch.token_ids_T):
+            return drawn_M
+        known_T = to_device(batch.token_ids_T, self.device)
+        return known_T.index_copy(0, to_device(batch.drawn_M, self.device), drawn_M)
 
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor

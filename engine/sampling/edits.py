@@ -6,6 +6,9 @@ penalty (tokens of prompt and answer: a positive logit is divided, a negative on
 penalties (tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end before min_tokens.
 Where the masks leave nothing, the logits stay as they were.
 
+Penalties count drafted tokens where they are, so that they never wait for a device; bad words and grammars need them on
+the host.
+
 Not for: temperature, top-k, top-p, min-p (`law.py`).
 """
 
@@ -21,9 +24,10 @@ from torch import Tensor
 
 from engine.plan import LogitContext
 from engine.request import Sampling
+from engine.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -35,17 +39,23 @@ class NodeContext:
 
     sampling: Sampling
     text: LogitContext
+    depth: int = 0
+    """How many drafted tokens come after the text."""
     path: tuple[int, ...] = ()
-    """Drafted tokens after the text."""
+    """These tokens, where masks depend on them (`plan.Row.needs_path`)."""
 
     @property
     def num_emitted(self) -> int:
         """Tokens of the answer before this context."""
-        return len(self.text.tokens) - self.text.num_prompt + len(self.path)
+        return len(self.text.tokens) - self.text.num_prompt + self.depth
 
 
-def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None]) -> Tensor:
-    """The logits that the laws are made of; rows with None are left alone."""
+def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Tensor | None = None) -> Tensor:
+    """The logits that the laws are made of; rows with None are left alone.
+
+    path_ND: the drafted tokens above each node, which penalties count, on the logits' device; beyond a node's depth may
+    be anything. None where no node has any.
+    """
     if not any(contexts):
         return logits_NV
     device, vocab_size = logits_NV.device, logits_NV.shape[1]
@@ -53,47 +63,74 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None]) -> Tensor:
     biased = [(row, *bias) for row, context in enumerate(contexts) if context for bias in context.sampling.logit_bias]
     if biased:
         rows, tokens, values = zip(*biased, strict=True)
-        index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
-        edited_NV.index_put_(index, torch.tensor(values, dtype=torch.float32, device=device), accumulate=True)
-    if any(context and context.sampling.has_penalties for context in contexts):
-        rows_E, tokens_E, values_E4 = (torch.from_numpy(part).to(device) for part in _penalised(contexts, vocab_size))
-        repetition, frequency, presence, count = values_E4.float().T
-        logit = edited_NV[rows_E, tokens_E]
-        logit = torch.where(logit > 0, logit / repetition, logit * repetition)
-        edited_NV[rows_E, tokens_E] = logit - frequency * count - presence * (count > 0)
+        index = (to_device(np.array(rows), device), to_device(np.array(tokens), device))
+        edited_NV.index_put_(index, to_device(np.array(values, np.float32), device), accumulate=True)
+    penalised = [(row, context) for row, context in enumerate(contexts) if context and context.sampling.has_penalties]
+    if penalised:
+        _penalise(edited_NV, penalised, path_ND)
     # A sum beyond float32 would make the law not a number.
     edited_NV.clamp_(max=_LARGEST)
     masks = _masks(contexts, vocab_size)
     if masks:
-        masked = list(masks)
-        allowed_MV = torch.from_numpy(np.stack(list(masks.values()))).to(device)
+        masked = to_device(np.array(list(masks)), device)
+        allowed_MV = to_device(np.stack(list(masks.values())), device)
         masked_MV = edited_NV[masked].masked_fill(~allowed_MV, -torch.inf)
         possible_M1 = (masked_MV.amax(1) > -torch.inf).unsqueeze(1)
         edited_NV[masked] = torch.where(possible_M1, masked_MV, logits_NV[masked].float())
     return edited_NV
 
 
-def _penalised(contexts: Sequence[NodeContext | None], vocab_size: int) -> tuple[Ints, Ints, Numbers]:
-    """(row, token, [repetition, frequency, presence, times in the answer]) for every token that a penalty falls on.
+def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], path_ND: Tensor | None) -> None:
+    """Penalties, in place; penalised: the rows that have any.
 
-    A text is counted once for all its contexts; then the tokens of each context's path are added.
+    A token has the penalties of all its times in the text and in the path above its node.
     """
-    texts: dict[int, tuple[Ints, Numbers]] = {}
-    penalised = [(row, context) for row, context in enumerate(contexts) if context and context.sampling.has_penalties]
-    parts = []
-    for _, context in penalised:
-        if id(context.text) not in texts:
-            texts[id(context.text)] = _counts(context.text)
-        parts.append(texts[id(context.text)])
-        parts.append((np.array(context.path, dtype=np.int64), np.ones(len(context.path))))
-    tokens_E, times_E = (np.concatenate(part) for part in zip(*parts, strict=True))
-    place_E = np.repeat(np.arange(len(parts)) // 2, [len(tokens) for tokens, _ in parts])
-    # A token of the path may be one of the text, too.
-    keys_E, entry_E = np.unique(place_E * vocab_size + tokens_E, return_inverse=True)
-    place_E, tokens_E = np.divmod(keys_E, vocab_size)
-    strength = np.array([_strength(context.sampling) for _, context in penalised])
-    rows = np.array([row for row, _ in penalised])
-    return rows[place_E], tokens_E, np.column_stack([strength[place_E], np.bincount(entry_E, times_E)])
+    device = edited_NV.device
+    texts = list({id(context.text): context.text for _, context in penalised}.values())
+    number_of = {id(text): number for number, text in enumerate(texts)}
+    row_P = np.array([row for row, _ in penalised])
+    text_P = np.array([number_of[id(context.text)] for _, context in penalised])
+    strength_P3 = to_device(np.array([_strength(context.sampling) for _, context in penalised], np.float32), device)
+
+    counts = [_counts(text) for text in texts]
+    place_E = np.repeat(np.arange(len(penalised)), [len(counts[text][0]) for text in text_P])
+    token_E, count_E = (np.concatenate([counts[text][part] for text in text_P]) for part in (0, 1))
+    of_text = (to_device(row_P[place_E], device), to_device(token_E, device))
+    strength_E3 = strength_P3[to_device(place_E, device)]
+    changed_E = _changed(edited_NV[of_text], strength_E3, to_device(count_E, device))
+
+    depth_P = np.array([context.depth for _, context in penalised])
+    if path_ND is None or not depth_P.any():
+        edited_NV[of_text] = changed_E
+        return
+    # One entry for every token of every path; equal ones of a path all get the same value.
+    place_X = np.repeat(np.arange(len(penalised)), depth_P)
+    at_X = np.arange(len(place_X)) - (np.cumsum(depth_P) - depth_P)[place_X]
+    row_X = to_device(row_P[place_X], device)
+    token_X = path_ND[row_X, to_device(at_X, device)]
+    is_above_XD = to_device(np.arange(path_ND.shape[1]) < depth_P[place_X, None], device)
+    times_X = ((path_ND[row_X] == token_X.unsqueeze(1)) & is_above_XD).sum(1)
+    times_X = times_X + _table(counts, edited_NV.shape[1], device)[to_device(text_P[place_X], device), token_X]
+    strength_X3 = strength_P3[to_device(place_X, device)]
+    changed_X = _changed(edited_NV[row_X, token_X], strength_X3, times_X)
+    edited_NV[of_text] = changed_E
+    edited_NV[row_X, token_X] = changed_X
+
+
+def _changed(logit_E: Tensor, strength_E3: Tensor, count_E: Tensor) -> Tensor:
+    """[E] logits with their penalties; count_E: how often each token is in the answer."""
+    repetition, frequency, presence = strength_E3.unbind(1)
+    repeated = torch.where(logit_E > 0, logit_E / repetition, logit_E * repetition)
+    return repeated - frequency * count_E - presence * (count_E > 0)
+
+
+def _table(counts: Sequence[tuple[Ints, Numbers]], vocab_size: int, device: torch.device) -> Tensor:
+    """[texts, V] how often each token is in each answer."""
+    text_E = np.repeat(np.arange(len(counts)), [len(tokens) for tokens, _ in counts])
+    token_E, times_E = (np.concatenate([one[part] for one in counts]) for part in (0, 1))
+    table = torch.zeros((len(counts), vocab_size), device=device)
+    table[to_device(text_E, device), to_device(token_E, device)] = to_device(times_E, device)
+    return table
 
 
 def _strength(sampling: Sampling) -> tuple[float, float, float]:
@@ -104,7 +141,7 @@ def _counts(text: LogitContext) -> tuple[Ints, Numbers]:
     """(tokens of the whole text, how often each is in the answer)."""
     text_T = np.array(text.tokens, dtype=np.int64)
     tokens_E, entry_T = np.unique(text_T, return_inverse=True)
-    return tokens_E, np.bincount(entry_T[text.num_prompt :], minlength=len(tokens_E)).astype(np.float64)
+    return tokens_E, np.bincount(entry_T[text.num_prompt :], minlength=len(tokens_E)).astype(np.float32)
 
 
 def _masks(contexts: Sequence[NodeContext | None], vocab_size: int) -> dict[int, Bools]:

@@ -5,13 +5,18 @@ request that begin alike share *nodes*; merging only saves target rows, the rule
 chain. Node 0 is the root; the others follow chain by chain, so the first chain's nodes are
 1, 2, ..., and a chain's accepted prefix is a path of nodes.
 
-Pure Python and numpy: it runs on the host between the draft and the target pass.
+Merging needs the tokens on the host. Without it, the tree is that of the draws (`drawn_tree`): its nodes
+are known before any token is, so that the host need not wait for the device between draft and target.
+
+Pure Python and numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +24,10 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Tree:
-    """Merged chains of one request."""
+    """The chains of one request, merged or as they were drawn."""
 
     tokens: list[int]
-    """Token of nodes 1, 2, ... (the root's token is known and not repeated here)."""
+    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty while the host does not know them."""
     parents: list[int]
     """Parent node of nodes 1, 2, ...; 0 is the root."""
     depths: list[int]
@@ -33,7 +38,7 @@ class Tree:
     @property
     def num_nodes(self) -> int:
         """Drafted nodes, the root not counted."""
-        return len(self.tokens)
+        return len(self.parents)
 
     def tokens_of(self, path: Sequence[int]) -> tuple[int, ...]:
         """Drafted tokens of a path of nodes, which begins at the root."""
@@ -69,3 +74,18 @@ def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
             path.append(node)
         paths.append(path)
     return Tree(tokens, parents, depths, paths)
+
+
+@lru_cache(maxsize=1024)
+def drawn_tree(fanout: tuple[int, ...]) -> Tree:
+    """The tree of draws where every node of depth d has `fanout[d]` children, without tokens; equal ones stay apart."""
+    num_chains = prod(fanout) if fanout else 1
+    chains: list[list[int]] = [[] for _ in range(num_chains)]
+    width = 1
+    for count in fanout:
+        width *= count
+        for number, chain in enumerate(chains):
+            # The children of all nodes of a depth have numbers of their own in place of tokens.
+            chain.append(number // (num_chains // width))
+    tree = merge_chains(chains)
+    return Tree([], tree.parents, tree.depths, tree.paths)

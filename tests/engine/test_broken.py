@@ -69,13 +69,15 @@ def breaking(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("most_unmerged", [0, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_only_the_broken_request_ends(
-    shape: str, temperature: float, number: float, monkeypatch: pytest.MonkeyPatch
+    shape: str, most_unmerged: int, temperature: float, number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests(SHAPES[shape], temperature=temperature)
     expected, _ = run(engine(), asked)
     machine = engine()
+    machine.most_unmerged = most_unmerged
     breaking(number, monkeypatch)
     tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}

@@ -1,4 +1,4 @@
-"""A step reads from the device twice: what was drafted, and the verdict. Drafting itself waits for nothing."""
+"""A step reads from the device once, or twice where equal nodes are merged. Drafting itself waits for nothing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import torch
 
 from engine.drafters.chains import draw_chains
 from engine.engine import Engine
+from engine.passes import target_inputs
 from engine.request import Speculation
 from tests.engine import tiny
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-# Drafted tokens, the verdict, and behind it, when the device has nothing left to do, whether all numbers were finite.
 SHAPES = {
-    "off": (tiny.OFF, 2),
-    "block": (Speculation(rule="block", num_drafts=1, draft_length=4), 3),
-    "bv_race": (Speculation(rule="bv_race", num_drafts=3, draft_length=4), 3),
+    "off": tiny.OFF,
+    "block": Speculation(rule="block", num_drafts=1, draft_length=4),
+    "bv_race": Speculation(rule="bv_race", num_drafts=3, draft_length=4),
+    "spectr_gbv": Speculation(rule="spectr_gbv", num_drafts=3, draft_length=4),
+    "lossy": Speculation(rule="token", num_drafts=1, draft_length=4, over_acceptance=0.2),
 }
 
 
@@ -46,9 +48,13 @@ def counted_reads() -> Iterator[Counter[str]]:
         yield counts
 
 
-def running(speculation: Speculation, num_logprobs: int | None = None, **sampling: Any) -> Engine:
+def running(
+    speculation: Speculation, most_unmerged: int = 0, num_logprobs: int | None = None, **sampling: Any
+) -> Engine:
     target = tiny.llama(1)
-    engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
+    engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_over_acceptance=0.3)
+    engine.most_unmerged = most_unmerged
+    engine.limits = msgspec.structs.replace(engine.limits, observed_share=0.0)
     for i in range(3):
         one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **{"temperature": 1.0, "seed": i, **sampling})
         engine.submit(msgspec.structs.replace(one, num_logprobs=num_logprobs))
@@ -57,43 +63,47 @@ def running(speculation: Speculation, num_logprobs: int | None = None, **samplin
     return engine
 
 
+@pytest.mark.parametrize("most_unmerged", [0, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_reads_what_was_drafted_and_the_verdict(name: str) -> None:
-    speculation, most = SHAPES[name]
-    engine = running(speculation)
-    engine.limits = type(engine.limits)(observed_share=0.0)
+def test_a_step_reads_once_and_once_more_to_merge(name: str, most_unmerged: int) -> None:
+    """Tokens, verdicts and whether all numbers were finite come together; merging needs the tokens before."""
+    engine = running(SHAPES[name], most_unmerged)
     for _ in range(3):
         with counted_reads() as counts:
             engine.run_step()
-        assert counts.total() == most, counts
+        assert counts.total() == (1 if most_unmerged or name == "off" else 2), counts
 
 
 @pytest.mark.parametrize(
     ("wish", "reads"),
     [
-        ({"top_k": 5}, 3),
-        ({"temperature": 0.0}, 3),
-        ({"min_p": 0.1}, 3),
+        ({"top_k": 5}, 1),
+        ({"top_p": 0.9}, 1),
+        ({"temperature": 0.0}, 1),
+        ({"min_p": 0.1}, 1),
         # One copy for the logprobs of all rows.
-        ({"num_logprobs": 3}, 4),
-        # The paths of four levels, which penalties are counted along, come to the host.
-        ({"frequency_penalty": 0.5}, 3 + 4),
+        ({"num_logprobs": 3}, 2),
+        ({"frequency_penalty": 0.5}, 1),
+        ({"repetition_penalty": 1.2, "logit_bias": ((7, 1.0),)}, 1),
+        # Bad words depend on paths: those of four levels come to the host, and all tokens before the target's pass.
+        ({"bad_words": ((4, 5),)}, 2 + 4),
     ],
 )
 def test_what_requests_ask_for_costs_few_reads(wish: dict[str, Any], reads: int) -> None:
-    engine = running(SHAPES["bv_race"][0], **wish)
-    engine.limits = type(engine.limits)(observed_share=0.0)
+    engine = running(SHAPES["bv_race"], 64, **wish)
     with counted_reads() as counts:
         engine.run_step()
     assert counts.total() == reads, counts
 
 
 @pytest.mark.parametrize("name", ["block", "bv_race"])
-def test_drafting_reads_its_tokens_once_at_its_end(name: str) -> None:
-    engine = running(SHAPES[name][0])
-    with counted_reads() as counts:
-        draw_chains(engine.scheduler.plan(), engine.drafter, engine.target.vocab_size, engine.target.device)
-    assert counts == {"tolist": 1}
+def test_drafting_reads_its_tokens_at_its_end_or_not_at_all(name: str) -> None:
+    for most_unmerged, reads in ((0, {"tolist": 1}), (64, {})):
+        engine = running(SHAPES[name])
+        plan, target = engine.scheduler.plan(), engine.target
+        with counted_reads() as counts:
+            draw_chains(plan, engine.drafter, target.vocab_size, target.device, most_unmerged)
+        assert counts == reads
 
 
 @pytest.mark.gpu
@@ -101,12 +111,13 @@ def test_drafting_reads_its_tokens_once_at_its_end(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_drafting_does_not_wait_for_the_device() -> None:
     """CUDA itself finds waits that no count of calls shows."""
-    engine = running(SHAPES["bv_race"][0])
+    engine = running(SHAPES["bv_race"])
     plan = engine.scheduler.plan()
-    draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device)
+    draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, 64)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with patch("engine.drafters.chains.merge", lambda *_: ()):
-            draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device)
+        draft = draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, 64)
+        assert draft is not None
+        engine.target.forward(target_inputs(plan, draft), draft.tokens_M)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -48,6 +48,7 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
+    engine.most_unmerged = 1000
     for i in range(num_requests):
         wish = {"temperature": 1.0, "seed": i, **sampling}
         engine.submit(tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish))
@@ -78,15 +79,18 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
 
 @pytest.mark.parametrize("num_requests", [1, 4])
 @pytest.mark.parametrize("speculation", [CHAIN, CHAINS], ids=["chain", "chains"])
-def test_a_drafted_level_costs_seven_and_a_verdict_ten(speculation: Speculation, num_requests: int) -> None:
-    """The law in two, the draw in two; numbers in, tokens out, tokens in: of however many requests and chains."""
+def test_a_drafted_level_costs_seven_and_a_verdict_fourteen(speculation: Speculation, num_requests: int) -> None:
+    """The law in two, the draw in two; numbers in, tokens out, tokens in: of however many requests and chains.
+
+    Of a verdict's, four look for numbers that are not finite, and one packs everything for the host.
+    """
     drafting, verification = launches_of(speculation, num_requests)
-    assert drafting.total() <= 1 + LEVEL_LAUNCHES * speculation.draft_length, drafting
+    assert drafting.total() <= 2 + LEVEL_LAUNCHES * speculation.draft_length, drafting
     assert verification.total() <= VERDICT_LAUNCHES, verification
     assert {"_walk", "_sum_prefixes", "_decide", "_race"} <= set(verification)
 
 
-def test_a_plain_step_costs_seven() -> None:
+def test_a_plain_step_costs_eight() -> None:
     drafting, verification = launches_of(tiny.OFF, 4)
     assert (drafting + verification).total() <= PLAIN_LAUNCHES, (drafting, verification)
 
@@ -94,14 +98,14 @@ def test_a_plain_step_costs_seven() -> None:
 def test_top_p_costs_nine_more_a_law() -> None:
     drafting, verification = launches_of(CHAIN, 1, top_p=0.9)
     # Memory for the search is cleared, laws are copied to where drafting keeps them; the parameters are laid out once.
-    assert drafting.total() <= 2 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting
+    assert drafting.total() <= 3 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting
     assert verification.total() <= VERDICT_LAUNCHES + 11, verification
 
 
 def test_temperature_zero_is_not_much_dearer() -> None:
     drafting, verification = launches_of(CHAIN, 1, temperature=0.0)
-    assert drafting.total() <= 1 + 9 * CHAIN.draft_length, drafting
-    assert verification.total() <= 20, verification
+    assert drafting.total() <= 2 + 9 * CHAIN.draft_length, drafting
+    assert verification.total() <= 21, verification
 
 
 def test_a_layer_is_six_kernels_besides_its_products() -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 import engine.engine as engine_module
 from engine import verifying
 from engine.drafters import draft as draft_module
-from engine.drafters.draft import Draft, method_of
+from engine.drafters.draft import Draft, method_of, with_tokens
+from engine.engine import Engine
 from engine.execution.loading import LoadedModel
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
@@ -68,6 +69,9 @@ WISHES: list[tuple[Speculation, dict[str, Any]]] = [
 ]
 
 
+EDITED = {str(number) for number, (_, more) in enumerate(WISHES) if more is EDITS or "allowed_token_ids" in more}
+
+
 def plain_copy(model: LoadedModel) -> Any:
     model.model.set_attn_implementation("eager")
     return model.model
@@ -97,7 +101,7 @@ class Checked:
         laws = []
         for depth, logit in enumerate(logits.numpy()):
             path = tuple(chain[:depth])
-            edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, path))
+            edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, depth, path))
             law = reference(edited.astype(np.float64), row.sampling)
             if row.sampling.seed_stable:
                 law = np.eye(VOCABULARY)[self.race(law, row, depth).argmax()]
@@ -218,7 +222,9 @@ class Checked:
         text = self.texts[row.sequence_id]
         with torch.inference_mode():
             logit = self.draft(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].numpy()
-        edited = logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, tuple(path)))
+        edited = (
+            logit if row.text is None else by_hand(logit, NodeContext(row.sampling, row.text, len(path), tuple(path)))
+        )
         if not row.sampling.seed_stable:
             return edited
         return self.race(reference(edited.astype(np.float64), row.sampling), row, len(path))
@@ -252,11 +258,8 @@ class Checked:
         assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
         law = self.laws(self.target, row, emission.accepted)[-1]
         assert law[emission.next_token] > 0 or row.speculation.over_acceptance
-        assert (
-            emission.num_nodes
-            == tree.num_nodes
-            == len({tuple(p[: i + 1]) for p in tree.paths for i in range(1, len(p))})
-        )
+        nodes = {tuple(path[: i + 1]) for path in tree.paths for i in range(1, len(path))}
+        assert emission.num_nodes == tree.num_nodes == len(nodes)
         if winner.rank < row.first_copy:
             assert emission.num_draft_kept <= max(0, row.draft_length - 1)
             if not row.copies:
@@ -322,18 +325,24 @@ class Checked:
         self.seen["gap"] += 1
 
 
+def known(draft: Draft) -> Draft:
+    """With its tokens, wherever they are."""
+    return draft if draft.tokens_M is None else with_tokens(draft, draft.tokens_M.tolist())
+
+
 @pytest.fixture
 def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
     """An engine that is built now has its steps checked."""
     one = Checked(*plain)
     verify, observe = engine_module.verify_chains, engine_module.observe_gap
 
-    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> list[verifying.Winner]:
+    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> Any:
         one.plan(plan)
-        winners = verify(plan, draft, logits_NV)
+        winners, largest = verify(plan, draft, logits_NV)
         if draft is not None:
-            one.step(plan, draft, logits_NV, winners)
-        return winners
+            one.seen["not merged"] += draft.tokens_M is not None
+            one.step(plan, known(draft), logits_NV, winners)
+        return winners, largest
 
     def observing_checked(
         plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, _: float
@@ -341,7 +350,7 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
         for number in range(10 * step, 10 * step + 5):
             found = observe(plan, draft, logits_NV, verdict, number, SHARE)
             if draft is not None:
-                one.gap(plan, draft, number, verdict, found)
+                one.gap(plan, known(draft), number, verdict, found)
         return verdict
 
     monkeypatch.setattr(engine_module, "verify_chains", verifying_checked)
@@ -360,10 +369,13 @@ def requests() -> list[Request]:
     return made
 
 
-def run_all() -> tiny.Run:
+def build() -> Engine:
     target = tiny.llama(1, VOCABULARY)
-    draft = tiny.perturbed(target, 2, 0.1)
-    return tiny.run(tiny.build(target, draft, max_copied_tokens=16, max_over_acceptance=0.3), requests())
+    return tiny.build(target, tiny.perturbed(target, 2, 0.1), max_copied_tokens=16, max_over_acceptance=0.3)
+
+
+def run_all() -> tiny.Run:
+    return tiny.run(build(), requests())
 
 
 def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
@@ -372,6 +384,30 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
     assert checked.seen["gap"] > 3
     assert checked.seen["walked"] > 3
     assert len(checked.seen) > 20
+
+
+def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None:
+    """The host learns the tokens with the verdict; what is emitted is the same as with merged trees."""
+    wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
+    engine = build()
+    engine.most_unmerged = 1000
+    run = tiny.run(engine, wanted)
+    assert checked.seen["not merged"] > 5
+    assert run.tokens == tiny.run(build(), wanted).tokens
+
+
+def penalised() -> Request:
+    speculation = Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1))
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    return tiny.request("0", tiny.prompts(VOCABULARY, [9])[0], speculation, 12, temperature=1.0, seed=4, **penalties)
+
+
+def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None:
+    """Without the host, for every node along its own path."""
+    engine = build()
+    engine.most_unmerged = 1000
+    tiny.run(engine, [penalised()])
+    assert checked.seen["not merged"] > 3
 
 
 @pytest.mark.parametrize("part", ["engine.drafters.chains._contexts", "engine.verifying._contexts"])
@@ -386,6 +422,23 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
     monkeypatch.setattr(part, at_the_root)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_all()
+
+
+@pytest.mark.parametrize("most_unmerged", [0, 1000])
+def test_penalties_of_another_node_s_path_are_found_out(
+    checked: Checked, most_unmerged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = verifying._paths
+
+    def of_the_neighbour(*operands: Any) -> Tensor | None:
+        path_ND = paths(*operands)
+        return None if path_ND is None else path_ND.roll(1, 0)
+
+    monkeypatch.setattr(verifying, "_paths", of_the_neighbour)
+    engine = build()
+    engine.most_unmerged = most_unmerged
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        tiny.run(engine, [penalised()])
 
 
 def test_numbers_of_another_purpose_are_found_out(checked: Checked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,13 @@ PATHS: list[tuple[int, ...]] = [(), (3,), (4, 3), (9, 9, 1), (7, 7, 7)]
 
 
 def every_place(texts: Sequence[LogitContext]) -> list[NodeContext]:
-    return [NodeContext(sampling, text, path) for text in texts for sampling in SAMPLINGS for path in PATHS]
+    return [NodeContext(sampling, text, len(path), path) for text in texts for sampling in SAMPLINGS for path in PATHS]
+
+
+def paths_of(places: Sequence[NodeContext | None]) -> torch.Tensor:
+    """Padded with a token that is in some texts."""
+    paths = [(() if place is None else place.path) for place in places]
+    return torch.tensor([(*path, *(3,) * (4 - len(path))) for path in paths])
 
 
 def with_odd(text: LogitContext) -> LogitContext:
@@ -99,7 +105,7 @@ def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
     places = [places[i] for i in chance.permutation(len(places))]
     logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).to(dtype)
     before = logits.clone()
-    edited = edit(logits, places)
+    edited = edit(logits, places, paths_of(places))
     assert torch.equal(logits, before), "the logits themselves stay"
     assert edited.dtype == torch.float32
     for row, place in enumerate(places):
@@ -110,7 +116,7 @@ def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
 
 def test_each_grammar_is_asked_once_for_all_its_places() -> None:
     texts = [with_odd(text) for text in TEXTS[:2]]
-    places = [NodeContext(Sampling(), text, path) for path in PATHS for text in texts]
+    places = [NodeContext(Sampling(), text, len(path), path) for path in PATHS for text in texts]
     edit(torch.zeros(len(places), VOCABULARY), places)
     assert [text.grammar.asked for text in texts] == [[((5, 3), PATHS)], [((), PATHS)]]  # type: ignore[union-attr]
 
@@ -126,7 +132,7 @@ def test_extreme_values_leave_a_law() -> None:
     sampling = Sampling(repetition_penalty=0.01, logit_bias=((3, 100.0), (4, -100.0)), frequency_penalty=-2)
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
     text = LogitContext((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
-    edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, (1, 2)), None])
+    edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, 2, (1, 2)), None])
     rows = law(edited, LawParameters.of([sampling, nothing, Sampling()], logits.device))
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows.sum(1), torch.ones(3))

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engine import verifying
 from engine.analysis.enumeration import Model, Path, Rows
+from engine.drafters import draft as drafting_module
 from engine.drafters.chains import draw_chains
-from engine.drafters.draft import Draft
+from engine.drafters.draft import Draft, with_tokens
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import SequenceInput
 from engine.plan import Emission, Plan, Row
@@ -113,18 +114,20 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
     )
 
 
-def step(rows: Sequence[Row]) -> tuple[Draft, list[Emission]]:
+def step(rows: Sequence[Row], most_unmerged: int = 0) -> tuple[Draft, list[Emission]]:
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
-    draft = draw_chains(plan, ModelDrafter(LookedUp(WORLD)), VOCABULARY, CPU)  # type: ignore[arg-type]
+    drafter = ModelDrafter(LookedUp(WORLD))  # type: ignore[arg-type]
+    draft = draw_chains(plan, drafter, VOCABULARY, CPU, most_unmerged)
     assert draft is not None
+    assert (draft.tokens_M is None) == (most_unmerged == 0)
     paths: list[Path] = []
-    for tree in draft.trees:
+    for tree in (draft if draft.tokens_M is None else with_tokens(draft, draft.tokens_M.tolist())).trees:
         nodes: list[Path] = [()]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             nodes.append((*nodes[parent], token))
         paths += nodes
-    winners = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
+    winners, _ = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
     return draft, [winner.emission for winner in winners]
 
 
@@ -135,12 +138,13 @@ def law_below(path: Path, sampling: dict[str, Any]) -> Law:
     return np.asarray(law / law.sum())
 
 
-def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0) -> dict[str, Fit]:
-    """By kind of row, how well the texts fit the target's law."""
+def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int = 0) -> dict[str, Fit]:
+    """By kind of row, how well the texts fit the target's law; rows without copies where trees are not merged."""
     count = len(names)
-    rows = [row_of(seed + i, ROWS[names[i % count]]) for i in range(NUM_ROWS * count)]
+    fields = {name: {**ROWS[name], "copies": () if most_unmerged else ROWS[name].get("copies", ())} for name in names}
+    rows = [row_of(seed + i, fields[names[i % count]]) for i in range(NUM_ROWS * count)]
     chance = np.random.default_rng(seed)
-    emissions = step(rows)[1]
+    emissions = step(rows, most_unmerged)[1]
     found = {}
     for i, name in enumerate(names):
         sampling, num_tokens = ROWS[name].get("sampling", {}), 1 if name == "first token" else NUM_TOKENS
@@ -161,6 +165,28 @@ def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0) -> dict[str, Fit]:
 
 def test_rows_of_every_kind_have_the_target_s_law() -> None:
     assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
+
+
+MANY = 10**6
+
+
+def test_the_law_needs_no_merging_of_equal_nodes() -> None:
+    """Where the host learns the tokens with the verdict."""
+    assert {name for name, found in fits(seed=1, most_unmerged=MANY).items() if found.p_value < ALPHA} == set()
+
+
+def test_tokens_of_other_nodes_are_rejected() -> None:
+    """The target verifies, and the host accepts, what each node's own chain has drawn."""
+    places = drafting_module._places
+
+    def of_the_neighbour(*operands: Any) -> Any:
+        return np.roll(places(*operands), 1)
+
+    drafting_module.layout_of.cache_clear()
+    with patch.object(drafting_module, "_places", of_the_neighbour):
+        found = fits(("bv_race with copies", "without replacement"), 1, MANY)
+    drafting_module.layout_of.cache_clear()
+    assert min(one.p_value for one in found.values()) < ALPHA
 
 
 def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth: Any = 0) -> Any:

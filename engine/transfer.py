@@ -1,0 +1,33 @@
+"""Copies between the host and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, without waiting for the copy."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all."""
+    words = [one.reshape(-1) if one.dtype == torch.int64 else _bits(one) for one in tensors]
+    whole = np.array(torch.cat(words).tolist(), dtype=np.int64)
+    ends = np.cumsum([len(one) for one in words])
+    return [
+        (part if one.dtype == torch.int64 else part.view(np.float64)).reshape(one.shape)
+        for one, part in zip(tensors, np.split(whole, ends[:-1]), strict=True)
+    ]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of float64 values as int64."""
+    return values.reshape(-1).double().view(torch.int64)
