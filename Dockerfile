@@ -20,7 +20,7 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
-COPY deploy/__init__.py deploy/ray_app.py deploy/
+COPY deploy/*.py deploy/
 RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}

@@ -10,7 +10,6 @@ over a unix socket, so that a replica behaves like a daemon in every respect. Fo
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import shlex
@@ -19,29 +18,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+
+from deploy.ray_call import Call, prefix_of
+from deploy.ray_metrics import CONTENT_TYPE, merged
 
 log = logging.getLogger("ray.serve")
 
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade host content-length".split()
 )
-_PREFIX_CHARACTERS = 4000
+# The header of an answer that names its replica.
+_REPLICA = "x-polydraft-replica"
 _TRIES = 3
 # A daemon that is asked for its state answers at once; whole answers may take as long as they like.
 _PROBE_S = 5.0
@@ -52,79 +53,6 @@ _SUPERVISED = [
     "wait $child; status=$?; kill $watch; exit $status",
     "sh",
 ]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One HTTP request on its way to a replica."""
-
-    method: str
-    target: str
-    """Path and query, as they were sent."""
-    headers: list[tuple[str, str]]
-    body: bytes
-    prefix: str = field(default="")
-    """Requests of the same one should meet in the same replica's prefix cache; empty: any replica."""
-
-
-def prefix_of(body: bytes) -> str:
-    """What requests have in common that gain by sharing a cache: `prompt_cache_key`, else how the prompt begins.
-
-    Of a conversation everything up to the first user's message, so that later turns find the earlier ones' replica.
-    """
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return ""
-    if not isinstance(fields, dict):
-        return ""
-    if key := fields.get("prompt_cache_key"):
-        return str(key)
-    begin: list[Any] = [fields.get("system"), fields.get("instructions")]
-    messages = fields.get("messages", fields.get("input", fields.get("prompt", "")))
-    for message in messages if isinstance(messages, list) else [messages]:
-        begin.append(message)
-        if isinstance(message, dict) and message.get("role") == "user":
-            break
-    text = json.dumps(begin)[:_PREFIX_CHARACTERS]
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-class PrefixRouter(RequestRouter):
-    """Sends requests of one prefix to one replica, unless that has much more to do than another."""
-
-    def initialize_state(self, most_ahead: int = 8) -> None:  # type: ignore[override]
-        """most_ahead: how many more open requests than the idlest replica the preferred one may have."""
-        self._most_ahead = most_ahead
-        self._open: Counter[str] = Counter()
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Replicas in the order of preference: rendezvous hashing moves few prefixes when replicas come and go."""
-        if not candidate_replicas:
-            return []
-        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        prefix = call.prefix if isinstance(call, Call) else ""
-        by_load = sorted(candidate_replicas, key=lambda one: self._open[one.replica_id.unique_id])
-        if not prefix:
-            return [[one] for one in by_load]
-        preferred = max(
-            candidate_replicas,
-            key=lambda one: hashlib.sha256(f"{prefix} {one.replica_id.unique_id}".encode()).digest(),
-        )
-        ahead = self._open[preferred.replica_id.unique_id] - self._open[by_load[0].replica_id.unique_id]
-        if ahead > self._most_ahead:
-            return [[one] for one in by_load]
-        return [[preferred], *([one] for one in by_load if one is not preferred)]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
-        """Count a request as open."""
-        self._open[replica_id.unique_id] += 1
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
-        """A request has ended, somehow."""
-        self._open[replica_id.unique_id] -= 1
 
 
 class Replica:
@@ -164,7 +92,8 @@ class Replica:
         request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
         response = await self._client.send(request, stream=True)
         try:
-            yield response.status_code, _forwarded(response.headers.multi_items())
+            name = serve.get_replica_context().replica_id.unique_id
+            yield response.status_code, [*_forwarded(response.headers.multi_items()), (_REPLICA, name)]
             async for chunk in response.aiter_raw():
                 yield chunk
         finally:
@@ -190,6 +119,8 @@ class Front:
         """One request."""
         query = f"?{request.url.query}" if request.url.query else ""
         target = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1") + query
+        if request.scope["path"] == "/metrics":
+            return await self._metrics()
         is_post = request.method == "POST"
         body = b""
         async for chunk in request.stream():
@@ -215,6 +146,23 @@ class Front:
                 log.warning("a replica failed; %d tries left (%s)", left, type(error).__name__)
         return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
 
+    async def _metrics(self) -> Response:
+        """Of all replicas. Where there is none, none is asked, because Ray would start one to answer."""
+        pages: dict[str, str] = {}
+
+        # One after the other: the router knows a waiting call by its HTTP request, so two of one hide each other.
+        for name in await asyncio.to_thread(replica_names):
+            call = Call("GET", "/metrics", [], b"", replica=name)
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    response = await self._respond(call, self._replicas.answer.remote(call))
+            except (BackPressureError, RayActorError, RayTaskError, TimeoutError) as error:
+                log.warning("the metrics of a replica are missing (%s)", type(error).__name__)
+                continue
+            if response.status_code == 200:
+                pages[response.headers[_REPLICA]] = bytes(response.body).decode()
+        return Response(merged(pages), media_type=CONTENT_TYPE)
+
     async def _respond(self, call: Call, answer: Any) -> Response:
         """The answer of a replica: a stream as it comes, anything else once it is whole."""
         status, headers = await anext(answer)
@@ -223,6 +171,12 @@ class Front:
             first = await anext(answer, b"")
             return StreamingResponse(_rest(call, first, answer), status, dict(headers))
         return Response(b"".join([chunk async for chunk in answer]), status, dict(headers))
+
+
+def replica_names() -> list[str]:
+    """The unique ids of all replicas, also of those that are still starting; Ray ends their actors' names with them."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"].rpartition("#")[2] for one in actors if "#Replica#" in one["name"]]
 
 
 async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
@@ -310,7 +264,7 @@ def build(options: dict[str, Any]) -> serve.Application:
     wanted = Options.model_validate(options)
     drain = ["--shutdown-timeout", str(wanted.drain_timeout_s)]
     router: dict[str, Any] = {
-        "request_router_class": "deploy.ray_app.PrefixRouter",
+        "request_router_class": "deploy.ray_router.PrefixRouter",
         "request_router_kwargs": {"most_ahead": wanted.most_ahead},
     }
     replicas = serve.deployment(

@@ -14,18 +14,34 @@ from typing import Any
 
 import httpx
 import ray
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from deploy.ray_app import build
 from tests.server.daemon_process import MODEL, free_port, wait_until
 
 NUM_CLIENTS, NUM_REQUESTS, NUM_TOKENS = 8, 4, 600
+NUM_PREFIXES = 12
 
 
 def replicas() -> list[str]:
     """Names of the replicas' actors."""
     named = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"] for one in named if "#Replica#" in one["name"]]
+
+
+def replicas_of(page: list[Metric]) -> set[str]:
+    """The replicas that a page of metrics is of."""
+    return {sample.labels["replica"] for family in page for sample in family.samples}
+
+
+def begin(client: httpx.Client, number: int) -> tuple[str, int]:
+    """(replica that answered, tokens of the prompt that it had in its cache)."""
+    call = {"model": MODEL, "prompt": [1, 5 + number, *range(5, 69)], "max_tokens": 1}
+    answer = client.post("/v1/completions", json=call)
+    cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer.headers["x-polydraft-replica"], cached
 
 
 def ask(client: httpx.Client, number: int) -> str:
@@ -73,15 +89,14 @@ def main() -> None:
         return threads
 
     with httpx.Client(base_url=base, timeout=300, verify=False) as client:
-        # The same beginning meets the same cache, whoever asks.
-        prompt = [1, *range(5, 69)]
-        cached = [
-            client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 1}).json()["usage"][
-                "prompt_tokens_details"
-            ]["cached_tokens"]
-            for _ in range(4)
-        ]
-        found["cached"] = cached
+        # The same beginning meets the same cache, whoever asks; different ones are spread.
+        for kind in ("first", "again"):
+            found[kind] = [begin(client, number) for number in range(NUM_PREFIXES)]
+        page = list(text_string_to_metric_families(client.get("/metrics").text))
+        requests = [one for family in page for one in family.samples if one.name == "polydraft_request_success_total"]
+        found["metrics"] = dict.fromkeys(replicas_of(page), 0.0)
+        for sample in requests:
+            found["metrics"][sample.labels["replica"]] += sample.value
         threads = run("ends", NUM_REQUESTS)
         wait_until(lambda: sum(found["ends"].values()) >= NUM_CLIENTS, "no request ends")
         # In the middle of the next answers, half of which are streams.

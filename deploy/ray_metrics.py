@@ -1,0 +1,32 @@
+"""The metrics of all replicas on one page, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LABEL = "replica"
+
+
+class _Merged(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merged(pages: Mapping[str, str]) -> bytes:
+    """One page; every sample has its replica's name as the label `replica`. pages: by name of the replica."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page):
+            one = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            one.samples += [sample._replace(labels={**sample.labels, LABEL: replica}) for sample in family.samples]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(families.values()))
+    return generate_latest(registry)
