@@ -17,7 +17,19 @@ from triton.runtime.interpreter import GridExecutor
 
 # They give another view of a tensor, or memory without numbers.
 _FREE = {
-    *("view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze", "squeeze"),
+    *(
+        "view",
+        "_unsafe_view",
+        "numpy_T",
+        "expand",
+        "permute",
+        "transpose",
+        "t",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+    ),
     *("split", "split_with_sizes", "unbind", "as_strided", "detach", "detach_", "alias", "lift_fresh", "unfold"),
     *("empty", "new_empty", "empty_like", "empty_strided", "reshape", "flatten", "resolve_conj", "resolve_neg"),
 }

@@ -30,7 +30,7 @@ from engine.errors import ConfigError
 
 PRODUCTS, KERNELS = 4, 6
 """Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
-LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 7, 14, 8
+LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
 """Outside recorded passes: for a drafted level, for a verdict over drafts, for a plain step."""
 _AROUND_PASS = 4
 """Launches that fill the buffers of a recorded pass and copy its logits out."""

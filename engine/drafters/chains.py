@@ -37,10 +37,10 @@ def draw_chains(
     layout = layout_of(tuple(map(ChainShape.of, rows)), device)
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
-    uniform_CL, noise = draw_noise(seed_C, end_C, layout.rank_C, layout.max_length, device)
+    uniform_LC, noise = draw_noise(seed_C, end_C, layout.rank_C, layout.max_length, device)
     parameters = LawParameters.of([row.sampling for row in rows], device)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
-    tokens_CL = _draw_levels(rows, layout, parameters, uniform_CL, root_NV, drafter, law_NV)
+    tokens_CL = _draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter, law_NV)
     chains = Chains(
         tokens_CL,
         layout.length,
@@ -58,7 +58,7 @@ def _draw_levels(
     rows: Sequence[Row],
     layout: Layout,
     parameters: LawParameters,
-    uniform_CL: Tensor,
+    uniform_LC: Tensor,
     logits_NV: Tensor,
     drafter: Drafter | None,
     law_NV: Tensor,
@@ -67,7 +67,7 @@ def _draw_levels(
 
     logits_NV: below the root of every row that draws; law_NV: filled with the laws that the tokens came from.
     """
-    tokens_CL = torch.zeros_like(uniform_CL, dtype=torch.int64)
+    tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
     of_law = parameters.select(layout.law_row_of_N)
     for depth, level in enumerate(layout.levels):
         if depth > 0:
@@ -82,7 +82,7 @@ def _draw_levels(
         for draw in level.draws:
             weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV
             weights_NV = weights_NV if draw.parent_N is None else weights_NV[draw.parent_N]
-            tokens_C[draw.chain_NK] = children(draw.method, weights_NV, uniform_CL[draw.chain_NK, depth])
+            draw.set_children(tokens_C, children(draw.method, weights_NV, draw.of_children(uniform_LC[depth])))
         if level.leader_C is not None:
             tokens_C.copy_(tokens_C[level.leader_C])
     return tokens_CL

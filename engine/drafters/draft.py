@@ -76,16 +76,29 @@ class Draw:
     method: str
     parent_N: Tensor | None
     """Which of the level's parents; None for all of them in order."""
-    chain_NK: Tensor
-    """The first chain through each of their children."""
+    chain_NK: Tensor | None
+    """The first chain through each of their children; None where these are all chains in order."""
+    shape: tuple[int, int]
+    """(N, K)."""
+
+    def of_children(self, value_C: Tensor) -> Tensor:
+        """[N, K] the children's values among those of all chains, as a view where they are all chains."""
+        return value_C.view(self.shape) if self.chain_NK is None else value_C[self.chain_NK]
+
+    def set_children(self, value_C: Tensor, value_NK: Tensor) -> None:
+        """Write the children's values, in place."""
+        if self.chain_NK is None:
+            value_C.view(self.shape).copy_(value_NK)
+        else:
+            value_C[self.chain_NK] = value_NK
 
 
 @dataclass(frozen=True)
 class Level:
     """The drafted nodes of one depth, and their parents: the nodes they are drawn below."""
 
-    chain_N: Tensor
-    """The first chain through each parent."""
+    chain_N: Tensor | slice
+    """The first chain through each parent; a slice where these are all chains."""
     row_N: Ints
     """Number of each parent's row, among the sampling rows."""
     laws: slice
@@ -208,21 +221,35 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
         chain_N = np.concatenate(parents)
         below_N = np.array([shapes[row].num_chains // level_widths(shapes[row].fanout)[depth] for row in rows])
         yield Level(
-            chain_N=to_device(chain_N, device),
+            chain_N=slice(None) if _are_all(chain_N, len(leader_C)) else to_device(chain_N, device),
             row_N=np.array(rows),
             laws=slice(num_laws, num_laws + len(rows)),
             draws=tuple(
-                Draw(
-                    method,
-                    None if len(numbers) == len(rows) else to_device(np.array(numbers), device),
-                    to_device(chain_N[numbers][:, None] + below_N[numbers][:, None] * np.arange(count), device),
-                )
+                _draw_of(method, numbers, chain_N, below_N, count, len(leader_C), device)
                 for method, by_count in alike.items()
                 for count, numbers in by_count.items()
             ),
             leader_C=to_device(leader_C, device) if shares else None,
         )
         num_laws += len(rows)
+
+
+def _draw_of(
+    method: str, numbers: Sequence[int], chain_N: Ints, below_N: Ints, count: int, num_chains: int, device: torch.device
+) -> Draw:
+    """The draw of `count` children below the parents of these numbers; below_N: chains through each child."""
+    chain_NK = chain_N[numbers][:, None] + below_N[numbers][:, None] * np.arange(count)
+    return Draw(
+        method,
+        None if len(numbers) == len(chain_N) else to_device(np.array(numbers), device),
+        None if _are_all(chain_NK, num_chains) else to_device(chain_NK, device),
+        (len(numbers), count),
+    )
+
+
+def _are_all(chains: Ints, num_chains: int) -> bool:
+    """Whether these are all chains in order."""
+    return chains.size == num_chains and bool((chains.ravel() == np.arange(num_chains)).all())
 
 
 @dataclass(frozen=True)
@@ -256,7 +283,7 @@ def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
 def draw_noise(
     seed_C: Ints, position_C: Ints, rank_C: Ints, length: int, device: torch.device
 ) -> tuple[Tensor, ChainNoise]:
-    """([C, L] the numbers that tokens are drafted with, the numbers for the rules).
+    """([L, C] the numbers that tokens are drafted with, the numbers for the rules).
 
     position_C: the first index that each chain drafts, which names its numbers.
     """
@@ -267,7 +294,7 @@ def draw_noise(
     noise = ChainNoise(
         accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
     )
-    return draft[:, :length], noise
+    return draft[:, :length].T.contiguous(), noise
 
 
 def trees_of(
