@@ -38,6 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theoretical, "EPSILONS", (0.2,))
     monkeypatch.setattr(races, "TEMPERATURES", (1.0,))
     monkeypatch.setattr(races, "SHAPES", ("block:1x4", "bv_race:2x2"))
+    monkeypatch.setattr(races, "OF_BLOCKS", (("block:1x4", "block"), ("bv_race:2x2", "block"), ("block:1x12", "block")))
     monkeypatch.setattr(races, "SECOND_PAIR", ("tiny", "tiny", 256, 0.65, 128))
     monkeypatch.setattr(blocks, "_CHECKED", 60)
     monkeypatch.setattr(blocks, "TEMPERATURES", (1.0,))
@@ -197,12 +198,40 @@ def test_fewer_tokens_with_more_chains_are_told() -> None:
 
 def test_recorded_laws_are_laws(models: TinyModels) -> None:
     pair = run._pair(run_options(models))
-    laws = cases.recorded_laws(pair, pair.prompts("mgsm"), 0.7, 5)
-    assert len(laws) == 5
+    texts = cases.texts_of(pair, pair.prompts("mgsm"), 1.0)
+    laws, hotter = (cases.recorded_laws(pair, texts, temperature, 5) for temperature in (0.7, 1.4))
+    assert len(laws) == len(hotter) == 5
+    # The same positions: with twice the temperature a law is the square root of the other, normed.
+    for cold, hot in zip(laws, hotter, strict=True):
+        for one, other in zip(cold, hot, strict=True):
+            np.testing.assert_allclose(np.sqrt(one) / np.sqrt(one).sum(), other, rtol=1e-4)
     for p, q in [*laws, *cases.made_up_laws(100, 2)]:
         assert p.sum() == pytest.approx(1)
         assert q.sum() == pytest.approx(1)
         assert 0 < np.minimum(p, q).sum() < 1
+
+
+def test_recorded_lengths_of_equal_and_of_different_models() -> None:
+    """A draft that is the target is always kept; of others the weighted race keeps most of a single token."""
+    prompts = [(5, 6, 7), (8, 9)]
+    for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):
+        pair = cases.Pair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)
+        rows = races.recorded(pair, prompts, 8, lambda _: None)
+        assert len(rows) == len(races.TEMPERATURES) * (len(races.OF_BLOCKS) + len(races.OF_TOKENS))
+        for temperature in races.TEMPERATURES:
+            found = {
+                f"{row['rule']}:{row['size']}": row["tokens_per_pass"]
+                for row in rows
+                if row["temperature"] == temperature
+            }
+            if is_equal:
+                of_blocks = {text: 1 + int(text.rpartition("x")[2]) for text, _ in races.OF_BLOCKS}
+                # nss draws its token apart from the drafts.
+                kept = of_blocks | dict.fromkeys(races.OF_TOKENS, 2) | {"nss:12x1": found["nss:12x1"]}
+                assert found == pytest.approx(kept, abs=1e-3)
+            else:
+                assert found["token:1x12"] < found["block:1x12"] < found["greedy_block:1x12"] < 13
+                assert found["weighted_race:12x1"] == max(found[text] for text in races.OF_TOKENS) < 2
 
 
 @pytest.mark.parametrize("task", cases.TASKS)

@@ -21,6 +21,8 @@ TASKS = ("dialogues", "gsm8k", "humaneval", "mgsm", "alpaca")
 
 Progress = Callable[[str], None]
 """Called after every piece of work, with what it was."""
+Text = tuple[tuple[int, ...], list[int]]
+"""(prompt, tokens of the answer)."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ def followed(
     return list(run_to_end(pair.engine, requests).values())
 
 
-def recorded_laws(
-    pair: Pair, prompts: Sequence[tuple[int, ...]], temperature: float, positions: int
-) -> list[tuple[Law, Law]]:
-    """(p, q) at positions spread over the text that the target writes behind the prompts."""
+def texts_of(pair: Pair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
+    """What the target writes behind the prompts, where that is more than a token."""
     answers = answers_of(pair.engine, list(prompts), Speculation(), temperature, pair.tokens)
-    texts = [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
+    return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
+
+
+def recorded_laws(pair: Pair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
+    """(p, q) at positions spread over the texts: the same positions at every temperature."""
     wanted = max(1, -(-positions // len(texts)))
     laws: list[tuple[Law, Law]] = []
     for number, (prompt, tokens) in enumerate(texts):

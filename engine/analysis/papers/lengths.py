@@ -19,7 +19,7 @@ from engine.analysis.papers.cases import Pair, Progress, followed
 from loadtest.statistics import ratio_of_sums
 
 _LENGTH, _CHAINS, _SEEDS = 8, 4, 3
-TIMES = 5
+TIMES = 4
 """Of a task's prompts."""
 CASES: tuple[tuple[str, int, Verification, bool], ...] = (
     ("token", 1, "token", False),

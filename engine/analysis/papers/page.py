@@ -20,9 +20,9 @@ _TITLES = {
 _OF_OPTIMAL = """
 Its tables are of LLaMA, OPT, Vicuna and Qwen2 pairs on Alpaca, WMT14 and CNN/DM. The pair here is small and its draft
 agrees with it more often, so the optima are higher. How far a rule stays below the optimum depends on both laws, so a
-gap may be smaller or larger than the paper's. The text is written anew at each temperature, so rows of different
-temperatures are of different positions; that may hide the turn which the paper sees near 0.9. For rules without a
-closed form, acceptance is the mean over eight draws of the drafts, so their gaps may be off by some tenths of a point.
+gap may be smaller or larger than the paper's. All temperatures are measured at the same positions of texts that the
+target wrote at temperature 1, so rows differ by the temperature alone. For rules without a closed form, acceptance is
+the mean over eight draws of the drafts, so their gaps may be off by some tenths of a point.
 """.strip()
 _OF_BLOCKS = """
 The paper (K = 3, T = 0.4, L = 8 or 12, DeepSeek 33B with 1.3B, mean of five sets): SD 7.64, SpecTr 8.39, GBV 7.83,
@@ -65,6 +65,13 @@ weighted race is the optimum (the first section's tables); over whole chains the
 verifies blocks. [The proof that it is exact](../score-race.md) takes one page.
 """.strip()
 
+_OF_RECORDED = """
+**Recorded laws**: what these rules are expected to give, by their closed forms, on the laws along the target's own
+texts (i.i.d. drafts). Nothing is drawn but the texts. Shapes of twelve single tokens have one position only; there the
+weighted race attains the optimum. The length of greedy rules is that of the first block of an answer, and a lower bound
+for SpecTr-GBV.
+""".strip()
+
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Markdown."""
@@ -87,11 +94,11 @@ def write_page(found: dict[str, dict[str, Any]], pictures: Sequence[Path], folde
     for name, write in sections.items():
         if name not in found:
             continue
-        settings, machine = found[name]["settings"], found[name]["environment"]
+        settings, machine = found[name]["settings"], found[name]["environment"].get("cpu", "CPU")
         head = (
             f"## {_TITLES[name]}\nPair: `{settings['target']}` with `{settings['draft']}`; "
             f"{settings['prompts_per_task']} prompts a task, answers of up to {settings['tokens']} tokens, "
-            f"{settings['positions']} positions; {machine.get('cpu', 'CPU')}."
+            f"{settings['positions']} positions; {found[name]['took_s'] / 60:.0f} minutes on {machine}."
         )
         shown = [f"![{name}]({picture.name})" for picture in pictures if picture.stem == f"papers-{name}"]
         parts.append("\n\n".join([head, write(found[name]["result"]), *shown]))
@@ -250,11 +257,12 @@ def _theoretical(result: dict[str, Any]) -> str:
     )
 
 
-def _races(result: Sequence[dict[str, Any]]) -> str:
+def _races(result: dict[str, list[dict[str, Any]]]) -> str:
     parts = [_OF_RACES]
-    for pair in dict.fromkeys(row["pair"] for row in result):
-        for temperature in dict.fromkeys(row["temperature"] for row in result):
-            rows = [row for row in result if (row["pair"], row["temperature"]) == (pair, temperature)]
+    runs = result["runs"]
+    for pair in dict.fromkeys(row["pair"] for row in runs):
+        for temperature in dict.fromkeys(row["temperature"] for row in runs):
+            rows = [row for row in runs if (row["pair"], row["temperature"]) == (pair, temperature)]
             rows.sort(key=lambda row: -row["tokens_per_pass"])
             shown = [
                 [
@@ -268,4 +276,14 @@ def _races(result: Sequence[dict[str, Any]]) -> str:
             ]
             titles = ["rule", "drafts", "shape", "nodes", "tokens/pass (95 %)"]
             parts.append(f"{pair}, T = {temperature:g}:\n\n" + table(titles, shown))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in result["recorded"]))
+    by_shape: dict[tuple[str, str], dict[float, str]] = {}
+    for row in result["recorded"]:
+        cell = f"{row['tokens_per_pass']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+        by_shape.setdefault((row["rule"], row["size"]), {})[row["temperature"]] = cell
+    titles = ["rule", "shape", *(f"T = {temperature:g}" for temperature in temperatures)]
+    recorded = [
+        [*shape, *(cells.get(temperature, "-") for temperature in temperatures)] for shape, cells in by_shape.items()
+    ]
+    parts.append(_OF_RECORDED + "\n\n" + table(titles, recorded))
     return "\n\n".join(parts)

@@ -87,9 +87,10 @@ def _theoretical(axes: Sequence[Any], result: dict[str, Any]) -> None:
         axis.legend(fontsize=7)
 
 
-def _races(axes: Sequence[Any], result: list[dict[str, Any]]) -> None:
-    for axis, pair in zip(axes, dict.fromkeys(row["pair"] for row in result), strict=True):
-        rows = [row for row in result if row["pair"] == pair and row["temperature"] == 1.0]
+def _races(axes: Sequence[Any], result: dict[str, list[dict[str, Any]]]) -> None:
+    runs = result["runs"]
+    for axis, pair in zip(axes, dict.fromkeys(row["pair"] for row in runs), strict=True):
+        rows = [row for row in runs if row["pair"] == pair and row["temperature"] == 1.0]
         rows.sort(key=lambda row: row["tokens_per_pass"])
         names = [f"{row['rule']} {row['size']}" for row in rows]
         values = [row["tokens_per_pass"] for row in rows]

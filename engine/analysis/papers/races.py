@@ -1,6 +1,7 @@
 """Beyond the papers: the score race and the weighted race against all other rules, at twelve drafted tokens a pass.
 
-On the pair that is analysed, and on a second one of another size with known laws (`engine.demo.bench_pair`).
+By the engine on the pair that is analysed, and on a second one of another size with known laws
+(`engine.demo.bench_pair`). And in closed form on laws recorded along the target's texts, where no rule draws anything.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from engine.analysis.pair import Shape, answers_of
-from engine.analysis.papers.cases import Pair, Progress
+from engine.analysis.bounds import Verification, expected_block_length
+from engine.analysis.pair import Shape, answers_of, laws_along, measure_position
+from engine.analysis.papers.cases import Pair, Progress, Text, recorded_laws, texts_of
 from loadtest.statistics import ratio_of_sums
 
 TEMPERATURES = (0.6, 1.0)
@@ -21,7 +25,16 @@ SHAPES = (
     "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
 )  # fmt: skip
 """Twelve drafted tokens each; equal ones below the same parent are one node."""
-TIMES = 4
+OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
+    ("token:1x12", "token"),
+    ("block:1x12", "block"),
+    *((f"bv_race:{size}", "block") for size in ("2x6", "3x4", "4x3")),
+    ("greedy_block:1x12", "greedy"),
+    *((f"spectr_gbv:{size}", "greedy") for size in ("2x6", "3x4", "4x3")),
+)
+"""Shapes whose expected length has a closed form, and which one; greedy rules have it in an answer's first block."""
+OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
+TIMES = 3
 """Of a task's prompts."""
 SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
 """Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""
@@ -52,3 +65,49 @@ def measure(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
             )
             progress(f"{pair.name}, T = {temperature}, {shape.key}")
     return rows
+
+
+def recorded(
+    pair: Pair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Expected tokens per pass on the laws along the target's texts; intervals over texts or positions."""
+    rows = []
+    for temperature in TEMPERATURES:
+        texts = texts_of(pair, prompts, temperature)
+        chances = [_log_chances(pair, text, temperature) for text in texts]
+        for shape_text, verification in OF_BLOCKS:
+            shape = Shape.parse(shape_text)
+            lengths = []
+            for of_text in chances:
+                if of_text.shape[1] >= shape.draft_length:
+                    log_p, log_q = np.lib.stride_tricks.sliding_window_view(of_text, shape.draft_length, axis=1)
+                    lengths.append(expected_block_length(log_p, log_q, shape.num_drafts, verification))
+            if lengths:
+                rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))
+        accepted: dict[str, list[float]] = {}
+        shapes = [Shape.parse(text) for text in OF_TOKENS]
+        for number, (p, q) in enumerate(recorded_laws(pair, texts, temperature, positions)):
+            measure_position(p, q, number, shapes, {}, accepted)
+        for shape in shapes:
+            found = accepted[f"{shape.rule}/{shape.method}/{shape.num_drafts}"]
+            rows.append(_row(shape, temperature, [(value, 1) for value in found]))
+        progress(f"recorded laws, T = {temperature}")
+    return rows
+
+
+def _log_chances(pair: Pair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
+    """[2, N] log-probability of every token of a text under the target and the draft."""
+    prompt, tokens = text
+    index_N1 = torch.tensor(tokens).unsqueeze(1)
+    laws = laws_along(pair.engine, prompt, tokens, temperature)
+    chances: npt.NDArray[np.float64] = np.stack(
+        [law_NV.double().cpu().gather(1, index_N1).squeeze(1).log().numpy() for law_NV in laws]
+    )
+    return chances
+
+
+def _row(shape: Shape, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    """lengths: (sum of expected accepted tokens, passes) of each text or position."""
+    found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
+    row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}
+    return row | {"tokens_per_pass": found.ratio, "low": found.low, "high": found.high}

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_pair_arguments(parser)
-    parser.add_argument("--prompts-per-task", type=int, default=12, help="prompts of each task set (default 12)")
+    parser.add_argument("--prompts-per-task", type=int, default=24, help="prompts of each task set (default 24)")
     parser.add_argument("--tokens", type=int, default=40, help="tokens of an answer (default 40)")
     parser.add_argument("--positions", type=int, default=60, help="positions whose laws are compared (default 60)")
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="one section (may be repeated)")
@@ -52,9 +53,10 @@ def _theoretical(pair: Pair, options: argparse.Namespace, progress: Progress) ->
 
 def _races(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
     rows = races.measure(pair, pair.dialogues(races.TIMES), progress)
+    recorded = races.recorded(pair, pair.dialogues(races.TIMES), options.positions, progress)
     with _second_pair(options) as second:
         prompts = races.random_prompts(races.TIMES * options.prompts_per_task, second.engine.facts.vocab_size)
-        return rows + races.measure(second, prompts, progress)
+        return {"runs": rows + races.measure(second, prompts, progress), "recorded": recorded}
 
 
 SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], Any]]] = {
@@ -68,7 +70,7 @@ SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], An
         len(theoretical.LOOKAHEADS) + len(theoretical.BATCHES) + 2 * len(theoretical.EPSILONS),
         _theoretical,
     ),
-    "races": (2 * len(races.TEMPERATURES) * len(races.SHAPES), _races),
+    "races": (len(races.TEMPERATURES) * (2 * len(races.SHAPES) + 1), _races),
 }
 """Pieces of work of each section, and what measures it."""
 
@@ -95,8 +97,10 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
                 bar.update()
 
             for name in missing:
+                began = time.monotonic()
                 result = SECTIONS[name][1](pair, options, progress)
-                known[name] = {"settings": settings, "environment": environment(), "result": result}
+                took_s = round(time.monotonic() - began)
+                known[name] = {"settings": settings, "environment": environment(), "took_s": took_s, "result": result}
                 file = _file(options, name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(known[name], indent=1) + "\n")

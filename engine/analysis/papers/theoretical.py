@@ -17,7 +17,7 @@ import torch
 from engine.analysis import bounds
 from engine.analysis.law_check import Answer
 from engine.analysis.pair import answers_of, laws_along
-from engine.analysis.papers.cases import Pair, Progress, followed, recorded_laws
+from engine.analysis.papers.cases import Pair, Progress, followed, recorded_laws, texts_of
 from engine.request import Speculation
 from engine.speculation.theory import Law, accept_token
 from loadtest.statistics import interval, ratio_of_sums
@@ -26,7 +26,7 @@ EPSILONS = (0.1, 0.2, 0.4, 0.8)
 BATCHES = (1, 2, 4, 5, 8, 16, 32, 64)
 LOOKAHEADS = (4, 8, 16)
 _STATES, _HORIZON, _RUNS = 7, 50, 20_000
-_TIMES, _SEEDS = 5, 3
+_TIMES, _SEEDS = 4, 2
 """Of a task's prompts, and of each: counts against a formula need more answers than a table of ratios."""
 
 Laws = npt.NDArray[np.float64]
@@ -39,7 +39,7 @@ def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
     return {
         "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in LOOKAHEADS],
         "batches": batches(progress),
-        "front": front(recorded_laws(pair, pair.dialogues(), 1.0, positions)),
+        "front": front(recorded_laws(pair, texts_of(pair, pair.dialogues(), 1.0), 1.0, positions)),
         "answers": _answers(pair, prompts, progress),
     }
 
