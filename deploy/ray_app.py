@@ -244,6 +244,10 @@ class Options(BaseModel):
     max_replicas: int = Field(4, ge=1)
     target_ongoing_requests: float = Field(16, gt=0)
     """Open requests of a replica at which there are enough replicas."""
+    upscale_delay_s: float = Field(30, ge=0)
+    """How long there must be too many open requests before a replica is added."""
+    downscale_delay_s: float = Field(600, ge=0)
+    """How long there must be too few before one is taken away."""
     max_ongoing_requests: int = Field(64, ge=1)
     """Most open requests of a replica; the daemon's own queue comes on top of its seats (`--max-num-seqs`)."""
     max_queued_requests: int = Field(256, ge=-1)
@@ -277,6 +281,8 @@ def build(options: dict[str, Any]) -> serve.Application:
             min_replicas=wanted.min_replicas,
             max_replicas=wanted.max_replicas,
             target_ongoing_requests=wanted.target_ongoing_requests,
+            upscale_delay_s=wanted.upscale_delay_s,
+            downscale_delay_s=wanted.downscale_delay_s,
         ),
         request_router_config=RequestRouterConfig(**router),
     )(Replica).bind([*drain, *wanted.arguments], wanted.start_timeout_s)

@@ -61,18 +61,21 @@ def ask(client: httpx.Client, number: int) -> str:
     return "stream" if '"finish_reason":"length"' in answer.text else "lost: no end"
 
 
-def main() -> None:
-    """Start, load, kill, count."""
-    target, draft = sys.argv[1:3]
+def start(target: str, draft: str, **options: Any) -> str:
+    """Ray and the application on this machine; its address."""
     port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver="-v" in sys.argv, configure_logging=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": None})
     arguments = [target, "--draft-model", draft, "--served-model-name", MODEL, "--num-threads", "1", "--no-calibrate"]
-    options = {"arguments": arguments, "min_replicas": 2, "max_replicas": 2, "num_cpus": 1, "drain_timeout_s": 10}
+    serve.run(build({"arguments": arguments, "num_cpus": 1, "drain_timeout_s": 10, **options}), blocking=False)
+    return f"http://127.0.0.1:{port}"
+
+
+def main() -> None:
+    """Start, load, kill, count."""
     began = time.monotonic()
-    serve.run(build(options), blocking=False)
+    base = start(*sys.argv[1:3], min_replicas=2, max_replicas=2)
     found: dict[str, Any] = {"start_s": time.monotonic() - began, "ends": Counter(), "after": Counter()}
-    base = f"http://127.0.0.1:{port}"
     lock = threading.Lock()
 
     def load(kind: str, first: int, count: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from deploy.ray_app import Options
@@ -90,9 +92,67 @@ def test_the_autoscaler_counts_waiting_requests_and_alone_says_how_many() -> Non
     assert found["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
 
 
-def test_ray_takes_its_service() -> None:
-    """The application fits Ray's own schema and our options; its pods fit Kubernetes'."""
+class Strict(BaseModel):
+    """What KubeRay's types have of it (ray-operator/apis/ray/v1); nothing else, and no other types of values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class HeadGroup(Strict):
+    rayStartParams: dict[str, str]
+    template: dict[str, Any]
+    serviceType: str = ""
+    enableIngress: bool = False
+
+
+class WorkerGroup(Strict):
+    groupName: str
+    minReplicas: int
+    maxReplicas: int
+    rayStartParams: dict[str, str]
+    template: dict[str, Any]
+    replicas: int = 0
+    numOfHosts: int = 1
+
+
+class RayCluster(Strict):
+    headGroupSpec: HeadGroup
+    workerGroupSpecs: list[WorkerGroup] = []
+    rayVersion: str = ""
+    enableInTreeAutoscaling: bool = False
+    suspend: bool = False
+
+
+class RayServiceSpec(Strict):
+    serveConfigV2: str
+    rayClusterConfig: RayCluster
+
+
+class RayService(Strict):
+    apiVersion: Literal["ray.io/v1"]
+    kind: Literal["RayService"]
+    metadata: dict[str, Any]
+    spec: RayServiceSpec
+
+
+def test_a_ray_service_with_a_wrong_field_or_type_is_refused() -> None:
     service = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
+    RayService.model_validate(service)
+    for group, name, value in (
+        ("headGroupSpec", "rayStartParams", {"num-cpus": 0}),
+        ("headGroupSpec", "rayStartParam", {}),
+        ("headGroupSpec", "template", None),
+    ):
+        wrong = copy.deepcopy(service)
+        wrong["spec"]["rayClusterConfig"][group][name] = value
+        with pytest.raises(ValidationError):
+            RayService.model_validate(wrong)
+
+
+def test_ray_takes_its_service() -> None:
+    """The resource fits KubeRay's types, the application Ray's own schema and our options, its pods Kubernetes'."""
+    service = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
+    RayService.model_validate(service)
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"])).applications
     assert application.import_path == "deploy.ray_app:build"
     options = Options.model_validate(application.args)

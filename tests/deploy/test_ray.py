@@ -178,6 +178,18 @@ def test_the_metrics_of_replicas_stay_apart() -> None:
 
 
 @pytest.mark.slow
+def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -> None:
+    """Every request of the time ends whole, also those that the replica had which is taken away."""
+    pair = write_pair(tmp_path)
+    command = [sys.executable, "-m", "tests.deploy.ray_scaling", str(pair.target), str(pair.draft)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["replicas"] == [1, 2, 1]
+    assert set(found["ends"]) == {"whole", "stream"}, found
+
+
+@pytest.mark.slow
 def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
     """Eight clients, two replicas, one killed in the middle: every request ends or says why, and others go on."""
     pair = write_pair(tmp_path)

@@ -31,11 +31,11 @@ class Seen:
     body: str
 
 
-def wait_until(condition: Callable[[], Result], what: str) -> Result:
+def wait_until(condition: Callable[[], Result], what: str, patience_s: float = _PATIENCE_S) -> Result:
     """The first true value of `condition`; fails with `what` after a generous while."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {_PATIENCE_S:.0f} s in vain: {what}"
+        assert time.monotonic() < deadline, f"waited {patience_s:.0f} s in vain: {what}"
         time.sleep(0.02)
     return result
 
