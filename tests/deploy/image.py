@@ -71,7 +71,7 @@ def build() -> dict[str, Any]:
         file.write("[global]\n" + "".join(f"{name} = {value}\n" for name, value in options.items()))
         file.flush()
         volumes = ["--volume", f"{file.name}:/etc/pip.conf:ro"]
-        for name in ("cert", "find-links"):
+        for name in ("cert", "find-links", "constraint"):
             for path in options.get(name, "").split():
                 if Path(path).exists():
                     volumes += ["--volume", f"{path}:{path}:ro"]
