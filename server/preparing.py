@@ -37,7 +37,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
 _PROMPT_END = 16
 """Tokens in which a chat template has opened the thinking, if it has."""
-# What `encode_chat` passes itself, and what would change the result's type or run other templates.
+# What `render_chat` passes itself, and what would change the result's type or run other templates.
 _OWN_VARIABLES = frozenset(
     """
     conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding

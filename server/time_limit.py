@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class TookTooLong(Exception):
-    """A call ran into its time limit."""
+class TookTooLong(BaseException):
+    """A call ran into its time limit. No `Exception`, because libraries catch those and go on: jinja does."""
 
 
 class _Call:
@@ -29,6 +29,8 @@ class _Call:
 
     def __call__(self, *args: Any) -> Any:
         with self._lock:
+            if self._is_ended:
+                raise TookTooLong
             self._thread, self._began_s = threading.get_ident(), time.monotonic()
         try:
             return self._call(*args)
@@ -43,11 +45,11 @@ class _Call:
             return 0.0 if self._thread is None else time.monotonic() - self._began_s
 
     def end(self) -> None:
-        """Raise TookTooLong in its thread, if it runs; once, since its thread may be at something else afterwards."""
-        if self._is_ended:
-            return
-        self._is_ended = True
+        """Raise TookTooLong in its thread, where it has begun or once it begins; once, because the thread goes on."""
         with self._lock:
+            if self._is_ended:
+                return
+            self._is_ended = True
             if self._thread is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(TookTooLong))
 

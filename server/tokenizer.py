@@ -70,12 +70,16 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
 
     async def run_chat(self, *args: Any, **options: Any) -> list[int]:
-        """Run `encode_chat` in the pool, for a limited time: loops of a template may be long for a client's values."""
+        """Token ids of what `render_chat` gives, which runs in the pool for a limited time.
+
+        Loops of a template may be long for what a client sends; the time of a long text's tokens does not count.
+        """
         try:
-            return await run_limited(self._pool, _CHAT_LIMIT_S, partial(self.encode_chat, *args, **options))
+            text = await run_limited(self._pool, _CHAT_LIMIT_S, partial(self.render_chat, *args, **options))
         except TookTooLong as error:
             message = f"the chat template took longer than {_CHAT_LIMIT_S:g} s for these messages; send fewer of them"
             raise RequestError(message, "messages") from error
+        return await self.run(self.encode, text, False)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -86,7 +90,7 @@ class Tokenizer:
         spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
@@ -94,8 +98,8 @@ class Tokenizer:
         variables: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
         documents: Sequence[dict[str, Any]] = (),
-    ) -> list[int]:
-        """Token ids of a conversation through the model's chat template.
+    ) -> str:
+        """A conversation through the model's chat template.
 
         continue_final_message: leave the last message open. variables: more of them for the template.
         tools: functions that the model may call. documents: texts to answer from. RequestError where the template
@@ -122,8 +126,6 @@ class Tokenizer:
             text.encode()
             shows_tools = not tools or render((), documents) != text
             shows_documents = not documents or render(tools, ()) != text
-        except TookTooLong:
-            raise
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         if not shows_tools:
@@ -132,7 +134,7 @@ class Tokenizer:
             raise RequestError(
                 "the chat template of this model has no place for documents; put them into a message", "documents"
             )
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -297,11 +298,11 @@ def test_documents_reach_a_template_that_has_a_place_for_them() -> None:
     documents = [{"title": "x", "text": "coffee"}]
     messages = [{"role": "user", "content": "hello"}]
     tokenizer = Tokenizer(str(TOKENIZER), place)
-    found = tokenizer.encode_chat(messages, documents=documents)
+    found = asyncio.run(tokenizer.run_chat(messages, documents=documents))
     assert tokenizer.decode(found).replace(" ", "") == "coffeehello"
     assert all(0 <= token < VOCAB_SIZE for token in found)
     with pytest.raises(RequestError, match="no place for documents") as caught:
-        Tokenizer(str(TOKENIZER)).encode_chat(messages, documents=documents)
+        asyncio.run(Tokenizer(str(TOKENIZER)).run_chat(messages, documents=documents))
     assert caught.value.param == "documents"
 
 

@@ -13,11 +13,18 @@ import pytest
 
 from engine.api import RequestError
 from server import tokenizer as tokenizers
-from server.time_limit import TookTooLong, run_limited
+from server.time_limit import TookTooLong, _Call, run_limited
 from server.tokenizer import Tokenizer
 from tests.server.tiny_models import TOKENIZER
 
 ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+
+
+# A missing key makes jinja catch any `Exception` for a moment.
+LOOKS_FOR_WHAT_IS_NOT_THERE = (
+    "{% for a in range(100000) %}{% for b in range(100000) %}"
+    "{{ messages[0]['no'] is defined }}{{ messages[0]['such'] is defined }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.fixture
@@ -62,6 +69,13 @@ def test_a_cancelled_caller_ends_the_call(pool: ThreadPoolExecutor) -> None:
     assert asyncio.run(calls()) == "free again"
 
 
+def test_a_call_that_was_ended_before_it_began_does_not_begin() -> None:
+    call = _Call(lambda: pytest.fail("it began"))
+    call.end()
+    with pytest.raises(TookTooLong):
+        call()
+
+
 def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor) -> None:
     """Its own result or its own exception; what the thread does next is left alone."""
 
@@ -85,10 +99,14 @@ def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor
     assert 0 < late < count, "the two were meant to meet"
 
 
-def test_a_template_that_does_not_end_is_a_bad_request() -> None:
-    tokenizer = Tokenizer(str(TOKENIZER), ENDLESS)
+@pytest.mark.parametrize(("template", "times"), [(ENDLESS, 3), (LOOKS_FOR_WHAT_IS_NOT_THERE, 60)])
+def test_a_template_that_does_not_end_is_a_bad_request(template: str, times: int) -> None:
+    """Wherever in the template's code the time is over."""
+    tokenizer = Tokenizer(str(TOKENIZER), template)
     messages = [{"role": "user", "content": "hello"}]
-    with patch.object(tokenizers, "_CHAT_LIMIT_S", 0.2), pytest.raises(RequestError, match=r"took longer than 0\.2 s"):
-        asyncio.run(tokenizer.run_chat(messages))
+    for _ in range(times):
+        limited = patch.object(tokenizers, "_CHAT_LIMIT_S", 0.05)
+        with limited, pytest.raises(RequestError, match=r"took longer than 0\.05 s"):
+            asyncio.run(tokenizer.run_chat(messages))
     assert asyncio.run(tokenizer.run(tokenizer.encode, "still there"))
     tokenizer.close()

@@ -83,18 +83,18 @@ def test_a_special_token_without_a_role_is_special(tmp_path: Path) -> None:
 
 def test_a_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
     """Roles become special tokens, the prompt starts with one BOS and ends where the assistant begins."""
-    tokens = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    tokens = asyncio.run(tokenizer.run_chat([{"role": "user", "content": "hello"}]))
     assert tokens.count(BOS) == 1
     assert tokens[0] == BOS
     assert tokenizer.token_text(tokens[-1]) == "<|assistant|>"
     with pytest.raises(RequestError, match="chat template refuses"):
-        tokenizer.encode_chat([{"role": "wizard", "content": "hello"}])
+        asyncio.run(tokenizer.run_chat([{"role": "wizard", "content": "hello"}]))
 
 
 def test_another_template_can_be_given() -> None:
     """`--chat-template` replaces the model's own."""
     tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[0].content }}!")
-    tokens = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    tokens = asyncio.run(tokenizer.run_chat([{"role": "user", "content": "hello"}]))
     tokenizer.close()
     assert tokenizer.decode(tokens) == "hello!"
 
@@ -137,9 +137,9 @@ def test_a_template_gets_more_variables_and_leaves_the_last_message_open() -> No
     )
     tokenizer = Tokenizer(str(TOKENIZER), template)
     messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Once upon"}]
-    glad = tokenizer.encode_chat(messages, variables={"mood": "glad"})
+    glad = asyncio.run(tokenizer.run_chat(messages, variables={"mood": "glad"}))
     assert tokenizer.decode(glad) == "glad[user]Go on.[end][assistant]Once upon[end][assistant]"
-    opened = tokenizer.encode_chat(messages, continue_final_message=True)
+    opened = asyncio.run(tokenizer.run_chat(messages, continue_final_message=True))
     assert tokenizer.decode(opened) == "[user]Go on.[end][assistant]Once upon"
     tokenizer.close()
 
