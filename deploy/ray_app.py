@@ -46,6 +46,8 @@ _REPLICA = "x-polydraft-replica"
 _TRIES = 3
 # A daemon that is asked for its state answers at once; whole answers may take as long as they like.
 _PROBE_S = 5.0
+# A replica that is full is left out of a page of metrics, so that the others' come before Prometheus gives up (10 s).
+_SCRAPE_S = 1.0
 # Started so, the daemon drains when the replica that holds its standard input is gone, however that ended.
 _SUPERVISED = [
     *("sh", "-c"),
@@ -153,10 +155,12 @@ class Front:
         # One after the other: the router knows a waiting call by its HTTP request, so two of one hide each other.
         for name in await asyncio.to_thread(replica_names):
             call = Call("GET", "/metrics", [], b"", replica=name)
+            answer = self._replicas.answer.remote(call)
             try:
-                async with asyncio.timeout(_PROBE_S):
-                    response = await self._respond(call, self._replicas.answer.remote(call))
+                async with asyncio.timeout(_SCRAPE_S):
+                    response = await self._respond(call, answer)
             except (BackPressureError, RayActorError, RayTaskError, TimeoutError) as error:
+                answer.cancel()  # type: ignore[no-untyped-call]
                 log.warning("the metrics of a replica are missing (%s)", type(error).__name__)
                 continue
             if response.status_code == 200:
@@ -174,9 +178,10 @@ class Front:
 
 
 def replica_names() -> list[str]:
-    """The unique ids of all replicas, also of those that are still starting; Ray ends their actors' names with them."""
+    """The unique ids of this application's replicas, also of starting ones; Ray ends their actors' names with them."""
+    ours = f"::{serve.get_replica_context().app_name}#Replica#"
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [one["name"].rpartition("#")[2] for one in actors if "#Replica#" in one["name"]]
+    return [one["name"].rpartition("#")[2] for one in actors if ours in one["name"]]
 
 
 async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
