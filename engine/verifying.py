@@ -72,7 +72,8 @@ class _Task:
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[list[Winner], Floats]:
     """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
 
-    Waits for the device once, or once more for copied chains before and for logprobs behind.
+    Waits for the device once, or once more for copied chains before and for logprobs behind. Rules that search
+    (`traversal`, `weighted_race`, `ot_lp`) wait for the device while they do.
     """
     if draft is None:
         return [], np.zeros(0)
@@ -268,7 +269,8 @@ def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
             indices += [row.end + depth for depth in (0, *tree.depths)]
             nodes += range(start, start + 1 + tree.num_nodes)
     if nodes:
-        law_NV[nodes] = winners_only(race(law_NV[nodes], samplings, indices))
+        node_M = to_device(np.array(nodes), law_NV.device)
+        law_NV[node_M] = winners_only(race(law_NV[node_M], samplings, indices))
 
 
 def _contexts(rows: Sequence[Row], draft: Draft) -> list[NodeContext | None]:

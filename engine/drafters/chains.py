@@ -111,10 +111,11 @@ def _race_stable(rows: Sequence[Row], level: Level, depth: int, law_NV: Tensor, 
     if not numbers:
         return logits_NV
     stable = [rows[row] for row in level.row_N[numbers]]
-    race_MV = race(law_NV[numbers], [row.sampling for row in stable], [row.end + depth for row in stable])
-    law_NV[numbers] = winners_only(race_MV)
+    index_M = to_device(np.array(numbers), law_NV.device)
+    race_MV = race(law_NV[index_M], [row.sampling for row in stable], [row.end + depth for row in stable])
+    law_NV[index_M] = winners_only(race_MV)
     order_NV = logits_NV.clone()
-    order_NV[numbers] = race_MV.float()
+    order_NV[index_M] = race_MV.float()
     return order_NV
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.request import Sampling
 from engine.sampling.noise import GOLDEN, MIX_1, MIX_2, Purpose, hash_words
+from engine.transfer import to_device
 
 
 def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
@@ -32,7 +33,7 @@ def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) 
     seeds, places = zip(*different, strict=True)
     clock_MV = -uniform_rows(seeds, places, Purpose.CLOCK, law_NV.shape[1], law_NV.device).log()
     number_of = {name: number for number, name in enumerate(different)}
-    return law_NV.double() / clock_MV[[number_of[name] for name in names]]
+    return law_NV.double() / clock_MV[to_device(np.array([number_of[name] for name in names]), law_NV.device)]
 
 
 def winners_only(race_NV: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def uniform_rows(
     seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, count: int, device: torch.device
 ) -> torch.Tensor:
     """[N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device."""
-    begun_N1 = torch.from_numpy(hash_words(seeds, positions, int(purpose), 0).view(np.int64)).to(device).unsqueeze(1)
+    begun_N1 = to_device(hash_words(seeds, positions, int(purpose), 0).view(np.int64), device).unsqueeze(1)
     part_K = (torch.arange(count, device=device) + 1) * int(GOLDEN.view(np.int64))
     word = begun_N1 ^ part_K
     # The finaliser once more, in signed 64-bit words: products wrap, shifts are made logical by masks.

@@ -19,6 +19,7 @@ Not for: deciding what is accepted (`verification.greedy_block`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,9 +30,16 @@ _TINY = 1e-15
 _HUGE = 1e100
 
 
+@cache
+def _state(values: tuple[float, float, float, float], device: torch.device) -> Tensor:
+    """[4] on the device, made once: to copy numbers of the host to a device, the host waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+
 def root_state(count: int, device: torch.device) -> Tensor:
     """[N, 4] state of the node where a block begins."""
-    return torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=device).expand(count, 4)
+    return _state((1.0, 1.0, 0.0, 1.0), device).expand(count, 4)
 
 
 def at_least_one(probability: Tensor, count: Tensor) -> Tensor:
@@ -90,8 +98,7 @@ class Selection:
         )
         # Ratios of a target that all but excludes what was drafted; beyond this only the draft's shape counts.
         state_N4 = state_N4.clamp(max=_HUGE)
-        dead_4 = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=state_N4.dtype, device=state_N4.device)
-        return torch.where(alive_N1, state_N4, dead_4)
+        return torch.where(alive_N1, state_N4, _state((1.0, 0.0, 0.0, 1.0), state_N4.device))
 
 
 def apply_shifts(
