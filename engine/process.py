@@ -165,7 +165,10 @@ def main() -> int:
     inbox, outbox = sys.argv[1:3]
     mailbox = Mailbox(inbox, outbox)
     try:
-        config = decode_config(sys.stdin.buffer.read())
+        told = sys.stdin.buffer.read()
+        if not told:  # the parent was ended before it could say what to load
+            return 0
+        config = decode_config(told)
         set_up_log("warning", config.log_format)
         serve(start(config, mailbox), mailbox)
     except ConfigError as error:

@@ -177,7 +177,12 @@ class EngineClient:
         for socket, address in zip(self._bound, (inbox, outbox), strict=True):
             socket.set_hwm(0)
             socket.bind(address)
-        self.process = start_process(self.config, inbox, outbox)
+        try:
+            self.process = start_process(self.config, inbox, outbox)
+        except BaseException:  # a signal that ends this process, too
+            self._context.destroy(linger=0)
+            self._folder.cleanup()
+            raise
 
     def kill(self) -> None:
         """End the process before anything is read from it."""

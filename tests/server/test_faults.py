@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
+from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
 CALL: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 400, "ignore_eos": True}
@@ -108,13 +110,27 @@ def test_sigterm_with_too_little_time_ends_streams_with_an_error(daemons: Daemon
     assert daemon.exit_code() == 0
 
 
-@pytest.mark.parametrize("when", [0.0, 0.3, 1.0, 3.0])
-def test_ctrl_c_at_any_moment_has_no_traceback(daemons: Daemons, pair_arguments: list[str], when: float) -> None:
+@pytest.mark.parametrize("when_s", [None, 0.0, 0.5, 1.0, 3.0])
+def test_ctrl_c_at_any_moment_has_no_traceback(
+    daemons: Daemons, pair_arguments: list[str], when_s: float | None
+) -> None:
+    """While modules are imported (None), and so long after the line that says that the engine starts."""
     daemon = daemons.start(*pair_arguments)
-    threading.Event().wait(when)
+    if when_s is None:
+        threading.Event().wait(0.3)
+    else:
+        wait_until(lambda: "starting the engine" in daemon.log, "the engine is not started")
+        threading.Event().wait(when_s)
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.exit_code() in (0, 130, -signal.SIGINT)
     assert "Traceback" not in daemon.log
+
+
+def test_an_engine_that_is_told_nothing_ends_quietly(tmp_path: Path) -> None:
+    """Its parent was ended between starting it and saying what to load."""
+    command = [sys.executable, "-m", "engine", f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"]
+    run = subprocess.run(command, input=b"", capture_output=True, check=False, cwd=ROOT)
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
 
 
 def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
