@@ -95,10 +95,11 @@ def write_page(found: dict[str, dict[str, Any]], pictures: Sequence[Path], folde
         if name not in found:
             continue
         settings, machine = found[name]["settings"], found[name]["environment"].get("cpu", "CPU")
+        took = f"{found[name]['took_s'] / 60:.0f} minutes on" if "took_s" in found[name] else "on"
         head = (
             f"## {_TITLES[name]}\nPair: `{settings['target']}` with `{settings['draft']}`; "
             f"{settings['prompts_per_task']} prompts a task, answers of up to {settings['tokens']} tokens, "
-            f"{settings['positions']} positions; {found[name].get('took_s', 0) / 60:.0f} minutes on {machine}."
+            f"{settings['positions']} positions; {took} {machine}."
         )
         shown = [f"![{name}]({picture.name})" for picture in pictures if picture.stem == f"papers-{name}"]
         parts.append("\n\n".join([head, write(found[name]["result"]), *shown]))
