@@ -21,8 +21,10 @@ _OF_OPTIMAL = """
 Its tables are of LLaMA, OPT, Vicuna and Qwen2 pairs on Alpaca, WMT14 and CNN/DM. The pair here is small and its draft
 agrees with it more often, so the optima are higher. How far a rule stays below the optimum depends on both laws, so a
 gap may be smaller or larger than the paper's. All temperatures are measured at the same positions of texts that the
-target wrote at temperature 1, so rows differ by the temperature alone. For rules without a closed form, acceptance is
-the mean over eight draws of the drafts, so their gaps may be off by some tenths of a point.
+target wrote at temperature 1, so rows differ by the temperature alone. Greedy drafts come closest to drafts without
+replacement where the temperature is low, but are not ahead of them: there both are nearly the likeliest tokens. For
+rules without a closed form, acceptance is the mean over eight draws of the drafts, so their gaps may be off by some
+tenths of a point.
 """.strip()
 _OF_BLOCKS = """
 The paper (K = 3, T = 0.4, L = 8 or 12, DeepSeek 33B with 1.3B, mean of five sets): SD 7.64, SpecTr 8.39, GBV 7.83,
