@@ -95,7 +95,13 @@ def main() -> None:
         # The same beginning meets the same cache, whoever asks; different ones are spread.
         for kind in ("first", "again"):
             found[kind] = [begin(client, number) for number in range(NUM_PREFIXES)]
-        page = list(text_string_to_metric_families(client.get("/metrics").text))
+
+        def page_of_both() -> list[Metric]:
+            page = list(text_string_to_metric_families(client.get("/metrics").text))
+            return page if len(replicas_of(page)) == 2 else []
+
+        # A replica that takes more than a second to answer is left out.
+        page = wait_until(page_of_both, "the page never has both replicas")
         requests = [one for family in page for one in family.samples if one.name == "polydraft_request_success_total"]
         found["metrics"] = dict.fromkeys(replicas_of(page), 0.0)
         for sample in requests:
