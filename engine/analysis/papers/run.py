@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_pair_arguments(parser)
-    parser.add_argument("--prompts-per-task", type=int, default=24, help="prompts of each task set (default 24)")
+    parser.add_argument("--prompts-per-task", type=int, default=16, help="prompts of each task set (default 16)")
     parser.add_argument("--tokens", type=int, default=40, help="tokens of an answer (default 40)")
     parser.add_argument("--positions", type=int, default=60, help="positions whose laws are compared (default 60)")
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="one section (may be repeated)")
@@ -77,6 +78,8 @@ SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], An
 
 def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, write, and say which files there are."""
+    # Nothing else runs meanwhile: all cores are used, unless fewer are asked for.
+    options.threads = options.threads or os.cpu_count() or 1
     target, draft = names_of(options)
     settings = {
         "target": Path(target).name,
