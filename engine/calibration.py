@@ -34,14 +34,16 @@ _TEXT = 256
 _PROMPT_CHUNKS = (32, 128)
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
-_BUDGET_S, _LEAST_REPEATS, _MOST_REPEATS = 0.04, 3, 15
-"""Seconds of timed steps of each plan, and how many."""
+_BUDGET_S, _LEAST_TURNS, _MOST_TURNS = 0.04, 3, 8
+"""Seconds of timed steps of each plan, and in how many turns."""
+_NUM_WARM, _NUM_TIMED = 4, 2
+"""Steps of a plan in a turn that find other weights in the caches and are not timed, and those that are."""
 _WARM_UP_BELOW_S = 0.03
 """A step that takes longer is no slower behind another plan's step than behind its own (measured)."""
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""
-_FORMAT = 11
+_FORMAT = 12
 """Of the file: higher where the engine's steps, or what is measured of them, have changed."""
 _PLAIN = Speculation()
 
@@ -227,17 +229,25 @@ def middle_steps(
     The plans take turns, so that a time in which the machine is busy meets all of them.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
-    for turn in range(_MOST_REPEATS):
+    for turn in range(_MOST_TURNS):
         for plan, of_plan in zip(plans, runs, strict=True):
-            if turn < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
-                if not of_plan or of_plan[-1][0] < _WARM_UP_BELOW_S:
-                    engine.carry_out(plan)  # warm-up, not timed
-                engine.telemetry.stopwatch.start()
-                engine.carry_out(plan)
-                of_plan.append(engine.telemetry.stopwatch.stop())
-        done_s = [_BUDGET_S if turn + 1 == _MOST_REPEATS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
+            if turn < _LEAST_TURNS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
+                of_plan += _turn(engine, plan, not of_plan or of_plan[-1][0] < _WARM_UP_BELOW_S)
+        done_s = [_BUDGET_S if turn + 1 == _MOST_TURNS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
         tell(sum(min(1.0, one_s / _BUDGET_S) for one_s in done_s) / len(plans))
     return [_middle(of_plan) for of_plan in runs]
+
+
+def _turn(engine: Engine, plan: Plan, is_short: bool) -> list[tuple[float, dict[str, float]]]:
+    """Several steps of a plan if they are short, else one."""
+    for _ in range(_NUM_WARM if is_short else 0):
+        engine.carry_out(plan)
+    runs = []
+    for _ in range(_NUM_TIMED if is_short else 1):
+        engine.telemetry.stopwatch.start()
+        engine.carry_out(plan)
+        runs.append(engine.telemetry.stopwatch.stop())
+    return runs
 
 
 def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:

@@ -44,8 +44,9 @@ _FEW = 4
 """A choice holds until more than one request in so many has come or gone."""
 _EARLY = 64
 """For so many steps from the start, acceptance is learned after every step."""
-_TRIAL_STEPS, _TRIAL_SHARE = 4, 1 / 32
-"""Steps of a trial, and the share of all steps that trials may have; after few steps their square root."""
+_TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
+"""Steps of a trial, and of one of plain decoding, whose first steps tell little (`step_time`); the share of all steps
+that trials may have, after few steps their square root."""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
@@ -167,20 +168,23 @@ class Controller:
         trial = self._trial(options, best)
         if trial is not None:
             self.choice = _choice(load.adaptive, options, trial)
-            self._next = self._step + _TRIAL_STEPS
-            self._num_tried += _TRIAL_STEPS
+            num_steps = _TRIAL_STEPS if trial else _PLAIN_TRIAL_STEPS
+            self._next = self._step + num_steps
+            self._num_tried += num_steps
 
     def _trial(self, options: _Options, best: int) -> int | None:
         """A shape that is tried because its duration is uncertain; None for no trial now.
 
         Plain steps and samples (Thompson's) take turns.
         """
+        is_plain_next = self._num_trials % 2 == 0
+        num_steps = _PLAIN_TRIAL_STEPS if is_plain_next else _TRIAL_STEPS
         budget = max(math.sqrt(self._step), self._step * self._trial_share) if self._trial_share else 0.0
-        if self._num_tried + _TRIAL_STEPS > budget or len(options.shapes) == 1:
+        if self._num_tried + num_steps > budget or len(options.shapes) == 1:
             return None
         self._num_trials += 1
         covariance = self.times.log_covariance(options.works)
-        if self._num_trials % 2 and not options.works[0].drafting:
+        if is_plain_next and not options.works[0].drafting:
             doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
             return 0 if best and doubt > _PLAIN_STD**2 else None
         variances, directions = np.linalg.eigh(covariance)

@@ -317,16 +317,16 @@ class FakeSteps:
 def test_plans_are_measured_in_turns() -> None:
     """A busy time meets a part of every plan's runs, which their middle halves leave out."""
     plans: Any = [0.001, 0.002, 0.003]
-    for busy in (range(12), range(20, 32), range(48, 60)):
+    for busy in (range(12), range(40, 50), range(96, 108)):
         engine: Any = FakeSteps(busy)
         assert [wall_s for wall_s, _ in middle_steps(engine, plans)] == pytest.approx(plans)
-    # Slow steps are timed three times only, behind one that is not; the middle one counts, and its phases with it.
-    engine = FakeSteps(range(2))
+    # A slow step makes one turn of six runs, two of them timed, and two turns of one; the middle half counts.
+    engine = FakeSteps(range(5))
     assert middle_steps(engine, [0.2]) == [(pytest.approx(0.2), {"draft": pytest.approx(0.1)})]
-    assert engine.num_runs == 4
+    assert engine.num_runs == 8
     # The wrong variant measures one plan after the other.
     apart: list[float] = []
-    engine = FakeSteps(range(20))
+    engine = FakeSteps(range(30))
     for plan in plans:
         apart.append(middle_steps(engine, [plan])[0][0])
     assert apart[0] > 2 * 0.001

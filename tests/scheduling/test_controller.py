@@ -104,10 +104,10 @@ def test_a_shape_that_met_a_busy_machine_is_tried_again(trial_share: float) -> N
     controller = Controller(StepTimes(machine.points()), 16, trial_share=trial_share)
     server = Server(machine, {1: 0.8}, controller)
     best = mostly(server.run(100))
-    machine.shape_times = {best: 1.5}
+    machine.shape_times = {best: 1.25}
     assert mostly(server.run(300)[200:]) != best
     machine.shape_times = {best: 0.85}
-    server.run(4000)
+    server.run(8000)
     assert (mostly(server.run(400)) == best) == (trial_share > 0)
 
 
@@ -118,7 +118,7 @@ def test_trials_are_few_and_short() -> None:
     assert 0 < sum(rate_of(shape, Machine(), {1: 0.8}) < 0.9 * best for shape in shapes) < 4000 / 20
     plain = [len(list(run)) for shape, run in groupby(shapes) if shape == PLAIN]
     assert plain, "plain steps say what speedup is reported"
-    assert max(plain) <= 4
+    assert max(plain) <= 8
 
 
 def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None:
