@@ -93,6 +93,7 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
     missing = [name for name in names if known[name] is None]
     if missing:
         pair = _pair(options)
+        measured_on = environment()  # before the files that git keeps are written again
         with tqdm(total=sum(SECTIONS[name][0] for name in missing), unit="piece") as bar:
 
             def progress(done: str) -> None:
@@ -103,7 +104,7 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
                 began = time.monotonic()
                 result = SECTIONS[name][1](pair, options, progress)
                 took_s = round(time.monotonic() - began)
-                known[name] = {"settings": settings, "environment": environment(), "took_s": took_s, "result": result}
+                known[name] = {"settings": settings, "environment": measured_on, "took_s": took_s, "result": result}
                 file = _file(options, name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(known[name], indent=1) + "\n")
