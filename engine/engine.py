@@ -22,12 +22,13 @@ from engine.execution.runner import ModelRunner
 from engine.metrics import StepStats
 from engine.passes import kept_paths, target_inputs, target_moves
 from engine.plan import Plan, Verdict
+from engine.reporting import observe_gap, split_prompts
 from engine.request import Request
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry import Telemetry
-from engine.verifying import observe_gap, split_prompts, verify_chains
+from engine.verifying import verify_chains
 
 Failures = Sequence[tuple[str, RequestError]]
 """Requests (by id) that have ended with an error."""

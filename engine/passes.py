@@ -8,8 +8,7 @@ from engine.cache.tensors import KVMoves, slot_moves
 from engine.drafters.draft import Draft
 from engine.drafters.drafter import KeptPath
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
-from engine.plan import Plan
-from engine.verifying import Winner
+from engine.plan import Plan, Winner
 
 
 def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:

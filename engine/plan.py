@@ -190,6 +190,14 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
+class Winner:
+    """The chain (by rank within its request) that a row follows, and what the row emits."""
+
+    rank: int
+    emission: Emission
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The emissions of the plan's sampling rows, in their order."""
 

@@ -1,4 +1,4 @@
-"""Verification of a step: target laws, noise, each request's rule, and what it gave.
+"""Verification of a step: each request's rule, and what it gave.
 
 Between the parts: tensors of all rows go to the rules of `speculation`, and come back as values per row.
 Not for: deciding what is verified (`scheduling`), or the models (`execution`).
@@ -6,32 +6,26 @@ Not for: deciding what is verified (`scheduling`), or the models (`execution`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from engine.drafters.draft import Draft, method_of
-from engine.plan import Emission, Plan, Row, Verdict
-from engine.request import DrafterCount, Sampling, TokenLogprob
+from engine.drafters.draft import Draft
+from engine.plan import Emission, Plan, Row, Winner
+from engine.reporting import with_logprobs
+from engine.request import DrafterCount
 from engine.sampling import fused
-from engine.sampling.edits import NodeContext, edit
-from engine.sampling.law import LawParameters, law
-from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
-from engine.sampling.stable import race, winners_only
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.gap import acceptance_gap, likeliest
-from engine.speculation.target_shift import apply_shifts
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
 from engine.speculation.verification.longest_match import verify_certain
+from engine.target_laws import target_laws
 from engine.transfer import to_device, to_host
 from engine.verdicts import HostVerdict, largest_numbers, read_verdicts
 
@@ -44,14 +38,6 @@ _VERIFY_BYTES = 64 << 20
 _CHAIN_BYTES = 32
 # Rules that keep sums of tiles only, where kernels serve them.
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
-
-
-@dataclass(frozen=True)
-class Winner:
-    """The chain (by rank within its request) that a row follows, and what the row emits."""
-
-    rank: int
-    emission: Emission
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[l
     if draft is None:
         return [], np.zeros(0)
     rows = plan.sampling_rows
-    target = _target_laws(rows, draft, logits_NV)
+    target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if plan.has_drafts:
         task = _follow_copies(rows, draft, target)
@@ -94,7 +80,7 @@ def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[l
         token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
         tokens, largest_N = to_host([token_C, largest])
         winners = [Winner(0, Emission((), token, 0)) for token in tokens.tolist()]
-    return _with_logprobs(rows, draft, logits_NV, winners), largest_N
+    return with_logprobs(rows, draft, logits_NV, winners), largest_N
 
 
 @dataclass(frozen=True)
@@ -162,150 +148,6 @@ def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[i
         uniform_L = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
         walks[number] = walk(draft.trees[number], row.first_copy, probability, uniform_L.tolist())
     return walks
-
-
-def split_prompts(
-    plan: Plan, draft: Draft | None, logits_NV: Tensor
-) -> tuple[tuple[tuple[TokenLogprob, ...], ...], Tensor]:
-    """(logprobs of prompt tokens by row, logits at roots and nodes alone), where rows have logits of their prompts."""
-    if not any(row.prompt_next for row in plan.rows):
-        return (), logits_NV
-    trees = iter(draft.trees if draft is not None else ())
-    of_prompts: list[int] = []
-    nodes: list[int] = []
-    start = 0
-    for row in plan.rows:
-        num_known = len(row.input_ids) if row.prompt_next else int(row.emits)
-        of_prompts += range(start, start + len(row.prompt_next))
-        if row.emits:
-            stop = start + num_known + next(trees).num_nodes
-            nodes += range(start + num_known - 1, stop)
-            start = stop
-        else:
-            start += num_known
-    wanted = [(row.prompt_next, row.num_prompt_logprobs) for row in plan.rows]
-    return tuple(_logprobs(logits_NV[of_prompts], wanted)), logits_NV[nodes]
-
-
-def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) -> list[tuple[TokenLogprob, ...]]:
-    """The logprobs of several rows' (tokens, number of likeliest tokens); logits_NV: of all their tokens in order."""
-    tokens = [token for of_row, _ in wanted for token in of_row]
-    found = iter(token_logprobs(logits_NV, tokens, [count for of_row, count in wanted for _ in of_row]))
-    return [tuple(itertools.islice(found, len(of_row))) for of_row, _ in wanted]
-
-
-def _with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners: list[Winner]) -> list[Winner]:
-    """The winners, with the logprobs of what they emit where their rows ask for them."""
-    if all(row.num_logprobs is None for row in rows):
-        return winners
-    nodes: list[int] = []
-    wanted: list[tuple[Sequence[int], int]] = []
-    for row, tree, start, winner in zip(rows, draft.trees, draft.starts[:-1].tolist(), winners, strict=True):
-        emitted: tuple[int, ...] = ()
-        if row.num_logprobs is not None:
-            emitted = (*winner.emission.accepted, winner.emission.next_token)
-            nodes += [start + node for node in tree.paths[winner.rank][: len(emitted)]]
-        wanted.append((emitted, row.num_logprobs or 0))
-    return [
-        replace(winner, emission=replace(winner.emission, logprobs=logprobs))
-        for winner, logprobs in zip(winners, _logprobs(logits_NV[nodes], wanted), strict=True)
-    ]
-
-
-def observe_gap(
-    plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, share: float
-) -> Verdict:
-    """On a share of the steps, note how far one row's rule stays below the optimum; which, the step number says."""
-    chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2)).tolist()
-    rows = plan.sampling_rows
-    if draft is None or chance >= share:
-        return verdict
-    number = int(choice * len(rows))
-    row, speculation = rows[number], rows[number].speculation
-    if not row.fanout or row.sampling.is_certain or speculation.over_acceptance:
-        return verdict
-    root = int(draft.starts[number])
-    root_1V = edit(logits_NV[root : root + 1], [NodeContext(row.sampling, row.text)] if row.text else [])
-    p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
-    mine = to_device(np.flatnonzero(draft.layout.request_C == number), p_1V.device)
-    chains = draft.chains.select(mine)
-    q_1V = chains.draft.rows_at(0)[:1].double()
-    if chains.shifts is not None:
-        nowhere = torch.zeros_like(mine[:1])
-        p_1V, _ = apply_shifts(p_1V, q_1V, chains.shifts.select(nowhere), nowhere, nowhere)
-    apart = row.num_drafts // row.fanout[0]
-    p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], chains.tokens_CL[::apart, 0])
-    gap = acceptance_gap(speculation.rule, method_of(row), p_V.cpu().numpy(), q_V.cpu().numpy(), tokens_K.tolist())
-    emissions = list(verdict.emissions)
-    emissions[number] = replace(emissions[number], gap=gap)
-    return replace(verdict, emissions=tuple(emissions))
-
-
-def _target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
-    """The law of every node, and which node lies below the first i tokens of each chain."""
-    layout, device = draft.layout, logits_NV.device
-    node_CX = draft.starts[layout.request_C][:, None].repeat(layout.max_length + 1, axis=1)
-    if layout.max_length:
-        chain = 0
-        for row, tree in zip(rows, draft.trees, strict=True):
-            for path in tree.paths[: row.first_copy]:
-                node_CX[chain, : len(path)] += path
-                chain += 1
-    row_N = to_device(np.repeat(np.arange(len(rows)), np.diff(draft.starts)), device)
-    edited_NV = edit(logits_NV, _contexts(rows, draft), _paths(rows, draft, device))
-    law_NV = law(edited_NV, draft.parameters.select(row_N))
-    _race_stable(rows, draft, law_NV)
-    return LawTable(law_NV, to_device(node_CX, device))
-
-
-def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
-    """Seed-stable rows: their laws become the winner's, in place."""
-    samplings: list[Sampling] = []
-    indices: list[int] = []
-    nodes: list[int] = []
-    for row, tree, start in zip(rows, draft.trees, draft.starts[:-1].tolist(), strict=True):
-        if row.sampling.seed_stable:
-            samplings += [row.sampling] * (1 + tree.num_nodes)
-            indices += [row.end + depth for depth in (0, *tree.depths)]
-            nodes += range(start, start + 1 + tree.num_nodes)
-    if nodes:
-        node_M = to_device(np.array(nodes), law_NV.device)
-        law_NV[node_M] = winners_only(race(law_NV[node_M], samplings, indices))
-
-
-def _contexts(rows: Sequence[Row], draft: Draft) -> list[NodeContext | None]:
-    """Where the law of every node is, for the rows that edit their logits."""
-    if not any(row.text for row in rows):
-        return []
-    contexts: list[NodeContext | None] = []
-    for row, tree in zip(rows, draft.trees, strict=True):
-        paths: list[tuple[int, ...]] = [()] * (1 + tree.num_nodes)
-        if row.needs_path:
-            for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
-                paths[node] = (*paths[parent], token)
-        contexts += [
-            None if row.text is None else NodeContext(row.sampling, row.text, depth, path)
-            for depth, path in zip((0, *tree.depths), paths, strict=True)
-        ]
-    return contexts
-
-
-def _paths(rows: Sequence[Row], draft: Draft, device: torch.device) -> Tensor | None:
-    """[N, D] the drafted tokens above every node, where penalties count them."""
-    deepest = max(max(tree.depths, default=0) for tree in draft.trees)
-    if deepest == 0 or not any(row.sampling.has_penalties for row in rows):
-        return None
-    above_ND = np.zeros((draft.starts[-1], deepest), dtype=np.int64)
-    first = 0
-    for tree, start in zip(draft.trees, draft.starts[:-1].tolist(), strict=True):
-        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True), start=1):
-            above_ND[start + node] = above_ND[start + parent]
-            above_ND[start + node, depth - 1] = first + node - 1
-        first += tree.num_nodes
-    tokens_M = draft.tokens_M
-    if tokens_M is None:
-        tokens_M = to_device(np.array([token for tree in draft.trees for token in tree.tokens], np.int64), device)
-    return tokens_M[to_device(above_ND, device)]
 
 
 def _parts(

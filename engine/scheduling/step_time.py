@@ -42,7 +42,7 @@ _POINT_STD, _STEP_STD = 0.03, 0.15
 """The noise of a calibrated step, and of a served one: neighbouring steps err alike, so that one alone tells less."""
 _COLD_STEPS, _COLD_STD = 4, 0.45
 """So many steps after drafting began or stopped find other weights in the processor's caches. On a processor with 480
-MB of cache, plain ones took 9, 6, 4 and 2 % longer than later ones: what they tell has less weight."""
+MB of cache, plain ones took 9, 7, 5 and 2 % longer than later ones: what they tell has less weight."""
 _BEND_WEIGHT = 0.1
 """In the fit, the weight of a change of slope between two knots against the errors of the points."""
 _FORGET_S = 1800.0

@@ -80,7 +80,7 @@ def test_joint_law_of_three_tokens(
 
 def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: chains that begin with a certain token are not verified."""
-    target_laws = verifying._target_laws
+    target_laws = verifying.target_laws
 
     def anticipating(rows: Any, draft: Any, logits_NV: Any) -> Any:
         if draft.layout.max_length:
@@ -88,7 +88,7 @@ def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, 
             object.__setattr__(draft, "chains", dataclasses.replace(draft.chains, length_C=length_C))
         return target_laws(rows, draft, logits_NV)
 
-    with patch.object(verifying, "_target_laws", anticipating):
+    with patch.object(verifying, "target_laws", anticipating):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

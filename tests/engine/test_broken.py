@@ -10,8 +10,8 @@ import torch
 from engine.engine import Engine
 from engine.errors import NON_FINITE
 from engine.execution.runner import ModelRunner
+from engine.reporting import split_prompts
 from engine.request import Speculation
-from engine.verifying import split_prompts
 from tests.engine import tiny
 
 SHAPES = {

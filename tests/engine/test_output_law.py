@@ -282,7 +282,7 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
-@pytest.mark.parametrize("forgetful", ["engine.verifying._contexts", "engine.drafters.chains._contexts"])
+@pytest.mark.parametrize("forgetful", ["engine.target_laws._contexts", "engine.drafters.chains._contexts"])
 def test_penalties_that_forget_the_nodes_path_are_rejected(
     pair: tuple[LoadedModel, LoadedModel], forgetful: str
 ) -> None:

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import engine.engine as engine_module
-from engine import verifying
+from engine import target_laws, verifying
 from engine.drafters import draft as draft_module
 from engine.drafters.draft import Draft, method_of, with_tokens
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, Verdict, Winner
 from engine.request import Request, Speculation
 from engine.sampling.edits import NodeContext
 from engine.sampling.noise import Purpose, uniform
@@ -120,9 +120,9 @@ class Checked:
             text[row.first_index :] = row.input_ids
             assert row.text is None or list(row.text.tokens) == text[: len(row.text.tokens)]
 
-    def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[verifying.Winner]) -> None:
+    def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[Winner]) -> None:
         rows = plan.sampling_rows
-        target = verifying._target_laws(rows, draft, logits_NV.clone())
+        target = target_laws.target_laws(rows, draft, logits_NV.clone())
         noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
         assert (chains.leads_CL is not None) == any(max(row.fanout[1:], default=1) > 1 for row in rows)
@@ -151,7 +151,7 @@ class Checked:
             first += count
         assert first == chains.num_chains
 
-    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, winners: Sequence[verifying.Winner]) -> None:
+    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, winners: Sequence[Winner]) -> None:
         """Copied chains are followed by their laws and numbers; what was refused is not emitted."""
         starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
         found = verifying._walks(rows, draft, target.law_NV, starts)
@@ -252,7 +252,7 @@ class Checked:
         paths = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths]
         assert paths == [*tokens, *(list(copy.tokens) for copy in row.copies)]
 
-    def emission(self, draft: Draft, row: Row, number: int, winner: verifying.Winner) -> None:
+    def emission(self, draft: Draft, row: Row, number: int, winner: Winner) -> None:
         tree, emission = draft.trees[number], winner.emission
         path = tree.paths[winner.rank][: len(emission.accepted) + 1]
         assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
@@ -271,9 +271,7 @@ class Checked:
             assert len(emission.logprobs) == len(emission.accepted) + 1
 
     @staticmethod
-    def verdict(
-        chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, winner: verifying.Winner
-    ) -> None:
+    def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, winner: Winner) -> None:
         """What the row's rule says of its chains alone."""
         index, asked = torch.arange(mine.start, mine.stop), row.speculation
         name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
@@ -410,7 +408,7 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None
     assert checked.seen["not merged"] > 3
 
 
-@pytest.mark.parametrize("part", ["engine.drafters.chains._contexts", "engine.verifying._contexts"])
+@pytest.mark.parametrize("part", ["engine.drafters.chains._contexts", "engine.target_laws._contexts"])
 def test_laws_that_forget_a_node_s_path_are_found_out(
     checked: Checked, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,13 +426,13 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
 def test_penalties_of_another_node_s_path_are_found_out(
     checked: Checked, most_unmerged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = verifying._paths
+    paths = target_laws._paths
 
     def of_the_neighbour(*operands: Any) -> Tensor | None:
         path_ND = paths(*operands)
         return None if path_ND is None else path_ND.roll(1, 0)
 
-    monkeypatch.setattr(verifying, "_paths", of_the_neighbour)
+    monkeypatch.setattr(target_laws, "_paths", of_the_neighbour)
     engine = build()
     engine.most_unmerged = most_unmerged
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
