@@ -1,7 +1,7 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the whole gate: format, lint, types, import contracts, tests
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
-# make papers  rerun the tables of the papers on the embedded pair, into docs/results (an hour; ARGS="--fresh")
+# make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
 # make gpu-check  half an hour on a CUDA device: tests, times, figures, by a Python that has one (GPU_PYTHON=python3)
 # make mutants  change the code one place at a time: which changes does no test notice? (hours; goes on where it stopped)
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)

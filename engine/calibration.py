@@ -27,23 +27,23 @@ _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 """Tokens of texts."""
 _WITH_LONGER_TEXTS = (1, 4, 16)
-"""Numbers of requests whose plain steps are measured behind the shortest and the longest of these texts, not the
-shortest alone."""
+"""Numbers of requests whose plain steps are measured behind the first, the second and the longest of these texts, not
+the first alone."""
 _TEXT = 256
 """Tokens of the texts of steps that are not about longer ones."""
 _PROMPT_CHUNKS = (32, 128)
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
-_BUDGET_S, _LEAST_TURNS, _MOST_TURNS = 0.04, 3, 8
-"""Seconds of timed steps of each plan, and in how many turns."""
-_NUM_WARM, _NUM_TIMED = 4, 2
+_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.04, 4, 8
+"""Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
+_NUM_WARM, _NUM_TIMED = 4, 3
 """Steps of a plan in a turn that find other weights in the caches and are not timed, and those that are."""
 _WARM_UP_BELOW_S = 0.03
 """A step that takes longer is no slower behind another plan's step than behind its own (measured)."""
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""
-_FORMAT = 12
+_FORMAT = 13
 """Of the file: higher where the engine's steps, or what is measured of them, have changed."""
 _PLAIN = Speculation()
 
@@ -145,8 +145,9 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
     numbers = [n for n in _NUM_ROWS if n < config.max_num_seqs] + [config.max_num_seqs]
     for num_rows in numbers:
         contexts = list(_contexts(engine, num_rows))
-        for context in dict.fromkeys([contexts[0], contexts[-1]]) if num_rows in _WITH_LONGER_TEXTS else contexts[:1]:
-            yield made_up_plan(engine, num_rows, context)
+        texts = [*contexts[:2], contexts[-1]] if num_rows in _WITH_LONGER_TEXTS else contexts[:1]
+        for text in dict.fromkeys(texts):
+            yield made_up_plan(engine, num_rows, text)
     usual = min(_TEXT, engine.facts.max_model_len // 2)
     room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
     for chunk in _PROMPT_CHUNKS:
@@ -231,7 +232,7 @@ def middle_steps(
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
     for turn in range(_MOST_TURNS):
         for plan, of_plan in zip(plans, runs, strict=True):
-            if turn < _LEAST_TURNS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
+            if len(of_plan) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
                 of_plan += _turn(engine, plan, not of_plan or of_plan[-1][0] < _WARM_UP_BELOW_S)
         done_s = [_BUDGET_S if turn + 1 == _MOST_TURNS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
         tell(sum(min(1.0, one_s / _BUDGET_S) for one_s in done_s) / len(plans))

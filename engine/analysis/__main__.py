@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add_reports_arguments(reports)
     plan = commands.add_parser("plan", help="how fast a pair would be on a device that is not at hand, by a model")
     add_plan_arguments(plan)
-    papers = commands.add_parser("papers", help="the tables of the three papers on a pair (the embedded one: an hour)")
+    papers = commands.add_parser("papers", help="the tables of the three papers on a pair (half an hour on two cores)")
     add_papers_arguments(papers)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')

@@ -43,6 +43,8 @@ _POINT_STD, _STEP_STD = 0.03, 0.15
 _COLD_STEPS, _COLD_STD = 4, 0.45
 """So many steps after drafting began or stopped find other weights in the processor's caches. On a processor with 480
 MB of cache, plain ones took 9, 7, 5 and 2 % longer than later ones: what they tell has less weight."""
+_SHORT_TEXT = 256
+"""Tokens of a text from which on each further one may take longer: on a CPU 2.7 and then 6 microseconds a request."""
 _BEND_WEIGHT = 0.1
 """In the fit, the weight of a change of slope between two knots against the errors of the points."""
 _FORGET_S = 1800.0
@@ -132,8 +134,8 @@ def _ramps(rows: float) -> Numbers:
 
 _NUM_RAMPS = len(_KNOTS) - 1
 # Places of the terms; those of texts are filled in by `sizes_of`.
-_TEXT, _NODE_TEXT, _PROMPT_TEXT = _NUM_RAMPS + 6, _NUM_RAMPS + 7, _NUM_RAMPS + 8
-_NUM_REST = _NUM_RAMPS + 9
+_TEXT, _LONG_TEXT, _NODE_TEXT, _PROMPT_TEXT = range(_NUM_RAMPS + 6, _NUM_RAMPS + 10)
+_NUM_REST = _NUM_RAMPS + 10
 _DRAFT_TEXT = _NUM_REST + _NUM_RAMPS + 3
 _NUM_TERMS = _DRAFT_TEXT + 1
 
@@ -161,8 +163,9 @@ def sizes_of(work: Work, window: int) -> Numbers:
     sizes = _sizes_without_texts(work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
-    sizes[[_TEXT, _NODE_TEXT, _PROMPT_TEXT, _DRAFT_TEXT]] = (
+    sizes[[_TEXT, _LONG_TEXT, _NODE_TEXT, _PROMPT_TEXT, _DRAFT_TEXT]] = (
         work.text,
+        work.rows * max(0.0, length - _SHORT_TEXT),
         work.nodes * length,
         work.prompt_text,
         len(work.passes) * work.drafting * seen,

@@ -99,6 +99,22 @@ def test_steps_between_and_beyond_the_measured_points_are_predicted(costs: dict[
     assert np.median(abs(errors(times, machine, others))) < 0.03
 
 
+@pytest.mark.parametrize("measured", [(32, 256, 1024), (32, 1024)])
+def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> None:
+    """As on processors where long texts leave the caches. The wrong variant measures the ends alone."""
+
+    def step_s(work: Work) -> float:
+        length = work.text / work.rows
+        return 0.009 + 2.7e-6 * work.text + 3.3e-6 * work.rows * max(0.0, length - 256)
+
+    lengths = {1: measured, 4: measured, 2: (32,), 8: (32,)}
+    works = [Work(rows=rows, text=rows * length) for rows, texts in lengths.items() for length in texts]
+    times = StepTimes([(work, 0.0, step_s(work)) for work in works])
+    usual = [Work(rows=4, text=4 * length) for length in (128, 280, 500)]
+    found = times.step_s(usual) / np.array([step_s(work) for work in usual]) - 1
+    assert (abs(found).max() < 0.03) == (256 in measured), found
+
+
 def test_more_is_never_faster() -> None:
     """However noisy the measurements were."""
     machine = Machine(noise=0.3)
