@@ -44,7 +44,7 @@ _COLD_STEPS, _COLD_STD = 4, 0.45
 """So many steps after drafting began or stopped find other weights in the processor's caches. On a processor with 480
 MB of cache, plain ones took 9, 7, 5 and 2 % longer than later ones: what they tell has less weight."""
 _SHORT_TEXT = 256
-"""Tokens of a text from which on each further one may take longer: on a CPU 2.7 and then 6 microseconds a request."""
+"""Tokens of a text beyond which each further one may add more: on a CPU 2.7 microseconds before, 6 behind it."""
 _BEND_WEIGHT = 0.1
 """In the fit, the weight of a change of slope between two knots against the errors of the points."""
 _FORGET_S = 1800.0
@@ -211,7 +211,7 @@ class StepTimes:
         """points: what calibration measured; window: tokens that the draft model sees, 0 is all.
 
         drift: standard deviation that a second adds to the logarithm of the machine's factor. cold_std: noise of the
-        first steps behind a change of shape.
+        first steps after drafting began or stopped.
         """
         self.points = points
         self.host_s = 0.0
@@ -313,7 +313,8 @@ class StepTimes:
         if self._started is not None:
             self._pass_time(min(max(0.0, started - self._started), _LONGEST_PAUSE_S))
         self._started = started
-        is_first, self._last_shape, before = work.shape != self._last_shape, work.shape, self._last_shape
+        before, self._last_shape = self._last_shape, work.shape
+        is_first = work.shape != before
         self._num_warm = 0 if is_first and PLAIN in (work.shape, before) else self._num_warm + 1
         if not is_first and work.rows:
             self._learn(work, draft_s, rest_s, _STEP_STD if self._num_warm >= _COLD_STEPS else self._cold_std)
