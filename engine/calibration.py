@@ -37,7 +37,7 @@ _MOST_NODES = 256
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.04, 4, 8
 """Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
 _NUM_WARM, _NUM_TIMED = 4, 3
-"""Steps of a plan in a turn that find other weights in the caches and are not timed, and those that are."""
+"""Short steps of a plan in a turn that find other weights in the caches and do not count, and those that do."""
 _WARM_UP_BELOW_S = 0.03
 """A step that takes longer is no slower behind another plan's step than behind its own (measured)."""
 _SAME, _MOST_CHANGED = 0.15, 3.0
@@ -233,22 +233,26 @@ def middle_steps(
     for turn in range(_MOST_TURNS):
         for plan, of_plan in zip(plans, runs, strict=True):
             if len(of_plan) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
-                of_plan += _turn(engine, plan, not of_plan or of_plan[-1][0] < _WARM_UP_BELOW_S)
+                of_plan += _turn(engine, plan, is_first=not of_plan)
         done_s = [_BUDGET_S if turn + 1 == _MOST_TURNS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
         tell(sum(min(1.0, one_s / _BUDGET_S) for one_s in done_s) / len(plans))
     return [_middle(of_plan) for of_plan in runs]
 
 
-def _turn(engine: Engine, plan: Plan, is_short: bool) -> list[tuple[float, dict[str, float]]]:
-    """Several steps of a plan if they are short, else one."""
-    for _ in range(_NUM_WARM if is_short else 0):
+def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
+    """Several steps of a plan if they are short, else one; the very first step of a plan never counts."""
+    step = _timed(engine, plan)
+    if step[0] >= _WARM_UP_BELOW_S:
+        return [_timed(engine, plan) if is_first else step]
+    for _ in range(_NUM_WARM - 1):
         engine.carry_out(plan)
-    runs = []
-    for _ in range(_NUM_TIMED if is_short else 1):
-        engine.telemetry.stopwatch.start()
-        engine.carry_out(plan)
-        runs.append(engine.telemetry.stopwatch.stop())
-    return runs
+    return [_timed(engine, plan) for _ in range(_NUM_TIMED)]
+
+
+def _timed(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
+    engine.telemetry.stopwatch.start()
+    engine.carry_out(plan)
+    return engine.telemetry.stopwatch.stop()
 
 
 def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
