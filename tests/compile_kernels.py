@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -11,7 +14,8 @@ from triton.compiler import ASTSource
 
 from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
-from engine.execution.triton_layer import _add_norm, _gate, _rotate_and_write
+from engine.execution.triton_layer import _gate, _norm, _rotate_and_write
+from engine.execution.triton_product import _norm_product
 from engine.sampling.triton_nucleus import _keep as _keep_nucleus
 from engine.sampling.triton_nucleus import _narrow
 from engine.sampling.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
@@ -36,8 +40,8 @@ _SHARED_BYTES = 227 << 10
 _INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = ()) -> str:
-    """Down to machine code, of which the text is returned; arguments without a type are 32-bit integers.
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = ()) -> Any:
+    """Down to machine code; arguments without a type are 32-bit integers.
 
     aligned: arguments that 16 divides, for which wider accesses are made.
     """
@@ -48,18 +52,30 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     assert code.asm["cubin"]
     assert code.metadata.shared <= _SHARED_BYTES
     print(kernel.fn.__name__)
-    return str(code.asm["ptx"])
+    return code
 
 
-def reads_before_it_writes(ptx: str) -> bool:
+def reads_before_it_writes(code: Any) -> bool:
     """Whether all threads have read what they move before any writes: that shows in no interpreter."""
+    ptx = code.asm["ptx"]
     last_read, first_write = ptx.rindex("ld.global"), ptx.index("st.global")
     return any(last_read < found.start() < first_write for found in re.finditer(r"bar(rier)?\.sync", ptx))
 
 
-def reads_wide(ptx: str) -> bool:
-    """Whether keys and values are read by 16 bytes a thread."""
-    return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", ptx))
+def reads_wide(code: Any) -> bool:
+    """Whether keys and values, or weights, are read by 16 bytes a thread."""
+    return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", code.asm["ptx"]))
+
+
+def spills(code: Any) -> bool:
+    """Whether a thread has more numbers than registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    (stack,) = re.findall(r"STACK:(\d+)", said.stdout)
+    return int(stack) > 0
 
 
 def compile_tiles(types: dict[str, str]) -> None:
@@ -72,13 +88,28 @@ def compile_tiles(types: dict[str, str]) -> None:
 
 def compile_layer(dtype: str) -> None:
     """What lies between products, for heads of a size that is no power of two."""
-    numbers = dict.fromkeys(("hidden", "added", "weight", "summed", "normed", "joined", "result"), dtype)
+    numbers = dict.fromkeys(("hidden", "weight", "normed", "joined", "result"), dtype)
     numbers |= dict.fromkeys(("cosines", "sines", "query_norm", "key_norm", "query", "keys", "values"), dtype)
     numbers |= {"slots": "*i64", "eps": "fp32"}
+    compiled(_norm, numbers, {"block": 4096})
     for flag in (False, True):
-        compiled(_add_norm, numbers, {"block": 4096, "has_added": flag})
         compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
     compiled(_gate, numbers, {"tile": 1024})
+
+
+def compile_products() -> None:
+    """Products of few rows with their norm, as aligned as a model's weights are; and as a width may be that is not."""
+    operands = ("hidden", "norm", "weight", "bias", "result")
+    numbers = dict.fromkeys(operands, "*bf16") | {"eps": "fp32"}
+    for gated in (False, True):
+        kind = {"gated": gated, "has_bias": not gated, "upcast": False}
+        for rows, tile in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64), (64, 32), (64, 64)):
+            shape = kind | {"rows": rows, "tile": tile, "depth": 4096 // tile}
+            code = compiled(_norm_product, numbers, shape, (*operands, "width", "num_columns"))
+            assert reads_wide(code)
+            assert not spills(code)
+        compiled(_norm_product, numbers, shape)
+        compiled(_norm_product, numbers | dict.fromkeys(operands, "*fp32"), shape | {"rows": 16, "upcast": True})
 
 
 def main() -> None:
@@ -102,6 +133,7 @@ def main() -> None:
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
+    compile_products()
     compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
     rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
     compiled(_sum_exponentials, rows, {"tile": 4096})

@@ -28,8 +28,10 @@ from engine.demo.bench_pair import SIZES
 from engine.drafters.draft import MOST_UNMERGED
 from engine.errors import ConfigError
 
-PRODUCTS, KERNELS = 4, 6
+PRODUCTS, KERNELS = 4, 3
 """Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
+_FEW_ROWS, _KERNELS_APART = 64, 3
+"""With more rows norms and the gate are so many kernels of their own (`engine/execution/fused_layer.py`)."""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
 """Outside recorded passes: for a drafted level, for a verdict over drafts, for a plain step."""
 _AROUND_PASS = 4
@@ -100,7 +102,8 @@ class Model:
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
         # A product's own start is hidden for the most part behind the reading of its weights.
-        kernels_s = self.layers * (KERNELS + PRODUCTS / 2) * _KERNEL_S
+        kernels = KERNELS + PRODUCTS / 2 + (_KERNELS_APART if rows > _FEW_ROWS else 0)
+        kernels_s = self.layers * kernels * _KERNEL_S
         return max(read_s, computed_s) + attention_s + kernels_s + _AROUND_PASS * _LAUNCH_S
 
 

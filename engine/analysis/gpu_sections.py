@@ -101,6 +101,7 @@ def build(options: argparse.Namespace, findings: Findings) -> Engine:
     findings.add("memory_plan", engine.facts.memory_plan)
     found = ways(engine)
     findings.add("ways", found)
+    findings.add("tiles of products with norms", tiles(engine))
     if on_cuda:
         require_all(findings, found)
     return engine
@@ -125,6 +126,18 @@ def ways(engine: Engine) -> dict[str, bool]:
         found |= {f"{name}: {way}": used for way, used in runner.fast_ways.items()}
         found[f"{name}: kernels for layers"] = isinstance(runner.backend, LeanDecoder) and runner.backend.use_kernels
     return found
+
+
+def tiles(engine: Engine) -> dict[str, int]:
+    """Columns of a program of each product that computes its norm: those that were measured to be faster so."""
+    assert engine.draft_runner is not None
+    backends = {"target": engine.target.backend, "draft": engine.draft_runner.backend}
+    return {
+        f"{name}, {'gate' if gated else 'q, k, v'}, {rows} rows": tile
+        for name, backend in backends.items()
+        if isinstance(backend, LeanDecoder)
+        for (gated, rows), tile in backend.tiles.items()
+    }
 
 
 def wait(device: torch.device) -> None:
@@ -237,6 +250,8 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
                 stack.enter_context(patch.object(runner, "replays", False))
             elif variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
                 stack.enter_context(patch.object(runner.backend, "use_kernels", False))
+            elif variant == "products with norms" and isinstance(runner.backend, LeanDecoder):
+                stack.enter_context(patch.object(runner.backend, "tiles", {}))
         yield
 
 
@@ -246,7 +261,7 @@ def variants(options: argparse.Namespace, findings: Findings) -> None:
     device = engine.target.device
     num_turns = max(5, round(60 * options.scale))
     names = ("graphs", "kernels for verification", "kernels for rows", "equal nodes apart")
-    cases = [*((name,) for name in names), ("graphs", "kernels for layers")]
+    cases = [*((name,) for name in names), ("graphs", "kernels for layers"), ("graphs", "products with norms")]
     result = {}
     for name in ("off", "bv_race:4x5"):
         for num_rows in (1, 16 if device.type == "cuda" else 2):

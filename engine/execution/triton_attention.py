@@ -38,7 +38,7 @@ def _load(start, rows, columns, row_stride, is_row, width):
 
 
 @triton.jit
-def _product(left, right, upcast: tl.constexpr):
+def product(left, right, upcast: tl.constexpr):
     if upcast:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left.to(right.dtype), right, input_precision="ieee")
@@ -125,7 +125,7 @@ def _attend(
         place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
         key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
         value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
-        scores = _product(query_tile, tl.trans(key_tile), upcast) * scale
+        scores = product(query_tile, tl.trans(key_tile), upcast) * scale
         if has_softcap:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         seen = _seen(
@@ -137,7 +137,7 @@ def _attend(
         weights = tl.where(seen, tl.exp(scores - new_largest[:, None]), 0.0)
         fade = tl.exp(largest - new_largest)
         total = total * fade + tl.sum(weights, axis=1)
-        sums = sums * fade[:, None] + _product(weights, value_tile, upcast)
+        sums = sums * fade[:, None] + product(weights, value_tile, upcast)
         largest = new_largest
     some = total > 0
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head

@@ -1,9 +1,9 @@
-"""What a decoder layer does between its products, in one Triton kernel each: ours are four, torch's twelve.
+"""What a decoder layer does between its products, in one Triton kernel each.
 
 A pass over few tokens of a large model is bound by the number of its kernels. Between the four products of a layer
-there are a sum with a norm (twice), what becomes of q, k and v (norm, rotation, writing K/V), attention
-(`triton_attention.py`), and the gate. Numbers are rounded to the model's dtype where transformers rounds a sum or a
-norm; elsewhere fewer times.
+there are norms (two), what becomes of q, k and v (norm, rotation, writing K/V), attention (`triton_attention.py`), and
+the gate; a residual sum belongs to its product. For few rows norms and gate are part of a product as well
+(`triton_product.py`). Numbers are rounded to the model's dtype no more often than transformers rounds them.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean.py` decides where; its plain operations are
 the oracle.
@@ -23,18 +23,11 @@ _GATE_TILE = 1024
 
 
 @triton.jit
-def _add_norm(
-    hidden, added, weight, summed, normed, width, eps, block: tl.constexpr, has_added: tl.constexpr,
-):  # fmt: skip
+def _norm(hidden, weight, normed, width, eps, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
-    if has_added:
-        value += tl.load(added + row + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(summed.dtype.element_ty)
-        tl.store(summed + row + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row + column, value * scale * factor, mask=inside)
@@ -87,16 +80,12 @@ def _gate(joined, result, width, tile: tl.constexpr):
     tl.store(result + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def add_norm(hidden_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the sum, its RMS norm); both of the model's dtype. All rows follow each other in memory."""
+def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The RMS norm of rows that follow each other in memory."""
     num_rows, width = hidden_TD.shape
     normed_TD = torch.empty_like(hidden_TD)
-    summed_TD = hidden_TD if added_TD is None else torch.empty_like(hidden_TD)
-    _add_norm[(num_rows,)](
-        hidden_TD, hidden_TD if added_TD is None else added_TD, weight_D, summed_TD, normed_TD, width, eps,
-        block=triton.next_power_of_2(width), has_added=added_TD is not None,
-    )  # fmt: skip
-    return summed_TD, normed_TD
+    _norm[(num_rows,)](hidden_TD, weight_D, normed_TD, width, eps, block=triton.next_power_of_2(width))
+    return normed_TD
 
 
 def rotate_and_write(

@@ -11,11 +11,14 @@ import torch
 from torch.nn.functional import rms_norm, silu
 
 triton_layer = pytest.importorskip("engine.execution.triton_layer")
+triton_product = pytest.importorskip("engine.execution.triton_product")
 
 from engine.execution import fused_layer, lean  # noqa: E402
 from engine.execution.lean import LeanDecoder  # noqa: E402
+from engine.execution.packing import Choices, PackedLinear  # noqa: E402
 from engine.execution.probe import find_kv_shape  # noqa: E402
 from engine.execution.runner import ModelRunner  # noqa: E402
+from engine.kept import NOWHERE  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.execution.test_groups import passes  # noqa: E402
 from tests.execution.test_lean import LEAN, randomised  # noqa: E402
@@ -24,10 +27,11 @@ PAGE = 4
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def numbers(loaded: Any, by_kernels: bool) -> Numbers:
+def numbers(loaded: Any, by_kernels: bool, tile: int = 0) -> Numbers:
     """Logits of a step of single tokens and trees behind prompts; all keys, all values."""
     with patch.object(lean, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model)
+    decoder.tiles = {(gated, rows): tile for gated in (False, True) for rows in (16, 32, 64)}
     runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
     prompts, steps = passes()
     # Two trees and a short prompt: the interpreter takes its time.
@@ -39,10 +43,12 @@ def agree(found: Numbers, expected: Numbers) -> bool:
     return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("tile", [0, 16, 32])
 @pytest.mark.parametrize("name", ["llama, biases", "llama, tied, wide heads", "qwen3"])
-def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
+def test_models_get_the_numbers_of_the_plain_operations(name: str, tile: int) -> None:
+    """With norms and gate apart from their products, and in one kernel with them."""
     loaded = randomised(LEAN[name], seed=5)
-    assert agree(numbers(loaded, True), numbers(loaded, False))
+    assert agree(numbers(loaded, True, tile), numbers(loaded, False))
 
 
 def swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,14 +63,6 @@ def shifted(operation: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def forgetful(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm of what was there before the sum."""
-    return lambda hidden, added, weight, eps: (
-        operation(hidden, added, weight, eps)[0],
-        operation(hidden, None, weight, eps)[1],
-    )
-
-
 def without_norms(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Queries and keys as they come."""
     return lambda joined, rotation, _norms, *rest: operation(joined, rotation, None, *rest)
@@ -74,7 +72,7 @@ WRONG = {
     "swapped": ("rotate_and_write", swapped),
     "shifted": ("rotate_and_write", shifted),
     "without norms": ("rotate_and_write", without_norms),
-    "forgetful": ("add_norm", forgetful),
+    "norm of nothing": ("norm", lambda f: lambda hidden, weight, eps: f(hidden, torch.ones_like(weight), eps)),
     "up and gate": ("gate", lambda f: lambda joined: f(joined.roll(joined.shape[1] // 2, 1))),
 }
 
@@ -91,19 +89,118 @@ def test_wrong_kernels_are_found_out(wrong: str) -> None:
         assert fused_layer.find_fault(tiny.DEVICE, torch.float32) is not None
 
 
+def changed(**operands: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A product of other operands."""
+    names = ("hidden_TD", "norm_D", "eps", "weight_ND", "bias_N", "gated", "tile")
+
+    def spoil(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            return operation(*(operands.get(name, lambda same: same)(one) for name, one in zip(names, given)))  # noqa: B905
+
+        return run
+
+    return spoil
+
+
+WRONG_PRODUCTS = {
+    "norm of nothing": changed(norm_D=torch.ones_like),
+    "another mean": changed(eps=lambda eps: eps + 0.5),
+    "up and gate": changed(weight_ND=lambda weight: weight.roll(len(weight) // 2, 0)),
+    "rows as they come": lambda f: lambda hidden, *rest: f(hidden.flip(0), *rest),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PRODUCTS)
+def test_wrong_products_are_found_out(wrong: str) -> None:
+    loaded = randomised(LEAN["qwen3"], seed=5)
+    expected = numbers(loaded, False)
+    with patch.object(triton_product, "norm_product", WRONG_PRODUCTS[wrong](triton_product.norm_product)):
+        assert not agree(numbers(loaded, True, 16), expected)
+        assert fused_layer.find_product_fault(tiny.DEVICE, torch.float32) == "products differ"
+
+
+def test_sums_that_are_left_out_are_found_out() -> None:
+    """A layer adds to what was there before it."""
+    loaded = randomised(LEAN["qwen3"], seed=5)
+    expected = numbers(loaded, False)
+    with patch.object(PackedLinear, "add_to", lambda self, sums, rows: sums.copy_(self(rows))):
+        assert not agree(numbers(loaded, True), expected)
+
+
+def test_biases_that_are_left_out_are_found_out() -> None:
+    loaded = randomised(LEAN["llama, biases"], seed=5)
+    expected = numbers(loaded, False)
+    without = changed(bias_N=lambda _: None)(triton_product.norm_product)
+    with patch.object(triton_product, "norm_product", without):
+        assert not agree(numbers(loaded, True, 16), expected)
+        assert fused_layer.find_product_fault(tiny.DEVICE, torch.float32) == "products differ"
+
+
+def products(decoder: LeanDecoder) -> list[fused_layer.NormedProduct]:
+    return [product for layer in decoder._layers for product in (layer.normed_qkv, layer.normed_gate_up)]
+
+
+def test_tiles_are_those_that_are_measured_to_be_fastest() -> None:
+    """Of many rows none, and none that gain nothing."""
+    decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
+    width = decoder._layers[0].qkv.shape[1]
+    seen: list[tuple[bool, int, int]] = []
+
+    def time_s(work: Any) -> float:
+        tried, hidden_TD, _, tile = work.args
+        assert hidden_TD.shape[1] == width
+        seen.append((tried[0].gated, len(hidden_TD), tile))
+        return {0: 1.0, 16: 0.99, 32: 1.5, 64: 0.5 if tried[0].gated and len(hidden_TD) == 32 else 1.01}[tile]
+
+    tiles = fused_layer.fastest_tiles(products(decoder), 1e-5, time_s)
+    assert tiles == {(True, 32): 64}
+    assert (True, 64, 16) not in seen
+    assert len(seen) == len(set(seen)) == 2 * (4 + 4 + 3)
+    found = [fused_layer.tile_of(tiles, gated, rows) for gated in (True, False) for rows in (1, 16, 17, 32, 33, 65)]
+    assert found == [0, 0, 64, 64, 0, 0] + [0] * 6
+    half = [product._replace(weight_ND=product.weight_ND.half()) for product in products(decoder)]
+    assert fused_layer.fastest_tiles(half, 1e-5, time_s) == {}
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_tiles_that_change_the_logits_are_not_used(holds: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(lean, "use_kernels", lambda *_: True):
+        decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
+    with patch.object(lean, "fastest_tiles", lambda *_: {(True, 16): 32}):
+        decoder.pack("auto", Choices(NOWHERE, print), lambda: holds and decoder.tiles == {(True, 16): 32})
+    assert decoder.tiles == ({(True, 16): 32} if holds else {})
+    assert bool(caplog.records) is not holds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_tried_before_they_are_used(dtype: torch.dtype) -> None:
+    assert fused_layer.find_product_fault(tiny.DEVICE, dtype) is None
+    decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
+    spoilt = WRONG_PRODUCTS["rows as they come"](triton_product.norm_product)
+    with (
+        patch.object(triton_product, "norm_product", spoilt),
+        pytest.raises(RuntimeError, match="products differ"),
+    ):
+        fused_layer.fastest_tiles(products(decoder), 1e-5, lambda _: 1.0)
+
+
+def test_a_device_that_records_nothing_computes_them_apart(caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(lean, "use_kernels", lambda *_: True):
+        decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
+    with patch.object(fused_layer, "_replayed_s", side_effect=RuntimeError("no recording")):
+        decoder.pack("auto", Choices(NOWHERE, print), lambda: True)
+    assert decoder.tiles == {}
+    assert "no recording" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_types_are_rounded_as_sums_and_norms_are(dtype: torch.dtype) -> None:
+def test_small_types_are_rounded_as_norms_and_gates_are(dtype: torch.dtype) -> None:
     assert fused_layer.find_fault(tiny.DEVICE, dtype) is None
     generator = torch.Generator().manual_seed(4)
-    hidden, added, weight = (
-        torch.randn(shape, generator=generator).to(dtype).to(tiny.DEVICE) for shape in ((7, 96), (7, 96), (96,))
-    )
-    summed, normed = triton_layer.add_norm(hidden, added, weight, 1e-6)
-    # The interpreter cuts bfloat16 off where a device rounds it.
-    cut = dtype == torch.bfloat16 and tiny.DEVICE.type == "cpu"
+    hidden, weight = (torch.randn(shape, generator=generator).to(dtype).to(tiny.DEVICE) for shape in ((7, 96), (96,)))
+    normed = triton_layer.norm(hidden, weight, 1e-6)
     place = torch.finfo(dtype).eps
-    assert torch.allclose(summed.float(), (hidden + added).float(), rtol=place if cut else 0, atol=0)
-    expected = rms_norm(summed.float(), (96,), weight.float(), 1e-6).to(dtype)
+    expected = rms_norm(hidden.float(), (96,), weight.float(), 1e-6).to(dtype)
     assert torch.allclose(normed.float(), expected.float(), rtol=place, atol=1e-6)
     gated = (silu(hidden[:, :48].float()) * hidden[:, 48:].float()).to(dtype)
     assert torch.allclose(triton_layer.gate(hidden).float(), gated.float(), rtol=place, atol=1e-6)

@@ -238,13 +238,15 @@ def test_every_kernel_compiles_for_hopper() -> None:
     for_types = [
         *["_keep"] * 2,
         *["_attend"] * 2,
-        *["_add_norm", "_rotate_and_write"] * 2,
+        "_norm",
+        *["_rotate_and_write"] * 2,
         "_gate",
         *["_merge"] * 2,
     ] * 3
     assert done.stdout.split() == [
         *(
             *for_types,
+            *["_norm_product"] * 20,
             *["_attend"] * 3,
             "_sum_exponentials",
             "_softmax",
