@@ -115,8 +115,7 @@ class Serve(BaseSettings):
     num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
     tensor_parallel_size: Positive = Field(1, description="devices (on a CPU: processes) the target is split over")
     prepack: Prepack = Field(
-        "auto",
-        description="weights in oneDNN's layout on a CPU, products with their norms on CUDA; auto: where that is faster",
+        "auto", description="weights in oneDNN's layout, on CUDA norms within products; auto: where faster"
     )
     max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
     max_num_seqs: Positive = Field(64, description="requests that run at once")
