@@ -162,6 +162,12 @@ def test_tiles_are_those_that_are_measured_to_be_fastest() -> None:
     assert fused_layer.fastest_tiles(half, 1e-5, time_s) == {}
 
 
+@pytest.mark.skipif(tiny.DEVICE.type != "cuda", reason="times recorded graphs")
+def test_a_device_measures_its_tiles() -> None:
+    decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
+    assert set(fused_layer.fastest_tiles(products(decoder), 1e-5).values()) <= {16, 32, 64}
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_tiles_that_change_the_logits_are_not_used(holds: bool, caplog: pytest.LogCaptureFixture) -> None:
     with patch.object(lean, "use_kernels", lambda *_: True):
