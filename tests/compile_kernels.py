@@ -37,6 +37,8 @@ _ATTENTION = {
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
+_SMALL_SHARED_BYTES = 99 << 10
+"""The same of cards for desktops."""
 _INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
 
 
@@ -100,16 +102,17 @@ def compile_layer(dtype: str) -> None:
 def compile_products() -> None:
     """Products of few rows with their norm, as aligned as a model's weights are; and as a width may be that is not."""
     operands = ("hidden", "norm", "weight", "bias", "result")
-    numbers = dict.fromkeys(operands, "*bf16") | {"eps": "fp32"}
     for gated in (False, True):
-        kind = {"gated": gated, "has_bias": not gated, "upcast": False}
-        for rows, tile in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64), (64, 32), (64, 64)):
-            shape = kind | {"rows": rows, "tile": tile, "depth": 4096 // tile}
-            code = compiled(_norm_product, numbers, shape, (*operands, "width", "num_columns"))
-            assert reads_wide(code)
-            assert not spills(code)
-        compiled(_norm_product, numbers, shape)
-        compiled(_norm_product, numbers | dict.fromkeys(operands, "*fp32"), shape | {"rows": 16, "upcast": True})
+        for dtype, size in (("*bf16", 2), ("*fp32", 4)):
+            numbers = dict.fromkeys(operands, dtype) | {"eps": "fp32"}
+            kind = {"gated": gated, "has_bias": not gated, "upcast": size == 4}
+            for rows, tile in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64), (64, 32), (64, 64)):
+                shape = kind | {"rows": rows, "tile": tile, "depth": 8192 // size // tile}
+                code = compiled(_norm_product, numbers, shape, (*operands, "width", "num_columns"))
+                assert reads_wide(code)
+                assert code.metadata.shared <= _SMALL_SHARED_BYTES
+                assert size == 4 or not spills(code)
+            compiled(_norm_product, numbers, shape)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ matters there, and the device's library may do that better. Not for: the operati
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -21,19 +22,21 @@ from engine.kernels import usable
 
 log = logging.getLogger("polydraft")
 
-_ROWS = (16, 32, 64)
-"""Rows that kernels of products are compiled for."""
+_ROWS = (1, 16, 32, 64)
+"""Numbers of rows up to which a tile is chosen; kernels are compiled for 16, 32 and 64."""
 _TILES = (16, 32, 64)
 """Columns of a program."""
 _CLEAR_GAIN = 1.02
 """By how much a kernel must be faster than the operations that it stands for."""
 _MEASURED_BYTES = 256 << 20
-"""Weights that a measurement goes through: more than a device's cache holds."""
-_NUM_REPLAYS = 5
+"""Weights that a measurement goes through, if there are so many: more than a device's cache holds."""
+_NUM_TURNS = 5
 
 Tiles = Mapping[tuple[bool, int], int]
-"""Columns of a program by (whether the product is gated, rows of the kernel); without an entry, or at 0, the norm, the
+"""Columns of a program by (whether the product is gated, one of `_ROWS`); without an entry, or at 0, the norm, the
 product and the gate are apart."""
+Timer = Callable[[], float]
+"""Does some work once more, and says how many seconds it took."""
 
 
 class NormedProduct(NamedTuple):
@@ -62,27 +65,35 @@ def tile_of(tiles: Tiles, gated: bool, num_rows: int) -> int:
     return 0 if rows is None else tiles.get((gated, rows), 0)
 
 
+def tiles_for(num_rows: int) -> list[int]:
+    """The tiles that are tried for so many rows: smaller ones would need more registers than there are."""
+    return [tile for tile in _TILES if 2 * tile >= num_rows]
+
+
 def fastest_tiles(
-    products: Sequence[NormedProduct], eps: float, time_s: Callable[[Callable[[], None]], float] | None = None
+    products: Sequence[NormedProduct], eps: float, timer_of: Callable[[Callable[[], None]], Timer] | None = None
 ) -> Tiles:
     """The fastest tile for few rows of each kind of these products, which are alike but for being gated.
 
-    time_s: seconds that some work takes on their device. Raises RuntimeError where the kernel gives other numbers.
+    timer_of: makes a timer of some work on their device. Raises RuntimeError where the kernel gives other numbers.
     """
     device, dtype = products[0].weight_ND.device, products[0].weight_ND.dtype
     if dtype == torch.float16:  # a row before its division may exceed the range
         return {}
     if (fault := find_product_fault(device, dtype)) is not None:
         raise RuntimeError(fault)
-    time_s = time_s or _replayed_s
+    timer_of = timer_of or partial(_recorded, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     tiles = {}
     for gated in (False, True):
         alike = [product for product in products if product.gated is gated]
         measured = alike[: max(1, _MEASURED_BYTES // alike[0].weight_ND.nbytes)]
         for rows in _ROWS:
             hidden_TD = _made_up(device, dtype, rows, measured[0].weight_ND.shape[1])
-            tried = [0, *(tile for tile in _TILES if 2 * tile >= rows)]  # smaller ones need too many registers
-            taken_s = {tile: time_s(partial(_run_all, measured, hidden_TD, eps, tile)) for tile in tried}
+            timers = {
+                tile: timer_of(partial(_run_all, measured, hidden_TD, eps, tile)) for tile in (0, *tiles_for(rows))
+            }
+            turns = [{tile: timer() for tile, timer in timers.items()} for _ in range(_NUM_TURNS)]
+            taken_s = {tile: statistics.median(turn[tile] for turn in turns) for tile in timers}
             best = min(taken_s, key=taken_s.__getitem__)
             if best and taken_s[best] * _CLEAR_GAIN < taken_s[0]:
                 tiles[gated, rows] = best
@@ -94,9 +105,9 @@ def _run_all(products: Sequence[NormedProduct], hidden_TD: Tensor, eps: float, t
         product(hidden_TD, eps, tile)
 
 
-def _replayed_s(work: Callable[[], None]) -> float:
-    """Seconds of some work on the device alone: recorded, and replayed behind a replay that does not count."""
-    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def _recorded(stream: torch.cuda.Stream, work: Callable[[], None]) -> Timer:
+    """A timer of the work on the device alone: recorded on a stream, and replayed."""
+    current = torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(current)
     try:
@@ -107,14 +118,17 @@ def _replayed_s(work: Callable[[], None]) -> float:
     finally:
         # A recording that fails leaves its stream in use.
         torch.cuda.set_stream(current)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    graph.replay()
-    began.record()
-    for _ in range(_NUM_REPLAYS):
+
+    def timer() -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        graph.replay()  # finds the device busy, as a step does
+        began.record()
         graph.replay()
-    ended.record()
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3 / _NUM_REPLAYS
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    return timer
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -160,15 +174,15 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def find_product_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The same of the kernel of products, for widths that no tile divides."""
+    """The same of the kernel of products: for all its numbers of rows, widths that 16 divides and others."""
     made_up = partial(_made_up, device, dtype)
-    for num_rows, width, num_columns in ((5, 480, 144), (21, 200, 70)):
+    for num_rows, width, num_columns in ((5, 480, 144), (21, 200, 70), (40, 512, 160)):
         hidden, norm, weight = made_up(num_rows, width), made_up(width).flip(0), made_up(num_columns, width) / 8
         bias = made_up(num_columns)
         expected = linear(rms_norm(hidden.float(), (width,), norm.float(), 1e-5), weight.float())
         half = num_columns // 2
         gated = silu(expected[:, :half]) * expected[:, half:]
-        for tile in _TILES:
+        for tile in tiles_for(num_rows):
             plain = NormedProduct(norm, weight, bias, gated=False)(hidden, 1e-5, tile)
             both = NormedProduct(norm, weight, None, gated=True)(hidden, 1e-5, tile)
             for found, right in ((plain, expected + bias.float()), (both, gated)):

@@ -100,7 +100,7 @@ class LeanDecoder:
         products = [product for layer in self._layers for product in (layer.normed_qkv, layer.normed_gate_up)]
         try:
             self.tiles = fastest_tiles(products, self._eps)
-            fault = None if works() else "logits differ from those of plain transformers"
+            fault = "logits differ from those of plain transformers" if self.tiles and not works() else None
         except Exception as error:  # a kernel that cannot be compiled or recorded here
             fault = str(error) or type(error).__name__
         if fault is not None:

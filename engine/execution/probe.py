@@ -34,6 +34,8 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _LAST_PLACES = 1.5
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
+# Prompts whose chunks have 17 to 32 and 33 to 64 rows, for which a kernel may be another one.
+_ROWS_OF_KERNELS = (50, 90)
 
 
 class BackendChoice(NamedTuple):
@@ -105,7 +107,9 @@ def probe_ways(loaded: LoadedModel, shape: KVShape) -> BackendChoice:
 def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice) -> bool:
     """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
     try:
-        probe(loaded, shape, way.backend, way.paged)
+        for length in (_PROMPT_LENGTH, *(_ROWS_OF_KERNELS if way.paged else ())):
+            if length + _PROMPT_LENGTH < loaded.max_positions:
+                probe(loaded, shape, way.backend, way.paged, length)
     except Exception:  # whatever the model's own code raises
         return False
     return True

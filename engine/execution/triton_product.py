@@ -26,8 +26,8 @@ from engine.execution.triton_attention import product
 MOST_ROWS = 64
 """More rows than this are not few."""
 _LEAST_ROWS = 16
-_TILE_NUMBERS = 4096
-"""Numbers of a tile of the weight."""
+_TILE_BYTES = 8192
+"""Of a tile of the weight: several of them at once fit the memory that a program may share, on small devices too."""
 
 
 @triton.jit
@@ -87,7 +87,8 @@ def norm_product(
     result = hidden_TD.new_empty((num_rows, num_columns))
     _norm_product[(triton.cdiv(num_columns, tile),)](
         hidden_TD, norm_D, weight_ND, norm_D if bias_N is None else bias_N, result, num_rows, width, num_columns, eps,
-        rows=rows_of(num_rows), tile=tile, depth=_TILE_NUMBERS // tile, gated=gated, has_bias=bias_N is not None,
+        rows=rows_of(num_rows), tile=tile, depth=_TILE_BYTES // hidden_TD.element_size() // tile,
+        gated=gated, has_bias=bias_N is not None,
         # The interpreter has no bfloat16 products.
         upcast=hidden_TD.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
     )  # fmt: skip

@@ -120,7 +120,7 @@ def test_a_layer_of_few_rows_is_seven_kernels(one_kernel: bool) -> None:
         with patch.object(lean, "use_kernels", lambda *_: True):
             decoder = LeanDecoder(loaded.model)
         if one_kernel:
-            decoder.tiles = {(gated, rows): 16 for gated in (False, True) for rows in (16, 32, 64)}
+            decoder.tiles = {(gated, rows): 32 for gated in (False, True) for rows in (1, 16, 32, 64)}
         shape = find_kv_shape(loaded)
         runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
         (step,) = runner.prepare([passes()[1][:1]])
