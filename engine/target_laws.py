@@ -1,7 +1,4 @@
-"""The target's laws at the roots and nodes of a step, as the requests sample from them.
-
-Each node's law depends on its own path: penalties, masks and grammars see the drafted tokens above it.
-"""
+"""The target's laws at the roots and nodes of a step, as the requests sample from them."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from torch import Tensor
 
 from engine.drafters.draft import Draft
 from engine.plan import Row
-from engine.request import Sampling
-from engine.sampling.edits import NodeContext, edit
-from engine.sampling.law import law
-from engine.sampling.stable import race, winners_only
+from engine.sampling.node_laws import Nodes, node_laws
 from engine.speculation.drafting import LawTable
 from engine.transfer import to_device
 
@@ -31,46 +25,28 @@ def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTabl
             for path in tree.paths[: row.first_copy]:
                 node_CX[chain, : len(path)] += path
                 chain += 1
-    row_N = to_device(np.repeat(np.arange(len(rows)), np.diff(draft.starts)), device)
-    edited_NV = edit(logits_NV, _contexts(rows, draft), _paths(rows, draft, device))
-    law_NV = law(edited_NV, draft.parameters.select(row_N))
-    _race_stable(rows, draft, law_NV)
+    nodes = Nodes(
+        row_N=np.repeat(np.arange(len(rows)), np.diff(draft.starts)),
+        depth_N=np.array([depth for tree in draft.trees for depth in (0, *tree.depths)]),
+        paths=lambda: _paths(draft),
+        path_ND=lambda: _tokens_above(rows, draft, device),
+    )
+    law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(to_device(nodes.row_N, device)))
     return LawTable(law_NV, to_device(node_CX, device))
 
 
-def _race_stable(rows: Sequence[Row], draft: Draft, law_NV: Tensor) -> None:
-    """Seed-stable rows: their laws become the winner's, in place."""
-    samplings: list[Sampling] = []
-    indices: list[int] = []
-    nodes: list[int] = []
-    for row, tree, start in zip(rows, draft.trees, draft.starts[:-1].tolist(), strict=True):
-        if row.sampling.seed_stable:
-            samplings += [row.sampling] * (1 + tree.num_nodes)
-            indices += [row.end + depth for depth in (0, *tree.depths)]
-            nodes += range(start, start + 1 + tree.num_nodes)
-    if nodes:
-        node_M = to_device(np.array(nodes), law_NV.device)
-        law_NV[node_M] = winners_only(race(law_NV[node_M], samplings, indices))
+def _paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The drafted tokens above every node; the trees have their tokens."""
+    paths: list[tuple[int, ...]] = []
+    for tree in draft.trees:
+        of_tree: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            of_tree.append((*of_tree[parent], token))
+        paths += of_tree
+    return paths
 
 
-def _contexts(rows: Sequence[Row], draft: Draft) -> list[NodeContext | None]:
-    """Where the law of every node is, for the rows that edit their logits."""
-    if not any(row.text for row in rows):
-        return []
-    contexts: list[NodeContext | None] = []
-    for row, tree in zip(rows, draft.trees, strict=True):
-        paths: list[tuple[int, ...]] = [()] * (1 + tree.num_nodes)
-        if row.needs_path:
-            for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
-                paths[node] = (*paths[parent], token)
-        contexts += [
-            None if row.text is None else NodeContext(row.sampling, row.text, depth, path)
-            for depth, path in zip((0, *tree.depths), paths, strict=True)
-        ]
-    return contexts
-
-
-def _paths(rows: Sequence[Row], draft: Draft, device: torch.device) -> Tensor | None:
+def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Tensor | None:
     """[N, D] the drafted tokens above every node, where penalties count them."""
     deepest = max(max(tree.depths, default=0) for tree in draft.trees)
     if deepest == 0 or not any(row.sampling.has_penalties for row in rows):

@@ -15,9 +15,8 @@ from torch import Tensor
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, trees_of
 from engine.drafters.drafter import Drafter
 from engine.plan import Plan, Row
-from engine.sampling.edits import NodeContext, edit
-from engine.sampling.law import LawParameters, law
-from engine.sampling.stable import race, winners_only
+from engine.sampling.law import LawParameters
+from engine.sampling.node_laws import Nodes, node_laws
 from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, TargetShifts, children
 from engine.transfer import to_device
 
@@ -74,10 +73,8 @@ def _draw_levels(
             assert drafter is not None
             # Tokens stay on the device.
             logits_NV = drafter.below(depth, tokens_CL[level.chain_N, depth - 1])
-        contexts = _contexts(rows, level, tokens_CL, depth)
-        logits_NV = edit(logits_NV, contexts, tokens_CL[level.chain_N, :depth] if any(contexts) and depth else None)
-        below_NV = law(logits_NV, of_law.select(level.laws), law_NV[level.laws])
-        order_NV = _race_stable(rows, level, depth, below_NV, logits_NV)
+        nodes = _parents(level, tokens_CL, depth)
+        below_NV, order_NV = node_laws(rows, nodes, logits_NV, of_law.select(level.laws), law_NV[level.laws])
         tokens_C = tokens_CL[:, depth]
         for draw in level.draws:
             weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV
@@ -88,35 +85,14 @@ def _draw_levels(
     return tokens_CL
 
 
-def _contexts(rows: Sequence[Row], level: Level, tokens_CL: Tensor, depth: int) -> list[NodeContext | None]:
-    """Where the laws below a level's parents are, for the rows that edit their logits."""
-    if not any(row.text for row in rows):
-        return []
-    numbers: list[int] = level.row_N.tolist()
-    paths: list[list[int]] = [[]] * len(numbers)
-    if any(row.needs_path for row in rows):
-        paths = tokens_CL[level.chain_N, :depth].tolist()
-    contexts: list[NodeContext | None] = []
-    for number, path in zip(numbers, paths, strict=True):
-        text = rows[number].text
-        contexts.append(None if text is None else NodeContext(rows[number].sampling, text, depth, tuple(path)))
-    return contexts
-
-
-def _race_stable(rows: Sequence[Row], level: Level, depth: int, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
-    """For seed-stable rows: what orders their tokens instead of logits; their laws become the winner's, in place."""
-    if not any(row.sampling.seed_stable for row in rows):
-        return logits_NV
-    numbers = [n for n, row in enumerate(level.row_N.tolist()) if rows[row].sampling.seed_stable]
-    if not numbers:
-        return logits_NV
-    stable = [rows[row] for row in level.row_N[numbers]]
-    index_M = to_device(np.array(numbers), law_NV.device)
-    race_MV = race(law_NV[index_M], [row.sampling for row in stable], [row.end + depth for row in stable])
-    law_NV[index_M] = winners_only(race_MV)
-    order_NV = logits_NV.clone()
-    order_NV[index_M] = race_MV.float()
-    return order_NV
+def _parents(level: Level, tokens_CL: Tensor, depth: int) -> Nodes:
+    """The nodes that the tokens of a level are drawn below."""
+    return Nodes(
+        row_N=level.row_N,
+        depth_N=np.full(len(level.row_N), depth),
+        paths=lambda: tokens_CL[level.chain_N, :depth].tolist(),
+        path_ND=lambda: tokens_CL[level.chain_N, :depth] if depth else None,
+    )
 
 
 def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> TargetShifts | None:

@@ -7,7 +7,6 @@ are fixed, so the tests are deterministic; each has a wrong rule that it must re
 from __future__ import annotations
 
 import itertools
-import pkgutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,6 @@ from engine.drafters.drafter import DrafterKind
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.edits import NodeContext
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification import RULES, ChainVerdict, Rule
@@ -282,21 +280,16 @@ def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedM
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 
-@pytest.mark.parametrize("forgetful", ["engine.target_laws._contexts", "engine.drafters.chains._contexts"])
+@pytest.mark.parametrize("forgetful", ["engine.target_laws", "engine.drafters.chains"])
 def test_penalties_that_forget_the_nodes_path_are_rejected(
     pair: tuple[LoadedModel, LoadedModel], forgetful: str
 ) -> None:
     """Counts of the text alone, not of the drafted tokens below it."""
-    places = pkgutil.resolve_name(forgetful)
-
-    def without_paths(*arguments: Any) -> list[NodeContext | None]:
-        return [None if place is None else replace(place, depth=0, path=()) for place in places(*arguments)]
-
     strong = {"temperature": 1.0, "frequency_penalty": 2.0}
     law_of_text = exact_law(pair[0], strong)
     right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
     assert g_test(right, law_of_text) > ALPHA
-    with patch(forgetful, without_paths):
+    with patch(f"{forgetful}.node_laws", tiny.laws_at_the_root):
         counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
     # Drafting from another law than penalties say is no bias: any draft law will do, when it is the one verified with.
     assert (g_test(counts, law_of_text) > ALPHA) == ("drafters" in forgetful)

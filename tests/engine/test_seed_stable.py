@@ -65,13 +65,13 @@ def test_without_it_they_depend_on_what_is_drafted() -> None:
 
 def test_clocks_of_the_step_instead_of_the_place_are_found_out() -> None:
     """The wrong variant: clocks named by where the step began."""
-    from engine import target_laws
+    from engine.sampling import node_laws
 
     def by_step(law_NV: torch.Tensor, samplings: Any, indices: Any) -> torch.Tensor:
         return race(law_NV, samplings, [min(indices)] * len(indices))
 
     plain, _ = tokens_of(tiny.OFF, seed_stable=True)
-    with patch.object(target_laws, "race", by_step):
+    with patch.object(node_laws, "race", by_step):
         assert tokens_of(SHAPES["block"], seed_stable=True)[0] != plain
 
 

@@ -11,7 +11,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -408,16 +407,11 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None
     assert checked.seen["not merged"] > 3
 
 
-@pytest.mark.parametrize("part", ["engine.drafters.chains._contexts", "engine.target_laws._contexts"])
+@pytest.mark.parametrize("module", ["engine.drafters.chains", "engine.target_laws"])
 def test_laws_that_forget_a_node_s_path_are_found_out(
-    checked: Checked, part: str, monkeypatch: pytest.MonkeyPatch
+    checked: Checked, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places: Any = resolve_name(part)
-
-    def at_the_root(*operands: Any) -> list[NodeContext | None]:
-        return [place and NodeContext(place.sampling, place.text) for place in places(*operands)]
-
-    monkeypatch.setattr(part, at_the_root)
+    monkeypatch.setattr(f"{module}.node_laws", tiny.laws_at_the_root)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_all()
 
@@ -426,13 +420,13 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
 def test_penalties_of_another_node_s_path_are_found_out(
     checked: Checked, most_unmerged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = target_laws._paths
+    paths = target_laws._tokens_above
 
     def of_the_neighbour(*operands: Any) -> Tensor | None:
         path_ND = paths(*operands)
         return None if path_ND is None else path_ND.roll(1, 0)
 
-    monkeypatch.setattr(target_laws, "_paths", of_the_neighbour)
+    monkeypatch.setattr(target_laws, "_tokens_above", of_the_neighbour)
     engine = build()
     engine.most_unmerged = most_unmerged
     with pytest.raises(AssertionError, match="Not equal to tolerance"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.building import assemble
@@ -15,7 +16,9 @@ from engine.drafters.drafter import DrafterKind
 from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
+from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling.node_laws import Nodes, node_laws
 from engine.scheduling.outcome import Outcome
 
 # The whole suite runs on this device; `gpu` runs set it to cuda.
@@ -173,3 +176,9 @@ def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list
     """Random prompts of given lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def laws_at_the_root(rows: Sequence[Row], nodes: Nodes, *operands: Any) -> Any:
+    """A wrong variant of `node_laws`: the tokens above a node are forgotten."""
+    forgetful = Nodes(nodes.row_N, np.zeros_like(nodes.depth_N), lambda: [()] * len(nodes.row_N), lambda: None)
+    return node_laws(rows, forgetful, *operands)

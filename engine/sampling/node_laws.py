@@ -1,0 +1,80 @@
+"""The laws at the nodes of a step: the one function that makes them, of the draft model and of the target alike.
+
+Edits of the logits (`edits.py`), temperature and filters (`law.py`), the race of seed-stable rows (`stable.py`). Not
+for: which nodes there are (`drafters.draft`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.plan import Row
+from engine.sampling.edits import NodeContext, edit
+from engine.sampling.law import LawParameters, law
+from engine.sampling.stable import race, winners_only
+from engine.transfer import to_device
+
+Ints = npt.NDArray[np.int64]
+
+
+class Nodes(NamedTuple):
+    """Where laws are wanted: after a row's text, or below tokens drafted for it."""
+
+    row_N: Ints
+    """Number of each node's row."""
+    depth_N: Ints
+    """How many drafted tokens are above it."""
+    paths: Callable[[], Sequence[Sequence[int]]]
+    """These tokens, on the host; asked for where masks depend on them."""
+    path_ND: Callable[[], Tensor | None]
+    """The same on the logits' device, for penalties; None where no node has any."""
+
+
+def node_laws(
+    rows: Sequence[Row], nodes: Nodes, logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """([N, V] the laws, [N, V] what orders their tokens: edited logits, or for seed-stable rows the race).
+
+    parameters: one entry per node. law_NV: where to write the laws, if given.
+    """
+    contexts = _contexts(rows, nodes)
+    if any(contexts):
+        logits_NV = edit(logits_NV, contexts, nodes.path_ND())
+    law_NV = law(logits_NV, parameters, law_NV)
+    return law_NV, _race_stable(rows, nodes, law_NV, logits_NV)
+
+
+def _contexts(rows: Sequence[Row], nodes: Nodes) -> list[NodeContext | None]:
+    """What the law at each node depends on besides its logits, for rows that edit them."""
+    if not any(row.text for row in rows):
+        return []
+    numbers: list[int] = nodes.row_N.tolist()
+    needed = any(row.needs_path for row in rows)
+    paths = nodes.paths() if needed else [()] * len(numbers)
+    contexts: list[NodeContext | None] = []
+    for number, depth, path in zip(numbers, nodes.depth_N.tolist(), paths, strict=True):
+        text = rows[number].text
+        contexts.append(None if text is None else NodeContext(rows[number].sampling, text, depth, tuple(path)))
+    return contexts
+
+
+def _race_stable(rows: Sequence[Row], nodes: Nodes, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """What orders the tokens of every node; laws of seed-stable rows become the winner's, in place."""
+    if not any(row.sampling.seed_stable for row in rows):
+        return logits_NV
+    numbers = [n for n, row in enumerate(nodes.row_N.tolist()) if rows[row].sampling.seed_stable]
+    if not numbers:
+        return logits_NV
+    stable = [rows[row] for row in nodes.row_N[numbers]]
+    places = [row.end + depth for row, depth in zip(stable, nodes.depth_N[numbers].tolist(), strict=True)]
+    index_M = to_device(np.array(numbers), law_NV.device)
+    race_MV = race(law_NV[index_M], [row.sampling for row in stable], places)
+    law_NV[index_M] = winners_only(race_MV)
+    order_NV = logits_NV.clone()
+    order_NV[index_M] = race_MV.float()
+    return order_NV
