@@ -30,7 +30,9 @@ ARG EXTRA_PACKAGES=
 RUN if [ -n "$EXTRA_PACKAGES" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $EXTRA_PACKAGES && rm -rf /var/lib/apt/lists/*; \
     fi
-RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft
+# A volume on .cache (models, profiles, compiled kernels) takes over its owner.
+RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft \
+    && install -d -o 10001 -g 10001 /home/polydraft/.cache
 COPY --from=build /opt/polydraft /opt/polydraft
 ENV PATH=/opt/polydraft/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -32,17 +32,21 @@ def prefix_of(body: bytes) -> str:
     """
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the replica says what is wrong with it
         return ""
     if not isinstance(fields, dict):
         return ""
     if key := fields.get("prompt_cache_key"):
-        return str(key)
+        return _digest(str(key))
     begin: list[Any] = [fields.get("system"), fields.get("instructions")]
     messages = fields.get("messages", fields.get("input", fields.get("prompt", "")))
     for message in messages if isinstance(messages, list) else [messages]:
         begin.append(message)
         if isinstance(message, dict) and message.get("role") == "user":
             break
-    text = json.dumps(begin)[:_PREFIX_CHARACTERS]
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _digest(json.dumps(begin)[:_PREFIX_CHARACTERS])
+
+
+def _digest(text: str) -> str:
+    """Text of any kind in plain letters: half a pair of surrogates could not be encoded by whoever comes next."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

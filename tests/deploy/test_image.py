@@ -64,3 +64,13 @@ def test_the_image_holds_no_build_tools_or_caches(image: tuple[dict[str, Any], s
         run_in(name, {**settings, "User": "0"}, ["python", "-c", look], {}), capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_its_user_owns_what_a_volume_is_mounted_on(image: tuple[dict[str, Any], str]) -> None:
+    """A named volume takes over owner and mode of the folder that is there; without one it is root's."""
+    settings, name = image
+    look = "import pathlib; (pathlib.Path.home() / '.cache' / 'model').write_text('kept')"
+    done = subprocess.run(
+        run_in(name, settings, ["python", "-c", look], {}), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

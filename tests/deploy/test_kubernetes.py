@@ -23,6 +23,8 @@ OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 VERSION = "1.32"
 # Resources of operators, whose schemas come with them.
 OF_OPERATORS = {"ServiceMonitor"}
+# Where others than the daemon write.
+FOLDERS = {"hf_home", "triton_cache_dir"}
 LABELS = {"app.kubernetes.io/name": "polydraft"}
 
 
@@ -70,9 +72,13 @@ def test_the_daemon_takes_its_arguments(overlay: str) -> None:
     words = " ".join(container["args"]).replace("=", " ").split()
     flags = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     assert flags <= set(Serve.model_fields)
-    assert float(words[words.index("--shutdown-timeout") + 1]) < pod["terminationGracePeriodSeconds"]
-    settings = {one["name"].removeprefix("POLYDRAFT_").lower() for one in container["env"]} - {"hf_home"}
-    assert settings <= set(Serve.model_fields)
+    _, waits_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    drains_s = float(words[words.index("--shutdown-timeout") + 1])
+    assert float(waits_s) + drains_s < pod["terminationGracePeriodSeconds"]
+    values = {one["name"]: one.get("value", "") for one in container["env"]}
+    assert {name.removeprefix("POLYDRAFT_").lower() for name in values} - FOLDERS <= set(Serve.model_fields)
+    assert all(values[name.upper()].startswith("/cache/") for name in FOLDERS)
+    assert pod["enableServiceLinks"] is False, "a Service's variable POLYDRAFT_PORT would be read as --port"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -163,6 +169,7 @@ def test_ray_takes_its_service() -> None:
     for group in (cluster["headGroupSpec"], workers):
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
         kubernetes_validate.validate(template, VERSION, strict=True)
+        assert group["template"]["spec"]["enableServiceLinks"] is False
     cores = int(workers["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"])
     assert options.num_cpus <= cores
     assert workers["maxReplicas"] >= options.max_replicas

@@ -37,10 +37,21 @@ def test_turns_of_a_conversation_have_one_prefix() -> None:
     first = [("system", "be kind"), ("user", "hello")]
     assert prefix_of(chat(*first)) == prefix_of(chat(*first, ("assistant", "hi"), ("user", "and?"), temperature=0))
     assert prefix_of(chat(*first)) != prefix_of(chat(("system", "be kind"), ("user", "good day")))
-    assert prefix_of(chat(*first, prompt_cache_key="mine")) == "mine"
+    assert prefix_of(chat(*first, prompt_cache_key="mine")) == prefix_of(b'{"prompt_cache_key": "mine"}')
+    assert prefix_of(chat(*first, prompt_cache_key="mine")) != prefix_of(chat(*first, prompt_cache_key="yours"))
     assert prefix_of(b'{"prompt": "a"}') != prefix_of(b'{"prompt": "b"}')
-    for strange in (b"", b"[]", b"not json", b'{"messages": 5}', b'{"prompt": [[1, 2], [3]]}'):
-        prefix_of(strange)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"[]", b"not json", b'{"messages": 5}', b'{"prompt": [[1, 2], [3]]}', b"\xff"),
+        *(b'{"a":' * 5000, b'{"prompt_cache_key": "\\ud800"}', b'{"prompt": "\\ud800"}', b'{"prompt_cache_key": [{}]}'),
+    ],
+)
+def test_any_body_finds_a_replica(body: bytes) -> None:
+    """The replica answers what is wrong with it; an error in choosing one would leave the request waiting for ever."""
+    assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
 
 
 def router(count: int, **open_requests: int) -> tuple[Any, list[Any]]:
