@@ -61,13 +61,22 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
-    """`logprobs` of a completion choice or chunk."""
+    """`logprobs` of a completion choice or chunk: the emitted token is among the likeliest, as one more if need be."""
     return CompletionLogprobs(
         [token.text for token in tokens],
         [token.logprob for token in tokens],
-        [None if token.logprob is None else {text: score for text, _, score in token.top} for token in tokens],
+        [None if token.logprob is None else _ranked(token, token.logprob) for token in tokens],
         [token.offset for token in tokens],
     )
+
+
+def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
+    """Logprobs by text; of tokens that are spelled alike the emitted one counts, else the likeliest."""
+    ranked: dict[str, float] = {}
+    for text, _, score in token.top:
+        ranked.setdefault(text, score)
+    ranked[token.text] = logprob
+    return ranked
 
 
 def prompt_logprobs(

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -153,9 +153,22 @@ class Tokenizer:
         """The vocabulary's own spelling of a token."""
         return str(self._backend.id_to_token(token))
 
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token of plain text to decode others behind: many decoders drop the space that a text begins with."""
+        return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
+
+    def _decode_behind(self, token: int) -> str:
+        """A token's text in the middle of a text."""
+        before = str(self._backend.decode(self._before, skip_special_tokens=False))
+        both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
+        if both.startswith(before):
+            return both[len(before) :]
+        return str(self._backend.decode([token], skip_special_tokens=False))
+
     def spell(self, token: int) -> tuple[str, bytes]:
-        """A token's text, and its bytes, which may be a part of a character."""
-        text = str(self._backend.decode([token], skip_special_tokens=False))
+        """A token's text behind others, and its bytes, which may be a part of a character."""
+        text = self._decode_behind(token)
         if "\ufffd" not in text:
             return text, text.encode()
         piece = self.token_text(token)
@@ -193,8 +206,8 @@ class Tokenizer:
         return found if isinstance(found, dict) else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new incremental decoder."""
-        return Detokenizer(self._backend, skip_special_tokens)
+        """A new incremental decoder of tokens that follow others."""
+        return Detokenizer(self._backend, self._before, skip_special_tokens)
 
     def close(self) -> None:
         """End the pool."""
@@ -204,9 +217,12 @@ class Tokenizer:
 class Detokenizer:
     """Text of one answer, token by token; a partial UTF-8 character is held back."""
 
-    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, before: Sequence[int], skip_special_tokens: bool) -> None:
+        """before: tokens of plain text that the answer follows, so that a space it begins with is kept."""
         self._backend = backend
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        for token in before:
+            self.step(token)
 
     def step(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""

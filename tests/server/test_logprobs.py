@@ -46,7 +46,20 @@ def test_a_completions_logprobs_agree_with_its_text(http: httpx.Client) -> None:
         assert len(top) == 3
         assert list(top.values()) == sorted(top.values(), reverse=True)
         assert top[token] == logprob == max(top.values()) <= 0
-    assert completion_logprobs(http, logprobs=0)["top_logprobs"][0] == {}
+    none = completion_logprobs(http, logprobs=0)
+    assert none["top_logprobs"] == [
+        {token: one} for token, one in zip(none["tokens"], none["token_logprobs"], strict=True)
+    ]
+
+
+def test_an_unlikely_token_is_one_more_than_the_likeliest(http: httpx.Client) -> None:
+    """OpenAI: up to logprobs + 1 elements, the sampled token among them."""
+    found = completion_logprobs(http, temperature=1.5, seed=3, logprobs=2)
+    sizes = set()
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert top[token] == logprob
+        sizes.add(len(top))
+    assert sizes == {2, 3}
 
 
 def test_logprobs_are_of_the_model_not_of_the_sampling(http: httpx.Client) -> None:

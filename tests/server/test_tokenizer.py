@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.api import ConfigError, RequestError
 from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
@@ -49,6 +51,44 @@ def test_a_partial_character_is_held_back(tokenizer: Tokenizer) -> None:
     for end in range(len(parts) + 1):
         assert EMOJI.startswith("".join(parts[:end]))
     assert "".join(parts) == EMOJI
+
+
+def spacing(kind: str) -> tokenizers.Tokenizer:
+    """A tokenizer that marks spaces, and whose decoder takes the one at the beginning of a text."""
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if kind == "llama":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(steps)
+        made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator(["Hello there world and all"] * 50, trainer)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace"])
+def test_spaces_before_words_are_kept(kind: str, tmp_path: Path) -> None:
+    """Of the first token of an answer, which follows a prompt, and of a token that is spelled alone."""
+    inner = spacing(kind)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = Tokenizer(str(tmp_path))
+    tokens = [inner.token_to_id(piece) for piece in ("▁world", "▁and", "▁all")]
+    assert inner.decode(tokens) == "world and all", "this decoder takes no space; the test proves nothing"
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.step(token) for token in tokens] == [" world", " and", " all"]
+    assert [tokenizer.spell(token) for token in tokens] == [
+        (word, word.encode()) for word in (" world", " and", " all")
+    ]
+    if kind == "llama":  # the other has no decoder of bytes
+        euro = [inner.token_to_id(f"<0x{byte:02X}>") for byte in "€".encode()]
+        assert b"".join(tokenizer.spell(token)[1] for token in euro) == "€".encode()
+    tokenizer.close()
 
 
 def test_a_character_cut_off_by_the_end_is_never_sent(tokenizer: Tokenizer) -> None:
