@@ -110,7 +110,13 @@ class MessagesRequest(CountTokensRequest):
 def as_chat(body: CountTokensRequest) -> ChatRequest:
     """The same wish as a chat; raises RequestError for what is not served, ValidationError for what does not fit."""
     refuse_unsupported(body)
-    fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    messages = _messages(body)
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    # An answer goes on with a last turn of the assistant, which says how it begins.
+    last = messages[-1]
+    fields["continue_final_message"] = (
+        last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    )
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     fields |= _tool_choice(body.tool_choice)

@@ -101,8 +101,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     if isinstance(body.tool_choice, dict):
-        choice = body.tool_choice
-        fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
     return ChatRequest.model_validate(fields)
 
 
@@ -110,6 +109,18 @@ def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
     if wanted.get("type") != "json_schema":
         return wanted
     return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+
+
+def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """One function, or some; chat has their names one level further down."""
+    kind, tools = choice.get("type"), choice.get("tools")
+    if kind != "allowed_tools":
+        return {"type": kind, "function": {"name": choice.get("name")}}
+    named = [
+        {"type": tool.get("type"), "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
+        for tool in (tools if isinstance(tools, list) else [])
+    ]
+    return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,18 @@ def test_an_answer_has_blocks_usage_and_a_reason(client: anthropic.Anthropic) ->
     assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
 
 
+def test_an_answer_goes_on_with_how_the_last_turn_begins(client: anthropic.Anthropic, tool_daemon: Daemon) -> None:
+    """A last turn of the assistant's is left open, as a chat's `continue_final_message` leaves it."""
+    turns: Any = [USER, {"role": "assistant", "content": "{"}]
+    message = ask(client, messages=turns, extra_body=SEEDED)
+    chat = {"model": MODEL, "messages": turns, "max_tokens": 20, **SEEDED}
+    url = f"{tool_daemon.url}/v1/chat/completions"
+    opened, closed = (httpx.post(url, json=chat | {"continue_final_message": opens}).json() for opens in (True, False))
+    assert message.content[0].text == opened["choices"][0]["message"]["content"]
+    counted = client.messages.count_tokens(model=MODEL, messages=turns).input_tokens
+    assert counted == opened["usage"]["prompt_tokens"] < closed["usage"]["prompt_tokens"]
+
+
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
     """The client puts its events together; the same seed gives the same text."""
     whole = ask(client, extra_body=SEEDED)

@@ -103,6 +103,20 @@ def test_the_clients_own_stream_helper_follows(openai_client: openai.OpenAI) -> 
         assert stream.get_final_response().output_text in ("yes", "no")
 
 
+def test_some_functions_may_be_allowed(tool_client: openai.OpenAI) -> None:
+    """The model is told of these alone, and calls no other."""
+    clock = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    wish = {**CALL, "tools": [FUNCTION, clock], "max_output_tokens": 200, "temperature": 1}
+
+    def ask(name: str) -> Any:
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": name}]}
+        return tool_client.responses.create(**wish, tool_choice=allowed)
+
+    assert {call.name for call in ask("clock").output} == {"clock"}
+    with pytest.raises(openai.BadRequestError, match="no function 'cook'"):
+        ask("cook")
+
+
 def test_a_call_and_its_result_go_round(tool_client: openai.OpenAI) -> None:
     """Function calls as items; the client sends its own objects back with the result."""
     wish = {**CALL, "tools": [FUNCTION], "max_output_tokens": 200, "temperature": 1}
