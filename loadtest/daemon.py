@@ -6,8 +6,10 @@ import contextlib
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,12 +21,18 @@ _START_TIMEOUT_S = 600.0
 def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
     """Start `polydraft serve` on a free port; the URL, once it is ready. Raises RuntimeError if it exits."""
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        yield _wait_until_ready(process)
-    finally:
-        process.terminate()
-        process.communicate()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        # Else a daemon that logs much would wait for someone to read it.
+        reader = threading.Thread(target=deque, args=(process.stderr, 0))
+        try:
+            url = _wait_until_ready(process.stderr)
+            reader.start()
+            yield url
+        finally:
+            process.terminate()
+            if reader.ident is not None:
+                reader.join()
 
 
 def process_folder(pattern: str) -> Path:
@@ -39,11 +47,10 @@ def process_folder(pattern: str) -> Path:
     raise RuntimeError(f"no process matches {pattern}")
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None
+def _wait_until_ready(log: Iterable[str]) -> str:
     lines = []
     deadline = time.monotonic() + _START_TIMEOUT_S
-    for line in process.stderr:
+    for line in log:
         lines.append(line)
         if " on http://" in line:
             url = line.rsplit(" on ", 1)[1].strip()
