@@ -161,7 +161,9 @@ class ModelRunner:
         """Forget the K/V of blocks."""
         if self._ranks is not None:
             self._ranks.tell("wipe", block_ids)
-        slots = torch.tensor(block_ids).unsqueeze(1) * self.block_size + torch.arange(self.block_size)
+        slots = torch.tensor(block_ids, dtype=torch.int64).unsqueeze(1) * self.block_size + torch.arange(
+            self.block_size
+        )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
 

@@ -26,6 +26,9 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
+LARGEST = 1 - 2.0**-53
+"""The largest number below 1; the sum of the largest word and a half would be rounded to 1."""
+
 
 class Purpose(IntEnum):
     """What a random number decides."""
@@ -73,7 +76,7 @@ def uniform(
     purpose: one `Purpose`, or several, to draw for them in one call.
     """
     word = hash_words(seed, position, purpose, chain, depth)
-    return ((word >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.minimum(((word >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53, LARGEST)
 
 
 def choice_seed(seed: int, index: int) -> int:

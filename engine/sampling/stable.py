@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Sampling
-from engine.sampling.noise import GOLDEN, MIX_1, MIX_2, Purpose, hash_words
+from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
 from engine.transfer import to_device
 
 
@@ -52,7 +52,7 @@ def uniform_rows(
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         word = (word ^ _shifted(word, shift)) * int(factor.view(np.int64))
     word = word ^ _shifted(word, 31)
-    return (_shifted(word, 11).double() + 0.5) * 2.0**-53
+    return ((_shifted(word, 11).double() + 0.5) * 2.0**-53).clamp_(max=LARGEST)
 
 
 def _shifted(word: torch.Tensor, count: int) -> torch.Tensor:

@@ -180,7 +180,8 @@ class Scheduler:
             sum(part.end for part in others),
         )
         for part in adaptive:
-            fanout, draft_chunk = self.controller.fanout(part.sequence), 0
+            # An answer's last token is not drafted, so that nothing may be left of the shape.
+            fanout, draft_chunk = self.controller.fanout(part.sequence)[: part.sequence.num_remaining - 1], 0
             if fanout and self.draft_prefill.is_far(part.sequence):
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:

@@ -50,15 +50,15 @@ def run(machine: Engine, asked: list[Any]) -> tuple[dict[str, list[int]], dict[s
     return tokens, errors
 
 
-def breaking(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's logits of one request have such a number, once, at its third step."""
+def breaking(number: float, monkeypatch: pytest.MonkeyPatch, step: int = STEP) -> None:
+    """The target's logits of one request have such a number, once, at this step."""
     steps = 0
 
     def broken(plan: Any, draft: Any, logits_NV: torch.Tensor) -> Any:
         nonlocal steps
         steps += 1
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
-        if steps == STEP:
+        if steps == step:
             (place,) = [i for i, row in enumerate(plan.sampling_rows) if row.request_id == BAD]
             first, end = draft.starts[place : place + 2].tolist()
             logits_NV[(first + end) // 2, 7] = number
@@ -158,3 +158,16 @@ def test_who_shares_a_beginning_with_a_broken_request_keeps_it(shape: str, monke
     assert list(errors) == [BAD]
     assert {name: tokens[name] for name in "02"} == {name: expected[name] for name in "02"}
     assert run(machine, asked)[0] == expected
+
+
+def test_a_broken_request_whose_blocks_all_belong_to_others_too_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it can be wiped. Its prompt fills whole blocks, which a longer one that comes with it shares."""
+    machine = engine()
+    size = machine.facts.block_size
+    short = tiny.request("1", range(5, 5 + 2 * size), SHAPES["plain"], 4, temperature=1.0)
+    longer = tiny.request("0", range(5, 10 + 2 * size), SHAPES["plain"], 4, temperature=1.0)
+    expected = run(engine(), [longer])[0]
+    breaking(float("nan"), monkeypatch, step=1)
+    tokens, errors = run(machine, [short, longer])
+    assert list(errors) == [BAD]
+    assert tokens["0"] == expected["0"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from scipy.stats import chi2, kstest
 
-from engine.sampling.noise import Purpose, choice_seed, uniform
+from engine.request import Sampling
+from engine.sampling.noise import GOLDEN, MIX_1, MIX_2, Purpose, choice_seed, hash_words, uniform
+from engine.sampling.stable import race, uniform_rows
 
 COUNT = 40_000
 
@@ -87,3 +91,35 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_the_request_s() -> 
     assert seeds[0] == 42
     assert len(set(seeds)) == 100
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def unmixed(word: int) -> int:
+    """The word that splitmix64's finaliser makes this one of."""
+    for shift, factor in ((31, int(MIX_2)), (27, int(MIX_1)), (30, 1)):
+        found = word
+        for _ in range(64 // shift):
+            found = word ^ (found >> shift)
+        word = found * pow(factor, -1, 1 << 64) % (1 << 64)
+    return word
+
+
+def seed_of(word: int, *parts: int) -> int:
+    """The seed with which a name of these parts hashes to a word."""
+    for part in reversed(parts):
+        word = unmixed(word) ^ (part + 1) * int(GOLDEN) % (1 << 64)
+    found = (unmixed(word) - int(GOLDEN)) % (1 << 64)
+    return found - (1 << 64) if found >= 1 << 63 else found
+
+
+@pytest.mark.parametrize("word", [0, (1 << 64) - 1])
+def test_the_smallest_and_the_largest_number_are_inside(word: int) -> None:
+    """Float64 rounds the largest to 1, whose logarithm would give a race a token that may not come."""
+    seed = seed_of(word, 7, Purpose.CLOCK, 0, 3)
+    assert int(hash_words(seed, 7, Purpose.CLOCK, 0, 3)[0]) == word
+    (found,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)
+    assert 0 < found < 1
+    law_NV = torch.tensor([[0.0, 0.0, 0.5, 0.0 if word else 0.5, 0.5]])
+    assert uniform_rows([seed], [7], Purpose.CLOCK, 5, law_NV.device)[0, 3] == found
+    race_NV = race(law_NV, [Sampling(seed=seed)], [7])
+    assert race_NV.isfinite().all()
+    assert law_NV[0, race_NV.argmax()] > 0
