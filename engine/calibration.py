@@ -37,9 +37,9 @@ _MOST_NODES = 256
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.04, 4, 8
 """Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
 _NUM_WARM, _NUM_TIMED = 4, 3
-"""Short steps of a plan in a turn that find other weights in the caches and do not count, and those that do."""
+"""A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
 _WARM_UP_BELOW_S = 0.03
-"""A step that takes longer is no slower behind another plan's step than behind its own (measured)."""
+"""Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""

@@ -67,7 +67,8 @@ class Engine:
         self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
         self.telemetry = Telemetry(scheduler, target.device)
         self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
-        """Roots and nodes of a pass up to which a step's trees are not merged (`drafters.draft.trees_of`)."""
+        """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
+        drafted tokens (`drafters.draft.trees_of`); 0 always merges."""
         self._broken: list[str] = []
 
     @torch.inference_mode()
@@ -91,7 +92,7 @@ class Engine:
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # the exact rule of each request
             winners, largest = verify_chains(plan, draft, logits_NV)
-        with phase("keep"):  # forget the rejected branches
+        with phase("keep"):  # move the accepted paths' K/V to where it stays
             self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
             if self.drafter is not None:
                 self.drafter.keep(plan, kept_paths(winners))
@@ -148,10 +149,10 @@ class Engine:
         return is_known
 
     def _end_broken(self, plan: Plan, verdict: Verdict) -> None:
-        """Forget the sequences whose numbers are not finite, and their K/V before others get its blocks.
+        """End the requests whose numbers are not finite, and wipe their K/V before others get its blocks.
 
-        A block of a beginning that others share stays as it is, because nothing is wrong with what they read of it: if
-        there were, their own numbers would not be finite. Nobody else is given it any more.
+        A block that another request holds is left as it is: with wrong K/V in it, that request would be broken too.
+        No new request gets such a block from the prefix cache.
         """
         if not verdict.broken:
             return

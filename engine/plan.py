@@ -6,6 +6,7 @@ Words: a *row* is one sequence's part of a step. Its *input ids* are the tokens 
 target K/V is missing (a prompt chunk, or just the last emitted token). A row *emits* when it
 reaches the end of the text; drafted *nodes* then follow its last input id, the *root*.
 A *slot* is the place of one token in the K/V pool, an *index* its place in the sequence.
+A *law* is a probability distribution over the vocabulary: that of the next token, given the text before it.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_copy(self) -> int:
-        """How many chains stand before the copied ones: a row that draws none has one of length 0."""
+        """Rank of the first copied chain: drawn chains come first, one of length 0 where the row draws none."""
         return max(1, self.num_drafts)
 
     @property

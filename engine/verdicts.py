@@ -33,9 +33,9 @@ class HostVerdict:
 
 
 def largest_numbers(draft: Draft, logits_NV: Tensor) -> Tensor:
-    """[N + M] the largest of each node's target logits, then of each draft law: NaN where any of them is.
+    """[N + M] maximum of each node's target logits, then of each draft law; NaN where one of the numbers is NaN.
 
-    logits_NV: of the sampling rows' nodes. A token that cannot come has minus infinity.
+    logits_NV: of the sampling rows' nodes. The maximum ignores minus infinity, the logit of tokens that cannot come.
     """
     drafted_MV = draft.chains.draft.law_NV
     return torch.cat([logits_NV.amax(1), drafted_MV.amax(1)]) if len(drafted_MV) else logits_NV.amax(1)

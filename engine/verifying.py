@@ -52,14 +52,14 @@ class _Task:
     walks: Mapping[int, Walk]
     """By row number: how far it follows its copied chains."""
     goes_on_R: Bools
-    """Whether drawn chains of the row are verified behind that."""
+    """Whether a rule still verifies drawn chains of the row, below the accepted copied tokens."""
 
 
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[list[Winner], Floats]:
     """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
 
-    Waits for the device once, or once more for copied chains before and for logprobs behind. Rules that search
-    (`traversal`, `weighted_race`, `ot_lp`) wait for the device while they do.
+    Waits for the device once, to read the verdicts; also before that where chains are copied, and after it where
+    logprobs are wanted. `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
         return [], np.zeros(0)

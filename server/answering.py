@@ -164,7 +164,7 @@ async def run_through(
 
 
 async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
-    """Whether some work was done before the client left, which ends it; raises what the work raises."""
+    """Wait for some work, and cancel it if the client leaves first; whether it finished. Raises what it raises."""
     gone = asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -252,7 +252,7 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
 
 
 class Teller(Protocol):
-    """Tells of a generation in named events, and at its end as a whole."""
+    """Turns a generation into an API's named events, and into the whole answer at its end."""
 
     def begin(self) -> list[dict[str, Any]]:
         """Events before the first token."""

@@ -245,7 +245,10 @@ class EngineClient:
         queued = sum(self._queued_tokens.values())
         new = sum(len(request.prompt_token_ids) for request in requests)
         if queued and queued + new > self._max_queued_tokens:
-            raise EngineBusy(f"prompts of {queued} tokens wait, the most is {self._max_queued_tokens}; try again soon")
+            raise EngineBusy(
+                f"{queued} prompt tokens wait and this call adds {new}, the limit is {self._max_queued_tokens}; "
+                "try again soon"
+            )
 
     def abort(self, request_id: str) -> None:
         """End one request early; nothing more arrives for it."""

@@ -112,7 +112,7 @@ class Choice:
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
-        # Released text lags behind the tokens because of stop strings: to count tokens, each is followed by itself.
+        # One parser splits the released text, which lags because of stop strings; the other counts tokens as they come.
         self._reasoning, self._counting = (
             None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
         )

@@ -154,7 +154,8 @@ async def prepare(
 def thoughts_of(
     server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool
 ) -> Literal["none", "possible", "begun"]:
-    """Whether an answer may hold thoughts. One that is bound begins with its structure in any case."""
+    """Whether an answer may hold thoughts, and whether the prompt has opened them. is_bound: the answer follows a
+    grammar from its first token, so a <think> tag in the prompt does not make it begin with a thought."""
     if not server.thinks or not isinstance(body, ChatRequest):
         return "none"
     end = server.tokenizer.decode(prompt[-_PROMPT_END:])

@@ -121,7 +121,7 @@ class Serve(BaseSettings):
     max_num_seqs: Positive = Field(64, description="requests that run at once")
     max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
     max_prompt_tokens_per_step: NotNegative = Field(
-        0, description="of these, prompt tokens while others decode; 0: 512 on a CPU, else all that fit"
+        0, description="most prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit"
     )
     max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
     block_size: Positive = Field(16, description="tokens in a K/V block")
@@ -206,7 +206,7 @@ class Serve(BaseSettings):
         description="requests that one key, without keys one address, may send, such as 60/minute,5/second",
     )
     max_num_queued_tokens: NotNegative = Field(
-        0, description="prompt tokens of requests that have no token yet; more get 429, but a first one; 0: any"
+        0, description="prompt tokens of requests that have no token yet; more get 429 unless none wait; 0: no limit"
     )
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
         15.0, description="seconds of silence after which a stream sends a comment; 0: never"

@@ -106,7 +106,7 @@ class BlockStore:
             self._drafted.add(block)
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """Share these blocks with nobody who comes; their holders keep them. Returns those that nobody holds."""
+        """Take blocks out of the prefix cache; their holders keep them. Returns those that nobody holds."""
         blocks = list(block_ids)
         for block in blocks:
             if block in self._key_of:

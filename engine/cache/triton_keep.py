@@ -1,4 +1,4 @@
-"""KVMoves K/V of accepted drafts to where they stay, in one launch for all layers and sequences.
+"""Moves K/V of accepted drafts to where it stays, in one launch per tensor for all layers and sequences.
 
 Torch gathers all rows into memory of their own and scatters them from there; here a program holds a piece of a
 sequence's rows in registers, between reading all and writing any.

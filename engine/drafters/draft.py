@@ -27,8 +27,8 @@ from engine.speculation.verification import RULES
 from engine.transfer import to_device
 
 MOST_UNMERGED = 64
-"""Roots and nodes of a target's pass on a device up to which equal nodes stay apart, so that the host need not wait for
-the drafted tokens: a pass of so few rows is expected to take about as long as one of one row (not measured yet)."""
+"""Largest target pass (roots plus nodes) on a device in which equal nodes are not merged, so that the host need not
+wait for the drafted tokens: so few rows are expected to take about as long as one (not measured yet)."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -302,7 +302,7 @@ def trees_of(
 ) -> tuple[tuple[Tree, ...], Tensor | None]:
     """(the tree of every sampling row, the tokens of their nodes where the trees have none).
 
-    most_unmerged: roots and nodes that may enter a pass with equal ones apart, which spares waiting for the device.
+    most_unmerged: largest pass (roots plus nodes) that is not merged; merging makes the host wait for the device.
     """
     rows, num_nodes = plan.sampling_rows, len(layout.node_M)
     if num_nodes == 0 and not any(row.copies for row in rows):

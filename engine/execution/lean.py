@@ -85,9 +85,9 @@ class LeanDecoder:
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
-        """Pack the weights of its products: nothing else looks at them, so they need not be tried.
+        """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model.
 
-        Where kernels compute its layers, their tiles are chosen instead.
+        Where Triton kernels compute the layers, this chooses the tiles of their products instead.
         """
         layers = self._layers
         if self.use_kernels and wanted != "off":

@@ -105,7 +105,7 @@ class PackedLinear:
     def pack(self, packed_from: int, size_of: Sequence[int] = _SIZE_OF) -> None:
         """Run packed from so many rows on; from one row on, the plain form is given up.
 
-        size_of: with how many rows so many are run, for each number up to the largest size.
+        size_of: by number of rows, the number that they are padded to, up to the largest size.
         """
         self._packed, self._packed_from, self._size_of = reorder(self.weight), packed_from, size_of
         if packed_from == 1:
@@ -114,7 +114,8 @@ class PackedLinear:
                 module.weight.data = module.weight.data.new_empty(0)
 
     def compile(self) -> None:
-        """Meet the numbers of rows that there are, from few to many, for a while; nothing where none is compiled."""
+        """Run the product with each size of `_SIZES`, from few rows to many, so that oneDNN compiles its kernels at
+        start; stops after `_COMPILE_BUDGET_S`. Does nothing where oneDNN does not run the product."""
         if self._packed is None and not self._compiles:
             return
         began = time.perf_counter()
@@ -161,7 +162,7 @@ class Choices:
         self._is_new = False
 
     def of(self, alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
-        """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
+        """(fewest rows that run packed, 0: never; by number of rows, the number they are padded to) for one shape."""
         name = f"{alike[0].shape} {alike[0].weight.dtype} {len(alike)}"
         try:
             packed_from, few = self._known[name]
@@ -277,7 +278,7 @@ def _made_up(num_rows: int, weight: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _fastest(alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
-    """From how many rows on weights of one shape are run packed, 0 for never; and with how many rows then."""
+    """(fewest rows that run packed, 0: never; by number of rows, the number they are padded to) for one shape."""
     count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
     plain = [product.weight for product in alike[:count]]
     packed = [reorder(weight) for weight in plain]

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.execution.triton_attention import product
 
 MOST_ROWS = 64
-"""More rows than this are not few."""
+"""Most rows that `norm_product` takes."""
 _LEAST_ROWS = 16
 _TILE_BYTES = 8192
 """Of a tile of the weight: several of them at once fit the memory that a program may share, on small devices too."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 _BELIEF, _BELIEF_WEIGHT, _BELIEF_STD, _GROWTH = 0.7, 6.0, 0.15, 0.25
-"""Before anything is seen: acceptance of one chain's token, its weight in observations, how uncertain the tokens of a
-step are (of their logarithm), and how acceptance grows with K."""
+"""Before any observation: acceptance of a token of one chain; the weight of this prior in observations; standard
+deviation of the logarithm of a step's tokens; exponent of K by which acceptance grows (`with_chains`)."""
 _KEEP = 0.998
 """Share of the observations' weight that a step leaves."""
 _ANSWER, _KEEP_ANSWERS = 128.0, 0.95

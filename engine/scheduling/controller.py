@@ -41,12 +41,12 @@ estimate, and as the draft model must catch up on a request that has stopped."""
 _CHOOSE_EVERY = 8
 """Steps between choices for the same requests."""
 _FEW = 4
-"""A choice holds until more than one request in so many has come or gone."""
+"""The controller chooses again when more than one in this many requests has come or gone."""
 _EARLY = 64
 """For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
-"""Steps of a trial, and of one of plain decoding, whose first steps tell little (`step_time`); the share of all steps
-that trials may have, after few steps their square root."""
+"""Steps of a trial; steps of a trial of plain decoding, of which the first tell little (`step_time`); largest share of
+all steps that trials take (at the start more: the square root of the number of steps)."""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
@@ -109,7 +109,8 @@ class Controller:
         self.acceptance = Acceptance(longest)
         self.choice = Choice()
         self.reads = True
-        """Whether the draft model reads texts along that nothing is drafted from yet: not where all decode plainly."""
+        """Whether the draft model also computes texts from which nothing is drafted yet; False while plain decoding is
+        chosen for all."""
         self.spent_s = 0.0
         """How long choosing has taken since the start."""
         self._longest = longest
@@ -162,7 +163,7 @@ class Controller:
         best = int((options.rates * handicap).argmax())
         self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
         self._resting = ids - self.choice.drafting
-        if any(one.num_remaining > 1 for one in load.adaptive):  # or no shape could be chosen but plain
+        if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
             self.reads = self.choice.shape != PLAIN
         self._next = self._step + _CHOOSE_EVERY
         trial = self._trial(options, best)
@@ -220,7 +221,7 @@ class Controller:
             seconds = self.times.step_s(works)
 
         emitted = np.where(drafting, tokens, 1.0).sum(1)
-        # Where drafting is what is done, the texts of requests that come must be read too.
+        # A shape that drafts also pays for the draft model's reading: of texts it is behind on, or of prompts to come.
         reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
         rates = (emitted + tokens_beside) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
         rates[1:][num_drafting[1:] == 0] = 0.0

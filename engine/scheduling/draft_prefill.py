@@ -27,7 +27,8 @@ class DraftPrefill:
         sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
         self.draft_window = draft_window
         self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
-        """Most tokens that it catches up on in a step: what prompts are sure to get of a step, but for one token."""
+        """Most tokens that the draft model catches up on in a step: one less than prompts are sure to get, so that the
+        target can compute a token as well."""
         self._share = self.most_lag
 
     @property

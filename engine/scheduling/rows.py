@@ -47,7 +47,8 @@ def _most_known(sequence: Sequence, budget: int) -> int:
 def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int) -> Part:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
-    draft_chunk: where nothing is drafted, so many tokens more than the target the draft model computes; 0 for none.
+    draft_chunk: for a row without drafts, how many tokens more than the target the draft model may compute; 0: it
+    computes none.
     """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
@@ -60,7 +61,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
         nodes += len(copy.tokens)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
-    # Where the draft model has more to catch up on than the target, it takes the budget.
+    # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by that many.
     lag = max(0, first - draft_first) if fanout else 0
     emits = num_missing + max(nodes, lag) <= chunk
     end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))

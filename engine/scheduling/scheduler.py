@@ -6,8 +6,9 @@ priority, then by arrival. When the pool has no block left for a row, the sequen
 least is preempted: it goes back to the queue and is recomputed later, with the same output (its noise depends on
 positions only).
 
-How many tokens a row drafts depends on the request alone, or on what the controller chooses once it is known who emits;
-never on what is drafted. This keeps the law exact, and answers of the first kind independent of the load.
+How many tokens a row drafts is fixed by its request, or chosen by the controller once it is known which rows emit. It
+never depends on the drafted tokens, which keeps the law exact. Where the request fixes it, the answer does not depend
+on the load.
 """
 
 from __future__ import annotations
@@ -60,16 +61,17 @@ class Scheduler:
         """Set once costs have been measured; without it adaptive requests draft all they may."""
         self.num_preemptions = 0
         self.num_cache_queries = 0
-        """Tokens of admitted texts, and (next) those of them whose K/V was there."""
+        """Tokens of all admitted texts."""
         self.num_cache_hits = 0
+        """How many of these had their K/V in the prefix cache."""
         self._waiting: list[Sequence] = []
         """Sorted by `_urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
         self._read_along = 0
-        """How many tokens more than the target the draft model reads of adaptive prompts in this step. Fixed before the
-        controller chooses: K/V that has been published to other requests must be computed."""
+        """How many tokens more than the target the draft model computes of an adaptive prompt in this step; 0: it reads
+        none. Set before the controller chooses: draft K/V that is already published must be computed in this step."""
         self._next_id = 0
         self._step = 0
 
@@ -132,8 +134,8 @@ class Scheduler:
         return self.last_plan
 
     def _plan_texts(self, parts: dict[int, Part]) -> int:
-        """Add the known tokens of decoding rows, of running prompts, and of requests that are admitted, with what they
-        draft where their request alone decides that; the tokens left for what the controller decides."""
+        """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts where the
+        request fixes their shape. Returns the tokens left for drafts that the controller chooses."""
         total = budget = self.config.max_num_batched_tokens
         decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)

@@ -8,7 +8,7 @@ from engine.request import Request, TokenLogprob
 from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
-"""Tokens that it takes to believe how a request's drafts compare with all."""
+"""Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""
 
 
 class Sequence:
@@ -56,7 +56,8 @@ class Sequence:
         self.draft_window = 0
         """Tokens before its drafts that the draft model sees; 0 is all."""
         self.shares_blocks = True
-        """Whether it uses other texts' blocks and they its own: others write draft K/V into them, with their window."""
+        """Whether it uses the prefix cache. False where the server has a draft window, but this request must draft
+        without one: cached draft K/V was computed with the window."""
         self.fanout = request.speculation.fanout
         """What its request drafts in a step."""
         self.block_ids: list[int] = []

@@ -5,8 +5,8 @@ DRAFT_METHODS, from the draft law below the node's prefix. In the usual tree onl
 below its first token every chain goes on alone; with `iid` such chains are independent given the context, which is
 what the block rules need. A chain *leads* a node when it is the first of the chains through it: rules that look at
 nodes see every drawn node once, through its leader (equal tokens of different draws stay different nodes).
-A row that does not speculate has one chain of length 0: plain decoding is verification of
-nothing, and needs no code of its own.
+A row that does not speculate has one chain of length 0, so that it can be verified in one batch with rows that do. (A
+step in which no row drafts draws its tokens directly: `engine.verifying`.)
 
 Not for: running the draft model (`engine.drafters`).
 """
@@ -38,9 +38,9 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     """[N, K] K children below each node; deterministic in the weights and the noise.
 
     weights_NV: the draft law (for `most_likely`: anything that orders the tokens, such as logits).
-    Where a law's support is smaller than K, surplus children get a token whose probability among what is left is 0,
-    by which the rules for the method recognise it. `greedy` and `spechub` children always differ from each other: their
-    rules expect one node for each, and one draw below it.
+    If fewer than K tokens have positive probability, the remaining children get a token whose probability in what is
+    left of the law is 0; the method's rules recognise them by that. `greedy` and `spechub` children always differ from
+    each other: their rules expect one node for each, and one draw below it.
     """
     num_children = uniform_NK.shape[1]
     if method == MOST_LIKELY:
@@ -114,7 +114,7 @@ class LawTable:
 
 @dataclass(frozen=True)
 class TargetShifts:
-    """Pending changes of the target law (`shifts.py`), M of them per chain, oldest first."""
+    """Pending changes of the target law (`target_shift.py`), M of them per chain, oldest first."""
 
     remaining_CM: Tensor
     """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""

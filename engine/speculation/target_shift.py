@@ -121,7 +121,7 @@ def apply_shifts(
 def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[TargetShifts]]:
     """(the laws that hold along each chain, by depth the shifts with their states at the chain's node).
 
-    TargetShifts never hold below a whole chain: a window ends with its block, or where the answer does.
+    No shift holds after a whole chain: a window ends with its block, or where the answer does.
     """
     if chains.shifts is None:
         return target, []

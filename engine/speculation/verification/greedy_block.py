@@ -1,7 +1,7 @@
 """Greedy block verification (Sun et al., appendix), alone and behind the score race (exact SpecTr-GBV).
 
 Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race selects among K;
-`shifts.py` has g = G_vx/P_v and gamma = G_v/P_v):
+`target_shift.py` has g = G_vx/P_v and gamma = G_v/P_v):
   accept  h_i = min(1, sum_x (p - g)+ / sum_x (g - p)+) at the node below i tokens, i < L;  h_L = min(1, 1/gamma)
 The accepted length is the largest i whose uniform number falls below h_i; then the next token is drawn from
 norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability min(P_v, G_v), the most that any

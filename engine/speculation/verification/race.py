@@ -56,7 +56,8 @@ def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
 
 
 def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """The same by plain operations: the oracle of the kernels, which nothing here may ask whether they work."""
+    """The same by plain operations, the reference for the kernels. It must not call `fused_block.takes`: the check that
+    decides whether the kernels are used (`fused_block.find_fault`) calls this function."""
     known = blocks(chains, target)
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)
     lower_C, upper_C = score_bounds(chains, target, known, accepted_C, next_token_C)

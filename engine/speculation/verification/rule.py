@@ -1,7 +1,7 @@
 """What a chain rule is, what it returns, and the residual all of them draw from.
 
-On a device sums over and draws from laws are made from the tables as they are (`sampling.fused`); the rows they are
-written with here are what that must agree with.
+Where Triton kernels are used, `sampling.fused` sums laws and draws from them without gathering their rows. The plain
+operations here are the reference for its results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Rule(RuleFacts, frozen=True):
     node_rule: NodeRule | None = None
     """Acceptance given the drafts at one node, where there is no closed form."""
     by_tiles: bool = False
-    """Whether the kernels of `sampling.fused` serve it, so that it keeps sums of tiles only."""
+    """Whether it runs on the kernels of `sampling.fused`, which keep one sum per tile instead of whole rows: its
+    verification then needs little memory (`engine.verifying`)."""
 
     def has_closed_form(self, method: str, count: int) -> bool:
         """Whether the acceptance of `count` drafts is known without drawing them."""
