@@ -21,6 +21,7 @@ from server.time_limit import TookTooLong, run_limited
 Result = TypeVar("Result")
 
 _CHAT_LIMIT_S = 10.0
+_REPLACEMENT = "\ufffd"
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -169,7 +170,7 @@ class Tokenizer:
     def spell(self, token: int) -> tuple[str, bytes]:
         """A token's text behind others, and its bytes, which may be a part of a character."""
         text = self._decode_behind(token)
-        if "\ufffd" not in text:
+        if _REPLACEMENT not in text:
             return text, text.encode()
         piece = self.token_text(token)
         if piece.startswith("<0x") and piece.endswith(">"):
@@ -220,13 +221,26 @@ class Detokenizer:
     def __init__(self, backend: Any, before: Sequence[int], skip_special_tokens: bool) -> None:
         """before: tokens of plain text that the answer follows, so that a space it begins with is kept."""
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in before:
-            self.step(token)
+        self._before = before
+        self._skips_special = skip_special_tokens
+        self._stream = self._new_stream()
+
+    def _new_stream(self) -> DecodeStream:
+        stream = DecodeStream(skip_special_tokens=self._skips_special)
+        for token in self._before:
+            stream.step(self._backend, token)
+        return stream
 
     def step(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
-        return self._stream.step(self._backend, token) or ""
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception as error:  # the library has no class of its own for it
+            if "Invalid prefix" not in str(error):
+                raise
+            # Bytes that are no character change how those before them are decoded: begin anew behind them.
+            self._stream = self._new_stream()
+            return _REPLACEMENT + (self._stream.step(self._backend, token) or "")
 
 
 def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:

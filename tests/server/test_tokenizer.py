@@ -65,10 +65,12 @@ def spacing(kind: str) -> tokenizers.Tokenizer:
         )
     else:
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=144, special_tokens=["<unk>"], show_progress=False)
     made.train_from_iterator(["Hello there world and all"] * 50, trainer)
-    return made
+    described = json.loads(made.to_str())
+    vocab = described["model"]["vocab"]
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    return tokenizers.Tokenizer.from_str(json.dumps(described))
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
@@ -88,6 +90,18 @@ def test_spaces_before_words_are_kept(kind: str, tmp_path: Path) -> None:
     if kind == "llama":  # the other has no decoder of bytes
         euro = [inner.token_to_id(f"<0x{byte:02X}>") for byte in "€".encode()]
         assert b"".join(tokenizer.spell(token)[1] for token in euro) == "€".encode()
+    tokenizer.close()
+
+
+def test_bytes_that_are_no_character_are_replaced(tmp_path: Path) -> None:
+    """A byte that was released, one that begins a character, and text: decoding all three changes the first."""
+    inner = spacing("llama")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = Tokenizer(str(tmp_path))
+    tokens = [inner.token_to_id(piece) for piece in ("<0x0A>", "<0xE2>", "▁world", "▁and")]
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(detokenizer.step(token) for token in tokens) == "\n\ufffd world and"
     tokenizer.close()
 
 
