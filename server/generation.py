@@ -116,7 +116,9 @@ class Choice:
         self._reasoning, self._counting = (
             None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
         )
-        self._calls = None if options.tools is None else ToolCalls(options.tools, tokenizer.response_template)
+        tools, template = options.tools, tokenizer.response_template
+        self._calls = None if tools is None else ToolCalls(tools, template)
+        self._counting_calls = None if tools is None or tools.parallel else ToolCalls(tools, template)
         self.call_ids: list[str] = []
 
     @property
@@ -139,6 +141,9 @@ class Choice:
         text, num_kept = self._detokenize(outcome)
         if self._cut.is_cut:
             self.finish_reason = "stop"
+        elif self._counting_calls is not None and self._counting_calls.is_over:
+            self.finish_reason = "stop"
+            text += self._cut.finish()
         elif outcome.finish_reason is not None:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
@@ -173,12 +178,10 @@ class Choice:
         return [*thoughts, *self._read_calls("".join(part for part in found if isinstance(part, str)))]
 
     def _read_calls(self, text: str) -> list[str | CallPiece]:
-        """Text outside calls and pieces of calls; the answer may end with its only call."""
+        """Text outside calls and pieces of calls; an answer that is to have one call has ended with it."""
         if self._calls is None:
             return [text] if text else []
         found = self._calls.feed(text, self.finish_reason is not None)
-        if self.finish_reason is None and self._calls.is_over:
-            self.finish_reason = "stop"
         if self.finish_reason == "stop" and self._calls.calls:
             self.finish_reason = "tool_calls"
         return [part if isinstance(part, str) else self._named(part) for part in found]
@@ -214,12 +217,15 @@ class Choice:
         for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
             self._add_logprob(self.logprobs, token, found)
 
-    def _count_thought(self, piece: str) -> None:
-        """Count a token that belongs to thoughts, their tags included."""
+    def _count(self, piece: str) -> None:
+        """Follow thoughts (their tags included) and calls token by token, to know which tokens belong to them."""
+        parts: Sequence[str | Thought] = [piece]
         if self._counting is not None:
             was_inside = self._counting.is_inside
-            self._counting.feed(piece)
+            parts = self._counting.feed(piece)
             self.num_thought += was_inside or self._counting.is_inside
+        if self._counting_calls is not None:
+            self._counting_calls.feed("".join(part for part in parts if isinstance(part, str)), False)
 
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
         """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
@@ -230,9 +236,9 @@ class Choice:
                 return text, count
             looks = self.num_tokens + count > self.request.limits.min_tokens
             piece = self._detokenizer.step(token)
-            self._count_thought(piece)
+            self._count(piece)
             text += self._cut.feed(piece, looks)
-            if self._cut.is_cut:
+            if self._cut.is_cut or (self._counting_calls is not None and self._counting_calls.is_over):
                 return text, count
         return text, len(outcome.token_ids)
 

@@ -31,6 +31,17 @@ _COMPACT = {"whitespace_flexible": False}
 _FLEXIBLE = {"whitespace_flexible": True}
 
 
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+"""Formats of strings that llguidance follows."""
+# Keys of a schema that hold schemas: by name; one, or a list of them.
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SCHEMAS = frozenset(
+    {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"}
+    | {"additionalProperties", "unevaluatedProperties", "propertyNames"}
+    | {"anyOf", "allOf", "oneOf", "not", "if", "then", "else"}
+)
+
+
 @dataclass(frozen=True)
 class Structure:
     """What an answer must follow."""
@@ -120,8 +131,22 @@ def _compile(param: str, kind: str, value: Any) -> str:
 
 
 def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """A schema whose JSON has no white space between its parts, unless it says otherwise."""
-    return {"x-guidance": _COMPACT, **schema} if isinstance(schema, dict) else schema
+    """A schema whose JSON has no white space between its parts, unless it says otherwise; without formats that the
+    grammar library does not know, as a format that is not known says nothing."""
+    return {"x-guidance": _COMPACT, **_without_formats(schema)} if isinstance(schema, dict) else schema
+
+
+def _without_formats(schema: Any) -> Any:
+    """A schema, and those inside it, without formats that are not known."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "format" or value in _FORMATS}
+    for key, value in kept.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[key] = {name: _without_formats(one) for name, one in value.items()}
+        elif key in _SCHEMAS:
+            kept[key] = [_without_formats(one) for one in value] if isinstance(value, list) else _without_formats(value)
+    return kept
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:

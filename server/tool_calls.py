@@ -128,6 +128,8 @@ class _Calls:
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self.calls: list[Call] = []
+        self.num_ended = 0
+        """Calls that the model has ended, which the end of the answer did not."""
         self._body: _Body | None = None
         self._announced = False
 
@@ -150,16 +152,22 @@ class _Calls:
         self.calls[-1].arguments += arguments
         found.parts.append(Piece(len(self.calls) - 1, name if first else None, arguments))
 
-    def end(self, found: Found, before: str = "", after: str = "") -> None:
-        """The call has ended; what is none goes back to the text, with what stood around it."""
+    def end(self, found: Found, before: str = "", after: str = "", is_cut: bool = False) -> bool:
+        """The call has ended; what is none goes back to the text, with what stood around it. Whether it was one.
+
+        is_cut: the end of the answer has ended it.
+        """
         body, self._body = self._body, None
-        if body is None or self._announced:
-            return
-        whole = _whole(body.raw)
+        if body is None:
+            return False
+        whole = None if self._announced else _whole(body.raw)
         if whole is not None and whole[0] in self.names:
             self._send(*whole, found)
-        else:
+        if not self._announced:
             found.say(before + body.raw + after)
+            return False
+        self.num_ended += not is_cut
+        return True
 
     @property
     def is_open(self) -> bool:
@@ -226,7 +234,7 @@ class RegionReader:
             elif kind == "region_chunk":
                 self._calls.more(event["text"], found)
             else:
-                self._calls.end(found, "<tool_call>", self._close)
+                self._calls.end(found, "<tool_call>", self._close, is_cut=not self._close)
         elif kind == "region_close":
             values = event["value"] if isinstance(event["value"], list) else [event["value"]]
             calls = [json.dumps(value.get("function", value)) for value in values]
@@ -250,7 +258,10 @@ class RegionReader:
 
 
 class JsonReader:
-    """llama3_json: an answer that begins with { (or <|python_tag|>) is calls with ; between them, any other is text."""
+    """llama3_json: an answer that begins with { (or <|python_tag|>) is calls with ; between them, any other is text.
+
+    From the first object that is no call on, an answer is text.
+    """
 
     _TAG = "<|python_tag|>"
 
@@ -259,6 +270,8 @@ class JsonReader:
         self._start: str | None = ""
         """What came before it is known what the answer is; None from then on."""
         self._is_text = False
+        self._between = ""
+        """What stands before an object: text, if the object is no call."""
 
     def feed(self, text: str, found: Found) -> None:
         """More text."""
@@ -267,28 +280,30 @@ class JsonReader:
             start = self._start.lstrip()
             if not start or (self._TAG.startswith(start) and start != self._TAG):
                 return
-            text = start.removeprefix(self._TAG)
-            self._is_text = not text.startswith("{") and start == text
-            text, self._start = self._start if self._is_text else text, None
+            self._between = self._start[: len(self._start) - len(start)]
+            text, self._start = start.removeprefix(self._TAG), None
         for character in text:
             if self._is_text:
                 found.say(character)
             elif self._calls.is_open or character == "{":
                 self._in_call(character, found)
-            elif character not in " \n\t;":
+            elif character in " \n\t;":
+                self._between += character
+            else:
                 self._is_text = True
-                found.say(character)
+                found.say(self._between + character)
 
     def _in_call(self, character: str, found: Found) -> None:
         if not self._calls.is_open:
             self._calls.begin()
         self._calls.more(character, found)
         if self._calls.is_complete:
-            self._calls.end(found)
+            self._is_text = not self._calls.end(found, self._between)
+            self._between = ""
 
     def finish(self, found: Found) -> None:
         """The answer has ended."""
-        self._calls.end(found)
+        self._calls.end(found, self._between, is_cut=True)
         found.say(self._start or "")
 
 
@@ -317,10 +332,8 @@ class ToolCalls:
 
     @property
     def is_over(self) -> bool:
-        """Whether the one call that is allowed has been made."""
-        return self._most is not None and (
-            len(self._calls.calls) > self._most or (len(self.calls) == self._most and not self._calls.is_open)
-        )
+        """Whether the one call that is allowed has been made: the answer ends with it."""
+        return self._most is not None and self._calls.num_ended >= self._most
 
     def feed(self, text: str, is_last: bool) -> list[str | Piece]:
         """What more text of the answer gives: text outside calls, and pieces of calls."""
@@ -328,19 +341,19 @@ class ToolCalls:
         self._reader.feed(text, found)
         if is_last:
             self._reader.finish(found)
+        if self.is_over:
+            # Whatever stands behind the last piece of the one call.
+            is_last_call = [isinstance(part, Piece) and part.index < (self._most or 0) for part in found.parts]
+            del found.parts[max((n + 1 for n, is_of_call in enumerate(is_last_call) if is_of_call), default=0) :]
         parts: list[str | Piece] = []
         for part in found.parts:
             if isinstance(part, Piece):
-                if self._most is not None and part.index >= self._most:
-                    break
                 self._held, self._is_behind_call = "", True
                 parts.append(part)
                 continue
             part, self._held = self._held + part, ""
             if self._is_behind_call and not part.strip():
                 self._held = part
-            elif self._is_behind_call and self._most is not None and self.is_over:
-                break  # the answer has ended with its call
             else:
                 self._is_behind_call = False
                 parts.append(part)

@@ -72,23 +72,21 @@ class ToolUse:
         known = _GRAMMARS[self.format]
         more = f" ({known['between']} call)*" if self.parallel else ""
         head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
-        body = compact({"anyOf": [self._schema(tool) for tool in self.tools]})
-        lark = f"{head}\nbody: %json {json.dumps(body)}"
+        bodies = " | ".join(f"body_{number}" for number in range(len(self.tools)))
+        lark = "\n".join(
+            [head, f"body: {bodies}", *(self._rules(tool, number) for number, tool in enumerate(self.tools))]
+        )
         if len(lark) > LONGEST_GRAMMAR:
             raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
         return Structure(lark, "tools")
 
-    def _schema(self, tool: Tool) -> dict[str, Any]:
-        """The schema of a call."""
+    def _rules(self, tool: Tool, number: int) -> str:
+        """The grammar of a call's JSON. The arguments' schema is a root of its own, to which its references refer."""
         function, key = tool.function, _ARGUMENTS[self.format]
         followed = self.forced or function.strict
-        arguments = (function.parameters if followed else None) or {"type": "object"}
-        return {
-            "type": "object",
-            "properties": {"name": {"const": function.name}, key: arguments},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
+        schema = compact({"type": "object", **((function.parameters if followed else None) or {})})
+        begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
+        return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
 
 
 def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:
@@ -149,8 +147,8 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
     """The `number`-th message as chat templates want it; raises RequestError where its parts do not fit its role."""
-    if message.content is None and not message.tool_calls:
-        raise RequestError("a message needs content, unless it has tool_calls", f"messages.{number}.content")
+    if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
+        raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
     text = plain_text(message.content or "", "messages")
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     # Templates that know names use them; the others ignore the key.

@@ -117,3 +117,20 @@ def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
         choices = [choice for found in pool.map(ask, range(250)) for choice in found]
     assert len(choices) == 1000
     assert all(choice["finish_reason"] == "stop" and is_valid(choice["text"]) for choice in choices)
+
+
+@pytest.mark.parametrize("form", ["password", "binary", "int64", "regex"])
+def test_formats_that_are_not_known_say_nothing(http: httpx.Client, form: str) -> None:
+    """Wherever they stand in a schema; a property or a constant of that name is none, and known ones are followed."""
+    text = {"type": "string", "format": form, "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {"format": text, "list": {"type": "array", "items": {"anyOf": [text]}, "maxItems": 2}}
+        | {"day": {"type": "string", "format": "date"}, "is": {"const": {"format": form}}},
+        "required": ["format", "list", "day", "is"],
+        "additionalProperties": False,
+    }
+    for choice in answers(http, structured_outputs={"json": schema}, n=4, seed=1):
+        thing = json.loads(choice["text"])
+        assert thing["is"] == {"format": form}
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", thing["day"])

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from engine.api import Limits, Request
+from server.generation import Choice, TextOptions
 from server.protocol import Function, Tool
+from server.tokenizer import Tokenizer
 from server.tool_calls import Piece, ToolCalls
 from server.tools import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, ToolUse
+from tests.server.test_statistics import outcome, stats
+from tests.server.tiny_models import TOKENIZER
 
 TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "add"))
 TEMPLATE = {
@@ -58,7 +64,12 @@ CASES: list[tuple[str, str, Any, list[tuple[str, str]]]] = [
     (LLAMA3_JSON, llama("weather", PARIS), "", [BOTH[0]]),
     (LLAMA3_JSON, "\n<|python_tag|>" + llama("weather", PARIS) + "; " + llama("add", SUM), "", BOTH),
     (LLAMA3_JSON, llama("rm", "{}"), llama("rm", "{}"), []),
-    (LLAMA3_JSON, '{"answer": 42} is it', '{"answer": 42}is it', []),
+    (LLAMA3_JSON, '{"answer": 42} is it', ..., []),
+    (LLAMA3_JSON, '{"a": 1}\n\nHere is; more', ..., []),
+    (LLAMA3_JSON, '{"a": 1}; {"b": 2}', ..., []),
+    (LLAMA3_JSON, '\n {"a": 1} ', ..., []),
+    (LLAMA3_JSON, '{"a": 1}; ' + llama("add", SUM), ..., []),
+    (LLAMA3_JSON, llama("add", SUM) + "; and more", "; and more", [("add", SUM)]),
     (HERMES, hermes("add", SUM) + "\n Hello big  world", "\n Hello big  world", [("add", SUM)]),
     (HERMES, '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', ..., []),
     (HERMES, "<tool_call>" + "[" * 3000 + "</tool_call>", ..., []),
@@ -139,3 +150,53 @@ def test_one_call_ends_an_answer_that_may_have_one() -> None:
         assert [part.name for part in parts if isinstance(part, Piece)].count(None) == len(parts) - 1
         assert len(reader.calls) == 1
         assert reader.is_over
+
+
+@pytest.mark.parametrize("behind", ["", "\n", "\n<tool_call>", ' and <tool_call>\n{"name": "nope"', " and more"])
+@pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON])
+def test_what_stands_behind_the_one_call_is_dropped(form: str, behind: str) -> None:
+    """However much of it comes with the call's last piece."""
+    call = (hermes if form == HERMES else llama)("add", "{}")
+    for cut in range(1, len(call) + 1):
+        reader = ToolCalls(ToolUse(TOOLS, form, False, forced=False), None)
+        parts = [
+            *reader.feed("Well. " * (form == HERMES) + call[:cut], False),
+            *reader.feed(call[cut:] + behind, False),
+        ]
+        assert "".join(part for part in parts if isinstance(part, str)) == "Well. " * (form == HERMES)
+        assert "".join(part.arguments for part in parts if isinstance(part, Piece)) == "{}"
+        assert reader.is_over
+
+
+def test_a_call_that_the_length_has_cut_has_not_ended() -> None:
+    reader = ToolCalls(ToolUse(TOOLS, HERMES, False, forced=False), None)
+    reader.feed(hermes("add", SUM)[:-30], True)
+    assert reader.calls
+    assert not reader.is_over
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 2, 3, 100])
+@pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON])
+def test_tokens_behind_the_one_call_do_not_count(form: str, tokens_a_step: int) -> None:
+    """Whatever a step brings: usage, token ids and metrics are of the answer, which ends with its call."""
+    tokenizer = Tokenizer(str(TOKENIZER))
+    call = (hermes if form == HERMES else llama)("add", "{}")
+    own, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (call, "\n and much more"))
+    tokens = [*own, *behind]
+    use = ToolUse(TOOLS, form, False, forced=False)
+    # A stop string that the call's end might begin holds its text back.
+    options = TextOptions(stops=("}}} or </tool_call>!",), tools=use, reports_token_ids=True)
+    request = Request(request_id="x", prompt_token_ids=(1,), limits=Limits(max_tokens=len(tokens)))
+    choice = Choice(request, tokenizer, options)
+    for begin in range(0, len(tokens), tokens_a_step):
+        step = tokens[begin : begin + tokens_a_step]
+        reason = "length" if begin + tokens_a_step >= len(tokens) else None
+        choice.add(replace(outcome(1, 0), token_ids=step, finish_reason=reason), stats())
+        if choice.finish_reason is not None:
+            break
+    assert choice.finish_reason == "tool_calls"
+    assert choice.text == ""
+    assert [(one.name, one.arguments) for one in choice.calls] == [("add", "{}")]
+    assert choice.num_tokens == len(own)
+    assert choice.token_ids == own
+    tokenizer.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -72,6 +73,48 @@ def test_a_forced_call_follows_its_schema_on_every_branch(client: openai.OpenAI,
         (call,) = choice.message.tool_calls
         assert call.function.name == "weather"
         check_call(call.function.name, call.function.arguments)
+
+
+NESTED = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/Place"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["place", "next"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"}},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_references_within_the_schema_of_a_function_are_followed(client: openai.OpenAI, strict: bool) -> None:
+    """`#` is the function's own schema: what nested models of pydantic or zod look like."""
+    function = {"name": "route", "parameters": NESTED, "strict": strict}
+    answer = ask(client, tools=[{"type": "function", "function": function}, CLOCK], tool_choice="required", n=8, seed=2)
+    seen = 0
+    for choice in answer.choices:
+        for call in choice.message.tool_calls[: None if choice.finish_reason == "tool_calls" else -1]:
+            if call.function.name == "route":
+                jsonschema.validate(json.loads(call.function.arguments), NESTED)
+                seen += 1
+    assert seen
+    if strict:
+        assert ask(client, tools=[{"type": "function", "function": function}], max_tokens=5).choices
+
+
+def test_arguments_are_an_object_whatever_their_schema_leaves_open(client: openai.OpenAI) -> None:
+    """A format that only annotates, as pydantic writes for secrets and paths, is no reason to refuse a function."""
+    parameters = {"properties": {"path": {"type": "string", "format": "path", "maxLength": 4}}, "required": ["path"]}
+    function = {"name": "open", "parameters": {**parameters, "additionalProperties": False}}
+    answer = ask(client, tools=[{"type": "function", "function": function}], tool_choice="required", n=4, seed=3)
+    for choice in answer.choices:
+        for call in choice.message.tool_calls[: None if choice.finish_reason == "tool_calls" else -1]:
+            assert json.loads(call.function.arguments).keys() == {"path"}
+
+
+def test_a_turn_that_was_cut_within_its_thoughts_may_be_sent_back(client: openai.OpenAI) -> None:
+    thought: Any = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    assert ask(client, messages=[USER, thought, USER], max_tokens=2).choices
+    with pytest.raises(openai.BadRequestError, match="content, reasoning or tool_calls"):
+        ask(client, messages=[USER, {"role": "assistant", "content": None}, USER], max_tokens=2)
 
 
 def test_one_call_at_most(client: openai.OpenAI) -> None:
