@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -39,6 +39,11 @@ class BenchOptions:
     """The `speculation` object of each arm; `off` is the base of all ratios."""
     ramp: Sequence[int] = ()
     """Concurrency by stage, all arms through all stages; empty measures no ramp."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a cell's repeats, no two of them the same."""
+        return self.repeats * _prompts_per_run(max(self.concurrency))
 
 
 # Rules that verify one chain, or two.
@@ -76,7 +81,7 @@ def run(url: str, options: BenchOptions) -> dict[str, Any]:
     with tqdm(total=num_cells * options.repeats * len(options.arms), desc="runs", unit="run") as progress:
         exactness = asyncio.run(_greedy_equality(url, model, options))
         for task, context in kinds:
-            prompts = random_prompts(context, 4 * max(options.concurrency)) if context else load(task)
+            prompts = random_prompts(context, options.num_prompts) if context else load(task)
             for temperature in options.temperatures:
                 bench = _Bench(url, model, options, temperature)
                 acceptance = asyncio.run(bench.single_draft_acceptance(prompts))
@@ -107,12 +112,15 @@ class _Bench:
     def cell(self, prompts: list[Prompt], concurrency: int, progress: Any) -> dict[str, Any]:
         """All arms at one concurrency, interleaved."""
         options = self.options
-        count = max(4, 2 * concurrency)
+        count = _prompts_per_run(concurrency)
         results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
         for arm in options.arms:
             self.run_arm(_take(prompts, 0, min(count, 4)), concurrency, arm)
         for repeat in range(options.repeats):
-            chosen = _take(prompts, repeat * count, count)
+            chosen = [
+                _seeded(prompt, repeat * count + number)
+                for number, prompt in enumerate(_take(prompts, repeat * count, count))
+            ]
             arms = list(options.arms)
             for arm in arms if repeat % 2 == 0 else arms[::-1]:
                 results[arm].append(self.run_arm(chosen, concurrency, arm))
@@ -181,6 +189,15 @@ def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
         best = max(fixed, key=lambda arm: statistics.median(rates[arm]))
         compared["adaptive_to_best_fixed"] = {"arm": best, **median_of_ratios(rates[ADAPTIVE], rates[best])._asdict()}
     return compared
+
+
+def _prompts_per_run(concurrency: int) -> int:
+    return max(4, 2 * concurrency)
+
+
+def _seeded(prompt: Prompt, seed: int) -> Prompt:
+    """The prompt with a seed of its own, the same in every arm: where prompts come again, their answers differ."""
+    return replace(prompt, body=prompt.body | {"seed": seed})
 
 
 def _take(prompts: list[Prompt], start: int, count: int) -> list[Prompt]:

@@ -47,7 +47,7 @@ from loadtest.statistics import ratio_of_sums
 
 _MOST_QUADRATURES = 100_000
 # Draws of the drafts where an acceptance has no closed form.
-_DRAWS = 8
+_DRAWS = 32
 # Largest shape: chains, and tokens in a chain.
 _LIMITS = (64, 32)
 _EPSILONS = (0.05, 0.1, 0.2, 0.4)

@@ -35,6 +35,9 @@ RULES = (
 PUBLISHED = ("rrs/iid", "kseq/iid", "rrs_without_replacement/without_replacement")
 """The rules that the paper calls existing; membership alone (nss) is not among them."""
 
+_NOISE = 0.005
+"""Of a gap, where acceptance is a mean over draws."""
+
 Row = dict[str, Any]
 
 
@@ -108,7 +111,7 @@ def findings(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             "paper": "Existing rules miss the optimum by 0.1 to 3.3 points.",
             "measured": f"by {100 * min(gaps):.1f} to {100 * max(gaps):.1f} points",
-            "holds": min(gaps) > -0.005 and max(gaps) > 0.001,
+            "holds": min(gaps) > 0.001 - _NOISE and 0.001 < max(gaps) < 0.033 + _NOISE,
         },
         {
             "paper": "Greedy drafts attain their own optimum.",

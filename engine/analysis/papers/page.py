@@ -21,14 +21,13 @@ _OF_OPTIMAL = """
 Its tables are of LLaMA, OPT, Vicuna and Qwen2 pairs on Alpaca, WMT14 and CNN/DM. The pair here is small and its draft
 agrees with it more often, so the optima are higher. How far a rule stays below the optimum depends on both laws, so a
 gap may be smaller or larger than the paper's. All temperatures are measured at the same positions of texts that the
-target wrote at temperature 1, so rows differ by the temperature alone. Greedy drafts come closest to drafts without
-replacement where the temperature is low, but are not ahead of them: there both are nearly the likeliest tokens. For
-rules without a closed form, acceptance is the mean over eight draws of the drafts, so their gaps may be off by some
-tenths of a point.
+target wrote at temperature 1, so rows differ by the temperature alone. Where the temperature is low, greedy drafts are
+slightly ahead of drafts without replacement: there both are nearly the likeliest tokens. For rules without a closed
+form, acceptance is the mean over draws of the drafts, so their gaps may be off by a few tenths of a point.
 """.strip()
 _OF_BLOCKS = """
 The paper (K = 3, T = 0.4, L = 8 or 12, DeepSeek 33B with 1.3B, mean of five sets): SD 7.64, SpecTr 8.39, GBV 7.83,
-SpecTr-GBV 8.59 tokens a pass; speedups 1.64, 1.96, 1.67, 2.12. The embedded pair agrees less: its target has 16
+SpecTr-GBV 8.59 tokens a pass; speedups 1.64, 1.96, 1.67, 2.12. The embedded pair agrees less: its target has 15
 million parameters and knows no code, and held-out dialogues stand for LM1B. The order of the rules is what can be
 compared. SpecTr-GBV and GBV change the target of the steps after a block, and so agree less with the draft there: the
 exact rule gains over K-SEQ in its first block, not always in the long run; the authors' program leaves that change
@@ -63,15 +62,16 @@ _OF_RACES = """
 All shapes draft twelve tokens a pass. Equal tokens of independent chains below the same parent are one node, so that
 fewer nodes are verified there; the fourth column counts them. The second pair has chosen laws: a Llama of two layers
 with a table of successors, whose draft agrees with it on 0.65 of a single draft's mass. At single positions the
-weighted race is the optimum (the first section's tables); over whole chains the score race keeps more, because it
-verifies blocks. [The proof that it is exact](../score-race.md) takes one page.
+weighted race is the optimum (the first section's tables); over whole chains the score race keeps more in most tables,
+because it verifies blocks. [The proof that it is exact](../score-race.md) takes one page.
 """.strip()
 
 _OF_RECORDED = """
 **Recorded laws**: what these rules are expected to give, by their closed forms, on the laws along the target's own
-texts (i.i.d. drafts). Nothing is drawn but the texts. Shapes of twelve single tokens have one position only; there the
-weighted race attains the optimum. The length of greedy rules is that of the first block of an answer, and a lower bound
-for SpecTr-GBV.
+texts (i.i.d. drafts). Nothing is drawn but the texts. All shapes are taken at the same positions: those with twelve
+more tokens of text behind them. Shapes of twelve single tokens have one position only; there the weighted race attains
+the optimum. Greedy rules are taken as if every block were the first of an answer; for SpecTr-GBV the length is a lower
+bound.
 """.strip()
 
 

@@ -34,6 +34,8 @@ OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
 )
 """Shapes whose expected length has a closed form, and which one; greedy rules have it in an answer's first block."""
 OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
+LONGEST = 12
+"""Tokens of the longest of these chains: all are taken at positions with so many behind them."""
 TIMES = 3
 """Of a task's prompts."""
 SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
@@ -79,8 +81,9 @@ def recorded(
             shape = Shape.parse(shape_text)
             lengths = []
             for of_text in chances:
-                if of_text.shape[1] >= shape.draft_length:
-                    log_p, log_q = np.lib.stride_tricks.sliding_window_view(of_text, shape.draft_length, axis=1)
+                if of_text.shape[1] >= LONGEST:
+                    windows = np.lib.stride_tricks.sliding_window_view(of_text, LONGEST, axis=1)
+                    log_p, log_q = windows[..., : shape.draft_length]
                     lengths.append(expected_block_length(log_p, log_q, shape.num_drafts, verification))
             if lengths:
                 rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))

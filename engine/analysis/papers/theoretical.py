@@ -19,7 +19,7 @@ from engine.analysis.law_check import Answer
 from engine.analysis.pair import answers_of, laws_along
 from engine.analysis.papers.cases import Pair, Progress, followed, recorded_laws, texts_of
 from engine.request import Speculation
-from engine.speculation.theory import Law, accept_token
+from engine.speculation.theory import Law
 from loadtest.statistics import interval, ratio_of_sums
 
 EPSILONS = (0.1, 0.2, 0.4, 0.8)
@@ -150,9 +150,8 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
 
 def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
     """Means over positions: rejection, and the distance from the target that OPT and UNO leave, by epsilon."""
-    distance = float(np.mean([1 - accept_token(p, q, 1) for p, q in laws]))
-    rows = [{"epsilon": 0.0, "rejection": distance, "opt": 0.0, "uno": 0.0, "line": 0.0}]
-    for epsilon in EPSILONS:
+    rows = []
+    for epsilon in (0.0, *EPSILONS):
         points = []
         for p, q in laws:
             accept = bounds.over_acceptance(p, q, epsilon)
