@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USAGE = """\
 usage: polydraft COMMAND [ARGUMENTS]
@@ -51,12 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _serve(arguments: list[str]) -> int:
+def _on_signals(handler: Callable[..., object]) -> None:
+    """Until the event loop has its own handlers: no traceback, and as process 1 of a container not ignored either."""
     import signal
 
-    # Until the event loop has its own handlers: no traceback, and as process 1 of a container not ignored either.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+        signal.signal(number, handler)
+
+
+def _serve(arguments: list[str]) -> int:
+    # Nothing has begun yet; a library that is being imported may not survive an exception (pydantic_core does not).
+    _on_signals(lambda *_: os._exit(0))
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 
@@ -78,6 +84,7 @@ def _serve(arguments: list[str]) -> int:
     set_up_log(settings.log_level, settings.log_format)
     from server.daemon import run
 
+    _on_signals(lambda *_: sys.exit(0))
     try:
         return run(settings)
     except ConfigError as error:

@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_AGAIN_S = 0.05
+_ENDING: set[asyncio.Task[None]] = set()
+"""Held here, because a loop holds its tasks only weakly."""
+
 
 class TookTooLong(BaseException):
     """A call ran into its time limit. No `Exception`, because libraries catch those and go on: jinja does."""
@@ -35,23 +39,48 @@ class _Call:
         try:
             return self._call(*args)
         finally:
-            # From here on nothing is raised any more: what runs next in this thread is not the call.
-            with self._lock:
-                self._thread = None
+            self._leave()
+
+    def _leave(self) -> None:
+        """From here on nothing is raised any more: what runs next in this thread is not the call."""
+        while self._thread is not None:
+            try:
+                with self._lock:
+                    thread, self._thread = self._thread, None
+                    _raise_in(thread, None)
+            except TookTooLong:  # has come while the lock was waited for
+                continue
 
     def seconds_run(self) -> float:
         """How long it has run; 0 where it waits for a thread."""
         with self._lock:
             return 0.0 if self._thread is None else time.monotonic() - self._began_s
 
-    def end(self) -> None:
-        """Raise TookTooLong in its thread, where it has begun or once it begins; once, because the thread goes on."""
+    def is_running(self) -> bool:
+        """Whether it has begun and not ended."""
         with self._lock:
-            if self._is_ended:
-                return
+            return self._thread is not None
+
+    def end(self) -> None:
+        """Raise TookTooLong in its thread, where it has begun or once it begins."""
+        with self._lock:
             self._is_ended = True
             if self._thread is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(TookTooLong))
+                _raise_in(self._thread, TookTooLong)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread, between two instructions of the interpreter; None: not what waits to be raised."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+async def _end(limited: _Call) -> None:
+    """End a call. What is raised within a finaliser is lost, so it is raised again until the call has ended."""
+    limited.end()
+    while limited.is_running():
+        await asyncio.sleep(_AGAIN_S)
+        limited.end()
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
@@ -66,14 +95,16 @@ async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result
     async def watch() -> None:
         while (left := seconds - limited.seconds_run()) > 0:
             await asyncio.sleep(left)
-        limited.end()
+        await _end(limited)
 
     watching = asyncio.create_task(watch())
     try:
         result: Result = await asyncio.get_running_loop().run_in_executor(pool, limited, *args)
         return result
     except asyncio.CancelledError:
-        limited.end()
+        ending = asyncio.create_task(_end(limited))
+        _ENDING.add(ending)
+        ending.add_done_callback(_ENDING.discard)
         raise
     finally:
         watching.cancel()

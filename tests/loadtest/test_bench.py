@@ -14,7 +14,7 @@ from loadtest.workload import Prompt, random_prompts
 
 @pytest.mark.parametrize("num_prompts", [None, 3])
 def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
-    """Every repeat has prompts of its own, or where there are too few, other seeds; the arms of a repeat have the same."""
+    """Every repeat has prompts of its own, or other seeds where they are too few; its arms have the same."""
     options = bench.BenchOptions(
         tasks=["dialogues"],
         concurrency=[1, 4],

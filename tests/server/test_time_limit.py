@@ -76,6 +76,40 @@ def test_a_call_that_was_ended_before_it_began_does_not_begin() -> None:
         call()
 
 
+class _Deaf:
+    """Its finaliser takes a while, and what is raised in one is lost."""
+
+    def __del__(self) -> None:
+        end = time.perf_counter() + 0.02
+        while time.perf_counter() < end:
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_call_ends_also_where_what_is_raised_is_lost(pool: ThreadPoolExecutor, is_cancelled: bool) -> None:
+    """The wrong variant raises once, and the call goes on for ever."""
+    begun = threading.Event()
+
+    def deaf() -> None:
+        for _ in range(60):
+            _Deaf()
+            begun.set()
+        while True:
+            pass
+
+    async def calls() -> str:
+        call = asyncio.create_task(run_limited(pool, 60 if is_cancelled else 0.1, deaf))
+        if is_cancelled:
+            await asyncio.to_thread(begun.wait)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else TookTooLong):
+            await call
+        return await run_limited(pool, 60, str, "free again")
+
+    assert asyncio.run(calls()) == "free again"
+
+
 def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor) -> None:
     """Its own result or its own exception; what the thread does next is left alone."""
 
