@@ -64,7 +64,7 @@ class Replica:
         """arguments: of `polydraft serve`. Returns when the daemon serves."""
         self._folder = tempfile.mkdtemp(prefix="polydraft-replica-")
         socket = str(Path(self._folder) / "http")
-        command = [*_SUPERVISED, sys.executable, "-m", "server.cli", "serve", *arguments, "--uds", socket]
+        command = [*_SUPERVISED, sys.executable, "-P", "-m", "server.cli", "serve", *arguments, "--uds", socket]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         # Ray bounds what a replica has open, and its state must be asked for beside that.
         transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None))
@@ -268,10 +268,16 @@ class Options(BaseModel):
     """Largest body that is handed to a replica, whose own `--max-request-bytes` holds, too."""
 
 
+def daemon_arguments(wanted: Options) -> list[str]:
+    """Of `polydraft serve` in a replica; of a flag that is there twice the last counts."""
+    # Else every daemon would take the cores that Ray has given to others.
+    threads = str(max(1, int(wanted.num_cpus) - 1))
+    return ["--shutdown-timeout", str(wanted.drain_timeout_s), "--num-threads", threads, *wanted.arguments]
+
+
 def build(options: dict[str, Any]) -> serve.Application:
     """The application (`import_path: deploy.ray_app:build`); options: fields of `Options`."""
     wanted = Options.model_validate(options)
-    drain = ["--shutdown-timeout", str(wanted.drain_timeout_s)]
     router: dict[str, Any] = {
         "request_router_class": "deploy.ray_router.PrefixRouter",
         "request_router_kwargs": {"most_ahead": wanted.most_ahead},
@@ -290,7 +296,7 @@ def build(options: dict[str, Any]) -> serve.Application:
             downscale_delay_s=wanted.downscale_delay_s,
         ),
         request_router_config=RequestRouterConfig(**router),
-    )(Replica).bind([*drain, *wanted.arguments], wanted.start_timeout_s)
+    )(Replica).bind(daemon_arguments(wanted), wanted.start_timeout_s)
     # Takes as many as the replicas and their queue.
     front = serve.deployment(name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(Front)
     return front.bind(replicas, wanted.max_request_bytes)

@@ -139,11 +139,11 @@ def decode_config(data: bytes) -> EngineConfig:
 def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.Popen[bytes]:
     """Start the engine process; it reads messages from `inbox` and writes to `outbox` (zmq addresses).
 
-    It exits by itself when this process ends.
+    It exits by itself when this process ends. (-P: modules in the user's folder are not ours.)
     """
     environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false", **os.environ}
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", inbox, outbox],
+        [sys.executable, "-P", "-m", "engine", inbox, outbox],
         stdin=subprocess.PIPE,
         env=environment,
         start_new_session=True,

@@ -21,13 +21,22 @@ def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> P
     """Where measurements of what is described, made on this machine, are kept; None where there is no such place."""
     if folder == NOWHERE:
         return None
-    machine = [platform.node(), platform.processor()]
+    machine = [_processor(), os.cpu_count()]  # not its name: a container has another one every time
     digest = hashlib.sha256(json.dumps([described, machine], sort_keys=True, default=str).encode()).hexdigest()
     try:
         return Path(folder).expanduser() / f"{digest[:24]}.json"
     except RuntimeError as error:  # a user without a home
         progress(f"measurements cannot be kept ({error}); name a folder with --profile-cache")
         return None
+
+
+def _processor() -> str:
+    """The processor's model, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
 def read_kept(file: Path | None) -> Any:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import CacheConfig, EngineConfig, EngineFacts
+from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
+from engine.plan import level_widths
 from engine.text_drafters import most_copied
 
 _DEFAULT_CPU_BYTES = 1 << 30
@@ -84,8 +85,12 @@ def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int
 
 
 def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Laws of a full step: target and draft rows in float32, and the cumulative sums in float64."""
+    """Laws of a full step of requests that name no shape: target and draft rows in float32, and the cumulative sums in
+    float64."""
     wanted = config.speculation
-    nodes = 1 + (wanted.num_drafts * wanted.draft_length if config.model.draft else 0)
+    drawn = sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
+    nodes = 1 + (drawn if config.model.draft else 0)
+    if wanted.drafters != (MODEL,):
+        nodes += most_copied(config.scheduler.max_copied_tokens)
     rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
     return rows * vocab_size * (4 + 4 + 8)

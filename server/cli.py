@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.enable()
     if command == "analyze":
         # A process of its own: this one never loads torch.
-        return subprocess.run([sys.executable, "-m", "engine.analysis", *rest], check=False).returncode
+        return subprocess.run([sys.executable, "-P", "-m", "engine.analysis", *rest], check=False).returncode
     if command == "bench":
         from loadtest.cli import main as bench
 

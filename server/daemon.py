@@ -104,7 +104,9 @@ def run(settings: Serve) -> int:
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
         way_out = "--uds" if settings.uds else "--port"
-        print(f"polydraft: cannot listen on {where}: {error.strerror}; choose another {way_out}", file=sys.stderr)
+        print(
+            f"polydraft: cannot listen on {where}: {error.strerror or error}; choose another {way_out}", file=sys.stderr
+        )
         return EXIT_BIND
     client = EngineClient(
         config,
@@ -215,9 +217,12 @@ class _Daemon:
         client.is_draining = True
         log.info("draining %d requests, at most %.0f s", client.num_open, self._server.settings.shutdown_timeout)
         deadline = asyncio.get_running_loop().time() + self._server.settings.shutdown_timeout
-        while client.num_open and client.is_alive and not self._abort_wanted.is_set():
+        # Answers that the engine has finished may still be on their way to clients that read slowly.
+        answering = self._uvicorn.server_state.tasks
+        while (client.num_open or answering) and client.is_alive and not self._abort_wanted.is_set():
             if asyncio.get_running_loop().time() > deadline:
-                log.warning("the drain timed out with %d requests open; they are aborted", client.num_open)
+                open_requests = max(client.num_open, len(answering))
+                log.warning("the drain timed out with %d requests open; they are aborted", open_requests)
                 break
             await asyncio.sleep(0.02)
         client.end_all("the server is shutting down")
@@ -248,6 +253,9 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
     config = uvicorn.Config(
         build_app(server),
+        log_config=None,
+        # Whoever may say for whom a request comes must be named, as anyone could say so else.
+        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
         access_log=False,
         lifespan="off",

@@ -40,7 +40,7 @@ _DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 
 def _words(value: Any) -> Any:
     """Several values in one string, as flags and the environment hand them over."""
-    return value.split(",") if isinstance(value, str) else value
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -46,7 +45,7 @@ from engine.calibration import measure_points
 from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine, StepResult
 from engine.errors import ConfigError
-from engine.execution.host import keep_freed_memory
+from engine.execution.host import keep_freed_memory, usable_cores
 from engine.plan import level_widths
 from engine.request import Request, Speculation
 from engine.scheduling.controller import Controller
@@ -344,7 +343,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
 def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
     """The pair that the command line names, with room for so many arms."""
     target, draft = names_of(options)
-    options.threads = options.threads or max(1, (os.cpu_count() or 2) - 1)
+    options.threads = options.threads or max(1, usable_cores() - 1)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     config = EngineConfig(

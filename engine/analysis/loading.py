@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from engine.building import build_engine
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.execution.host import usable_cores
 
 _CACHE_BYTES = 1 << 29
 
@@ -53,7 +53,7 @@ def names_of(options: argparse.Namespace) -> tuple[str, str]:
 def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
     """An idle engine that can run `num_drafts` chains of `draft_length` tokens for that many requests at once."""
     target, draft = names_of(options)
-    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
     config = EngineConfig(
         model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from pathlib import Path
 
 from engine.config import ModelConfig
 
 # Larger than what a step allocates, so that loaded weights and the K/V pool are mapped as before.
 _KEPT_BYTES = 256 << 20
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: of the machine, of its affinity (`taskset`), and of its container's quota."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), max(1.0, _quota()))))
+
+
+def _quota() -> float:
+    """Cores' worth of time that the control group has; no limit is infinity."""
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return float(quota) / float(period)
+    except (OSError, ValueError):  # another system, an older kind of groups, or "max"
+        return math.inf
 
 
 def cpu_threads(config: ModelConfig) -> int:
-    """Threads of one process of the target: all cores but one, shared among its ranks."""
-    return config.num_threads or max(1, ((os.cpu_count() or 2) - 1) // config.tensor_parallel_size)
+    """Threads of one process of the target: all usable cores but one, shared among its ranks."""
+    return config.num_threads or max(1, (usable_cores() - 1) // config.tensor_parallel_size)
 
 
 def keep_freed_memory() -> None:

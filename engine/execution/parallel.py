@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,8 @@ log = logging.getLogger("polydraft")
 
 # Ranks load shares of one size, so none waits long for another.
 _TIMEOUT = timedelta(minutes=10)
+# A pass that fails because a rank has ended has failed after so many seconds.
+_NOTICED_S = 10.0
 
 
 @dataclass
@@ -76,7 +79,7 @@ def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
     store = str(Path(folder.name) / "store")
     ranks = Ranks(folder)
     for rank in range(1, size):
-        command = [sys.executable, "-m", "engine.execution.rank"]
+        command = [sys.executable, "-P", "-m", "engine.execution.rank"]
         ranks.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(rank, size)))
     ranks.tell(config, store)
     os.environ.update(_environment(0, size))
@@ -88,11 +91,17 @@ def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
 
 
 def _watch(ranks: Ranks, joined: threading.Event) -> None:
-    """End the engine when a rank ends before all have found each other: it would wait for it in vain."""
-    while not joined.wait(0.5):
+    """End the engine when a rank has ended: it would wait for it in vain, in a pass on CUDA for ten minutes.
+
+    Where a pass fails at once, the engine ends by itself, with an error that says more.
+    """
+    while True:
+        time.sleep(0.5)
         for rank, process in enumerate(ranks.processes, start=1):
             if process.poll() is not None:
-                log.error("rank %d of the target has ended while starting: see its message above", rank)
+                if joined.is_set():
+                    time.sleep(_NOTICED_S)
+                log.error("rank %d of the target has ended: see its message above", rank)
                 os._exit(1)
 
 

@@ -229,7 +229,7 @@ class Grammars:
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "engine.sampling.grammar_process", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "engine.sampling.grammar_process", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         ours.send(encode(self._vocabulary))
         self._control = ours

@@ -16,13 +16,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from pydantic_settings import CliApp
 from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
-from deploy.ray_app import _SUPERVISED, Front, Options, Replica, _rest
+from deploy.ray_app import _SUPERVISED, Front, Options, Replica, _rest, daemon_arguments
 from deploy.ray_call import Call, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
+from server.settings import Serve
 from tests.deploy.ray_load import NUM_PREFIXES
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair
@@ -225,3 +227,10 @@ def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None
     assert len(by_replica) == 2
     # The page of metrics has what each of them answered.
     assert found["metrics"] == by_replica
+
+
+def test_a_replica_takes_the_cores_that_ray_gives_it() -> None:
+    """One stays for HTTP; whoever names a number of threads gets that."""
+    for options, expected in (({"num_cpus": 4}, 3), ({"num_cpus": 0.5}, 1), ({"arguments": "--num-threads 7"}, 7)):
+        words = daemon_arguments(Options.model_validate(options))
+        assert CliApp.run(Serve, cli_args=words).num_threads == expected

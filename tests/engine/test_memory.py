@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from engine.building import assemble
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
 from engine.memory import plan_memory
+from engine.text_drafters import most_copied
 from tests.engine import tiny
 
 GIB = 1 << 30
@@ -64,3 +65,24 @@ def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pyte
     assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
     with pytest.raises(ConfigError, match="gpu-memory-utilization"):
         plan_memory(half, facts, [130_000, 110_000], 2, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
+    """Of trees all nodes, and copied chains beside drawn ones, or alone where there is no draft model."""
+
+    def rows(config: EngineConfig) -> float:
+        few = msgspec.structs.replace(config, cache=CacheConfig(memory_bytes=8 * GIB))
+        plan = plan_memory(few, facts, [1000], 0, torch.device("cpu"))  # type: ignore[arg-type]
+        return plan.kept_back["workspace"] / 64 / 152_000 / 16
+
+    drafts = msgspec.structs.replace(
+        CONFIG, scheduler=SchedulerConfig(max_num_seqs=64, max_model_len=4096, max_num_batched_tokens=1 << 20)
+    )
+    assert rows(drafts) == 1 + 4 * 5
+    tree = msgspec.structs.replace(drafts, speculation=SpeculationConfig(tree=(8, 4, 2)))
+    assert rows(tree) == 1 + 8 + 32 + 64
+    copies = SpeculationConfig(drafters=("model", "prompt_lookup"))
+    copied = most_copied(drafts.scheduler.max_copied_tokens)
+    assert rows(msgspec.structs.replace(drafts, speculation=copies)) == 1 + 4 * 5 + copied
+    alone = msgspec.structs.replace(drafts, speculation=copies, model=ModelConfig(target="target"))
+    assert rows(alone) == 1 + copied

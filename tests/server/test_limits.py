@@ -43,6 +43,18 @@ def rejections(daemon: Daemon, reason: str) -> float:
     return float(line.split()[-1])
 
 
+def test_a_header_is_no_other_address(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """Without keys a caller is its address, whatever it says of itself."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--rate-limit", "1/hour")
+    with daemon.client() as client:
+        client.post("/v1/completions", json=SHORT)
+        asked = [
+            client.post("/v1/completions", json=SHORT, headers={"x-forwarded-for": f"10.0.0.{number}"}).status_code
+            for number in range(3)
+        ]
+    assert asked == [429, 429, 429]
+
+
 def test_a_key_may_ask_so_often(limited: Daemon) -> None:
     """More gets 429 in the shape of the endpoint, with the time to wait; another key is not concerned."""
     with limited.client("second") as client:
@@ -90,7 +102,7 @@ def test_so_many_tokens_may_wait(limited: Daemon) -> None:
             wait_until(lambda: other.get("/load").json()["server_load"] == 3, "they do not wait")
             refused = other.post("/v1/completions", json=SHORT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert "80 tokens wait" in refused.json()["error"]["message"]
+        assert "80 prompt tokens wait" in refused.json()["error"]["message"]
     for thread in threads:
         thread.join()
 

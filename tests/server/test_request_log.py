@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,15 @@ def lines_of(daemon: Daemon, request_id: str) -> list[dict[str, Any]]:
         return [line for line in every if line.get("id") == request_id]
 
     return wait_until(found, f"no line about {request_id}:\n{daemon.log}")
+
+
+def test_lines_of_the_http_server_are_objects_too(json_daemon: Daemon) -> None:
+    with socket.create_connection(("127.0.0.1", json_daemon.port)) as connection:
+        connection.sendall(b"x\r\n\r\n")
+        assert b"400" in connection.recv(100)
+    wait_until(lambda: "Invalid HTTP request" in json_daemon.log, "nothing is logged")
+    (line,) = [line for line in json_daemon.log.splitlines() if "Invalid HTTP request" in line]
+    assert json.loads(line)["level"] == "warning"
 
 
 def test_every_line_is_an_object(json_daemon: Daemon) -> None:

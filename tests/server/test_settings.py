@@ -155,3 +155,9 @@ def test_the_engine_is_told_what_was_set() -> None:
 def test_every_setting_is_described() -> None:
     """`--help` explains each flag."""
     assert all(field.description for field in Serve.model_fields.values())
+
+
+def test_spaces_and_line_ends_around_keys_are_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Secret that was made of a file ends with the file's last line end."""
+    monkeypatch.setenv("POLYDRAFT_API_KEY", "alpha, beta\n")
+    assert CliApp.run(Serve, cli_args=[]).api_key == ["alpha", "beta"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,36 @@ def test_a_model_that_cannot_be_served_is_explained(
     assert name in line
     # All but what only the weights tell is found before they are read.
     assert ("loading target" in daemon.log) == (name == "incomplete")
+
+
+def test_a_path_that_is_too_long_for_a_socket_exits_3(
+    capsys: pytest.CaptureFixture[str], models: TinyModels, tmp_path: Path
+) -> None:
+    code, printed = run(capsys, str(models.target), "--uds", str(tmp_path / ("x" * 120)))
+    assert code == 3
+    assert "too long; choose another --uds" in printed
+
+
+def test_modules_in_the_users_folder_are_not_the_engine(tmp_path: Path, pair_arguments: list[str]) -> None:
+    """Started by the installed command, in a folder with modules of the same names."""
+    for name in ("engine", "json", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not ours')")
+    command = [
+        str(Path(sys.executable).with_name("polydraft")),
+        "serve",
+        *pair_arguments,
+        "--no-calibrate",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if " on http://" in line:
+                break
+        process.terminate()
+        process.communicate()
+    assert " on http://" in lines[-1], "".join(lines)
+    assert process.returncode == 0

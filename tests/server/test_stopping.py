@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -114,3 +118,29 @@ def test_sigterm_while_loading_exits_0_at_once(daemons: Daemons, pair_arguments:
     assert loading.exit_code() == 0
     wait_until(lambda: is_gone(engine), "the engine outlives its daemon")
     assert "serving" not in loading.log
+
+
+def test_a_drain_waits_for_a_client_that_reads_slowly(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """The engine has long been done with the answer; most of it has not been read when the daemon is told to stop."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate")
+    body = json.dumps(LONG | {"max_tokens": 600, "logprobs": 20, "temperature": 0}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", daemon.port))
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        answer = connection.recv(100)  # it comes whole, so the engine is done
+        daemon.terminate()
+        time.sleep(3)
+        while chunk := connection.recv(1 << 16):
+            answer += chunk
+            if answer.endswith(b"}"):
+                with contextlib.suppress(ValueError):
+                    json.loads(answer.partition(b"\r\n\r\n")[2])
+                    break
+    found = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert len(answer) > 300_000, "the answer fits into the connection; the test proves nothing"
+    assert found["usage"]["completion_tokens"] == 600
+    assert daemon.exit_code() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from engine.analysis.papers.page import write_page
 from engine.analysis.papers.pictures import draw
 from engine.demo import bench_pair
 from engine.errors import ConfigError
+from engine.execution.host import usable_cores
 from loadtest.environment import environment
 
 _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
@@ -79,7 +79,7 @@ SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], An
 def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, write, and say which files there are."""
     # Nothing else runs meanwhile: all cores are used, unless fewer are asked for.
-    options.threads = options.threads or os.cpu_count() or 1
+    options.threads = options.threads or usable_cores()
     target, draft = names_of(options)
     settings = {
         "target": Path(target).name,
