@@ -76,6 +76,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("reports", "reports-cpu", reports.markdown),
         ("arms", "arms-cpu", turns.markdown),
         ("arms-several", "arms-several-cpu", turns.markdown),
+        ("arms-bf16", "arms-bf16-cpu", turns.markdown),
         ("reported", "arms-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),

@@ -26,7 +26,7 @@ EPSILONS = (0.1, 0.2, 0.4, 0.8)
 BATCHES = (1, 2, 4, 5, 8, 16, 32, 64)
 LOOKAHEADS = (4, 8, 16)
 _STATES, _HORIZON, _RUNS = 7, 50, 20_000
-_TIMES, _SEEDS = 4, 2
+_TIMES, _SEEDS = 4, 8
 """Of a task's prompts, and of each: counts against a formula need more answers than a table of ratios."""
 
 Laws = npt.NDArray[np.float64]
