@@ -7,7 +7,6 @@ matters there, and the device's library may do that better. Not for: the operati
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from engine.kernels import usable
-
-log = logging.getLogger("polydraft")
 
 _ROWS = (1, 16, 32, 64)
 """Numbers of rows up to which a tile is chosen; kernels are compiled for 16, 32 and 64."""

@@ -16,7 +16,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def usable_cores() -> int:
     """Cores that this process may use: of the machine, of its affinity (`taskset`), and of its container's quota."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), max(1.0, _quota()))))
+    return int(min(len(os.sched_getaffinity(0)), max(1.0, _quota())))
 
 
 def _quota() -> float:

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from engine.execution.triton_attention import product
 
-MOST_ROWS = 64
-"""Most rows that `norm_product` takes."""
 _LEAST_ROWS = 16
 _TILE_BYTES = 8192
 """Of a tile of the weight: several of them at once fit the memory that a program may share, on small devices too."""
@@ -79,8 +77,8 @@ def norm_product(
 ) -> Tensor:
     """The product of the rows' RMS norm with a weight: [T, N], or of a gated one silu(first half) * second half.
 
-    hidden_TD: at most `MOST_ROWS` rows that follow each other in memory; bias_N: of a product that is not gated;
-    tile: columns of a program, a power of two from 16 on.
+    hidden_TD: few rows that follow each other in memory (kernels are tried for up to 64); bias_N: of a product that is
+    not gated; tile: columns of a program, a power of two from 16 on.
     """
     num_rows, width = hidden_TD.shape
     num_columns = len(weight_ND) // 2 if gated else len(weight_ND)

@@ -25,21 +25,11 @@ from engine.scheduling.controller import Controller
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.rows import Part, part_of, row_of
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.text_drafters import most_copied
 
 # Waiting requests that are taken into account when a step's prompt tokens are shared out.
 _MOST_SHARING = 8
-
-
-def _urgency(sequence: Sequence) -> tuple[int, int]:
-    """Order of admission."""
-    return sequence.request.priority, sequence.arrival
-
-
-def _expendability(sequence: Sequence) -> tuple[int, int, int]:
-    """The largest is preempted first: the least urgent, of these the one that loses least, of these the latest."""
-    return sequence.request.priority, -sequence.num_target_computed, sequence.arrival
 
 
 class Scheduler:
@@ -65,7 +55,7 @@ class Scheduler:
         self.num_cache_hits = 0
         """How many of these had their K/V in the prefix cache."""
         self._waiting: list[Sequence] = []
-        """Sorted by `_urgency`, the most urgent first."""
+        """Sorted by `urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
@@ -102,7 +92,7 @@ class Scheduler:
         sequence.see(self.draft_prefill.draft_window, fixed_draft_law)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
-        insort(self._waiting, sequence, key=_urgency)
+        insort(self._waiting, sequence, key=urgency)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its blocks; False when it is not (or no longer) here."""
@@ -309,7 +299,7 @@ class Scheduler:
         while part.sequence.sequence_id in self._running:
             if self._find_blocks(part):
                 return True
-            self._preempt(max(self._running.values(), key=_expendability))
+            self._preempt(max(self._running.values(), key=expendability))
         return False
 
     def _find_blocks(self, part: Part) -> bool:
@@ -325,7 +315,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.sequence_id]
         self.blocks.release(victim.forget_computed())
-        insort(self._waiting, victim, key=_urgency)
+        insort(self._waiting, victim, key=urgency)
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> Part | None:

@@ -144,3 +144,13 @@ class Sequence:
         self.num_published_blocks = self.num_drafted_blocks = 0
         self.prompt_logprobs = []
         return block_ids
+
+
+def urgency(sequence: Sequence) -> tuple[int, int]:
+    """Order of admission."""
+    return sequence.request.priority, sequence.arrival
+
+
+def expendability(sequence: Sequence) -> tuple[int, int, int]:
+    """The largest is preempted first: the least urgent, of these the one that loses least, of these the latest."""
+    return sequence.request.priority, -sequence.num_target_computed, sequence.arrival
