@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata
-from engine.execution.packing import Choices, pack, take_over
+from engine.execution.packing import Choices, pack
+from engine.execution.products import take_over
 
 
 class Backend(Protocol):

@@ -85,7 +85,7 @@ def fastest_tiles(
         alike = [product for product in products if product.gated is gated]
         measured = alike[: max(1, _MEASURED_BYTES // alike[0].weight_ND.nbytes)]
         for rows in _ROWS:
-            hidden_TD = _made_up(device, dtype, rows, measured[0].weight_ND.shape[1])
+            hidden_TD = made_up_rows(device, dtype, rows, measured[0].weight_ND.shape[1])
             timers = {
                 tile: timer_of(partial(_run_all, measured, hidden_TD, eps, tile)) for tile in (0, *tiles_for(rows))
             }
@@ -133,11 +133,26 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return usable("layers are computed", find_fault, device, dtype)
 
 
-def _made_up(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+def use_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels that Numba compiles (`cpu_layers.py`) do on a CPU."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return usable("layers are computed", _find_cpu_fault, device, dtype, compiler="Numba")
+
+
+def _find_cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    from engine.execution import cpu_layers  # Numba is there where kernels are used
+
+    return cpu_layers.find_fault(device, dtype)
+
+
+def made_up_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Numbers to try kernels on: no two alike, the same every time."""
     return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers of about 1 differ by no more than some roundings."""
     return torch.allclose(found.float(), expected.float(), atol=16 * torch.finfo(found.dtype).eps, rtol=0)
 
 
@@ -145,12 +160,12 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with its kernels on a device; None where they give the plain operations' numbers."""
     from engine.execution import triton_layer
 
-    made_up = partial(_made_up, device, dtype)
+    made_up = partial(made_up_rows, device, dtype)
     num_heads, num_kv_heads, head_dim = 6, 2, 80
     hidden, weight = made_up(5, 480), made_up(480)
-    if not _close(triton_layer.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):
+    if not close(triton_layer.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):
         return "norms differ"
-    if not _close(triton_layer.gate(hidden), silu(hidden[:, :240]) * hidden[:, 240:]):
+    if not close(triton_layer.gate(hidden), silu(hidden[:, :240]) * hidden[:, 240:]):
         return "gates differ"
     joined = made_up(5, (num_heads + 2 * num_kv_heads) * head_dim)
     keys, values = made_up(9, num_kv_heads, head_dim).zero_(), made_up(9, num_kv_heads, head_dim).zero_()
@@ -163,7 +178,7 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
         (keys[slots], num_heads, num_heads + num_kv_heads, norms[1]),
     ):
         own = rms_norm(heads[:, start:stop], (head_dim,), norm, 1e-5)
-        if not _close(found, own * cosines[:, None] + own.roll(head_dim // 2, -1) * sines[:, None]):
+        if not close(found, own * cosines[:, None] + own.roll(head_dim // 2, -1) * sines[:, None]):
             return "rotations differ"
     if not torch.equal(values[slots], heads[:, num_heads + num_kv_heads :]):
         return "values differ"
@@ -172,7 +187,7 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def find_product_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """The same of the kernel of products: for all its numbers of rows, widths that 16 divides and others."""
-    made_up = partial(_made_up, device, dtype)
+    made_up = partial(made_up_rows, device, dtype)
     for num_rows, width, num_columns in ((5, 480, 144), (21, 200, 70), (40, 512, 160)):
         hidden, norm, weight = made_up(num_rows, width), made_up(width).flip(0), made_up(num_columns, width) / 8
         bias = made_up(num_columns)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,14 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
-from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_kernels
-from engine.execution.packing import Choices, PackedLinear, is_plain, pack
+from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_cpu_kernels, use_kernels
+from engine.execution.packing import Choices, pack
 from engine.execution.paged import Paged
+from engine.execution.products import PackedLinear, array_of, is_plain
 from engine.execution.scaled import Kind
+
+if TYPE_CHECKING:
+    from engine.execution.cpu_layers import CpuLayers
 
 log = logging.getLogger("polydraft")
 
@@ -83,6 +87,30 @@ class LeanDecoder:
         self.tiles: Tiles = {}
         """Of products with their norm and gate in one kernel."""
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
+        self.cpu_layers = self._cpu_layers() if use_cpu_kernels(torch.device(model.device), model.dtype) else None
+        """For passes of few tokens, where there are kernels for them."""
+
+    def _cpu_layers(self) -> CpuLayers:
+        """The same layers for `cpu_layers.py`."""
+        from engine.execution.cpu_layers import CpuLayer, CpuLayers, Rotation, Sizes  # Numba is there
+
+        rotary = self._body.rotary_emb
+        rotation = Rotation(rotary.inv_freq.float().numpy(), float(rotary.attention_scaling))
+        sizes = Sizes(self._num_heads, self._num_kv_heads, self._head_dim, self._eps, self._scaling)
+        layers = [
+            CpuLayer(
+                array_of(layer.attention_norm),
+                layer.qkv,
+                None if layer.norms is None else (array_of(layer.norms[0]), array_of(layer.norms[1])),
+                layer.output,
+                array_of(layer.mlp_norm),
+                layer.gate_up,
+                layer.down,
+            )
+            for layer in self._layers
+        ]
+        embedding, last_norm = self._body.embed_tokens.weight.detach(), self._body.norm.weight.detach()
+        return CpuLayers(embedding, layers, last_norm, rotation, sizes)
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
         """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model.
@@ -114,18 +142,23 @@ class LeanDecoder:
         biases = [part.bias for part in parts if part.bias is not None]
         return _Layer(
             layer_idx=number,
-            attention_norm=layer.input_layernorm.weight,
+            attention_norm=layer.input_layernorm.weight.detach(),
             qkv=_joined(parts, torch.cat(biases) if biases else None),
-            query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-            key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+            query_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
+            key_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
             output=_joined((attention.o_proj,), attention.o_proj.bias),
-            mlp_norm=layer.post_attention_layernorm.weight,
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
             down=_joined((mlp.down_proj,)),
         )
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
+        if self.cpu_layers is not None and self.cpu_layers.takes(len(token_ids_T), metadata):
+            normed_TD = self.cpu_layers.hidden(token_ids_T, positions_T, metadata)
+            if metadata.storage.hidden is not None:
+                metadata.storage.hidden[metadata.slots_T] = normed_TD
+            return self._head(normed_TD[wanted_N])
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
         rotation = cos_1TD[0], sin_1TD[0] * self._sign

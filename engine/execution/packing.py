@@ -1,17 +1,13 @@
-"""Linear layers with weights packed for oneDNN, where that is faster than the plain product.
+"""Chooses, for the weights of every shape, the form in which products are fastest (`products.py`). CPU only.
 
-A plain product of several rows lays the weight out anew in every call. Packed once at start, a weight costs up to
-eight rows little more than one, which is what verification needs. From how many rows on weights of a shape are run
-packed is measured at start; where that is always, they are kept in this form only. CPU only. The operators are torch's
-private ones: without them, and where packed numbers are not the plain ones, everything stays plain.
+A plain product of several rows lays the weight out anew in every call. Laid out once at start, a weight costs up to
+eight rows little more than one, which is what verification needs. Two forms are tried: oneDNN's own, and on one core
+the blocks of `numba_product.py`. Which of them is used, and from how many rows on, is measured at start; where that is
+always, weights are kept in this form only. Without what a form needs, and where its numbers are not the plain ones,
+it is left out.
 
-oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
-thousand. Products that it runs therefore take few numbers of rows: rows are filled up to the next one, so a server's
-memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
-for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
-
-Its kernels for five or six rows read a weight faster than those for one or two (20 GB/s against 13 to 15 on a core that
-reads 27), so few rows are filled up further where a measurement at start shows a gain.
+oneDNN's kernels for five or six rows read a weight faster than those for one or two (20 GB/s against 13 to 15 on a core
+that reads 27), so few rows are filled up further where a measurement at start shows a gain.
 """
 
 from __future__ import annotations
@@ -19,134 +15,66 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch import Tensor
+from torch.nn.functional import linear
 
 from engine.config import Prepack
+from engine.execution.products import (
+    FEW,
+    SIZE_OF,
+    BlockForm,
+    Form,
+    OneDnnForm,
+    PackedLinear,
+    in_sizes,
+    onednn_linear,
+    reorder,
+)
 from engine.kept import NOWHERE, keep, kept_file, read_kept
+from engine.kernels import usable
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _POINT_BUDGET_S = 0.015
 _MIN_REPEATS, _MAX_REPEATS = 3, 25
-# The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
-# More rows than the last are taken in turns.
-_FEW = (1, 2, 4, 5, 6, 8)
-_SIZES = (
-    *_FEW,
-    *range(9, 25),
-    *range(28, 65, 4),
-    *range(72, 129, 8),
-    *range(144, 257, 16),
-    *range(288, 513, 32),
-    *range(576, 1025, 64),
-)
-_SIZE_OF = [next(size for size in (0, *_SIZES) if size >= num_rows) for num_rows in range(_SIZES[-1] + 1)]
-# The kernels of one shape are compiled at start for so long; those of more rows where they are met.
-_COMPILE_BUDGET_S = 0.05
 # Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
 _MEASURED_BYTES = 128 << 20
+# Weights that are laid out at once; large pieces of memory get large pages.
+_PIECE_BYTES = 64 << 20
 # A weight kept in one form only is worth so much of a product's time.
 _ONE_FORM = 1.05
 # And so much more filling few rows up further than to the next number.
 _FURTHER = 1.08
-_FORMAT = 1
+_FORMAT = 2
 """Of what is kept of a measurement."""
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class PackedLinear:
-    """`rows @ weight.T + bias`, by whichever form of the weight is faster for the number of rows."""
+class Choice(NamedTuple):
+    """How weights of a shape are run."""
 
-    __slots__ = ("_compiles", "_dtype", "_modules", "_packed", "_packed_from", "_plain", "_size_of", "bias", "shape")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
-        """modules: those whose weights are `weight`, and that nothing else runs."""
-        self.shape = tuple(weight.shape)
-        self.bias = bias
-        self._plain: Tensor | None = weight
-        self._packed: Tensor | None = None
-        self._packed_from = 0
-        self._size_of: Sequence[int] = _SIZE_OF
-        self._modules = tuple(modules)
-        self._dtype = weight.dtype
-        # Where torch leaves even the plain product to oneDNN.
-        self._compiles = weight.device.type == "cpu" and weight.dtype != torch.float32
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        num_rows = rows.shape[:-1].numel()
-        if self._plain is None or (self._packed is not None and num_rows >= self._packed_from):
-            return _in_sizes(_packed_linear, rows, num_rows, self._packed, self.bias, self._size_of)
-        if self._compiles:
-            return _in_sizes(linear, rows, num_rows, self._plain, self.bias)
-        return linear(rows, self._plain, self.bias)
-
-    def add_to(self, sums_TN: Tensor, rows_TM: Tensor) -> None:
-        """Add the product of the rows to `sums_TN` in place: one operation, for a weight that is not packed."""
-        sums_TN.addmm_(rows_TM, self.weight.t())
-        if self.bias is not None:
-            sums_TN += self.bias
+    kind: str = ""
+    """Of the form: `onednn` or `blocks`."""
+    packed_from: int = 0
+    """Fewest rows that run by this form; 0: none do."""
+    few: Sequence[int] = SIZE_OF[: FEW[-1] + 1]
+    """By number of rows, the number that oneDNN's form pads them to; more rows are padded as in `SIZE_OF`."""
 
     @property
-    def weight(self) -> Tensor:
-        """The plain weight; until it has been given up."""
-        assert self._plain is not None, "the weight is packed"
-        return self._plain
+    def is_known(self) -> bool:
+        """Whether there is such a choice: it may come from a file."""
+        rows = self.packed_from in (0, *_NUM_ROWS) and len(self.few) == FEW[-1] + 1 and set(self.few) <= {0, *FEW}
+        return rows and self.kind in _KINDS
 
-    @property
-    def packed_bytes(self) -> int:
-        """Memory of the packed form."""
-        return 0 if self._packed is None else self._packed.nbytes
-
-    def pack(self, packed_from: int, size_of: Sequence[int] = _SIZE_OF) -> None:
-        """Run packed from so many rows on; from one row on, the plain form is given up.
-
-        size_of: by number of rows, the number that they are padded to, up to the largest size.
-        """
-        self._packed, self._packed_from, self._size_of = reorder(self.weight), packed_from, size_of
-        if packed_from == 1:
-            self._plain = None
-            for module in self._modules:
-                module.weight.data = module.weight.data.new_empty(0)
-
-    def compile(self) -> None:
-        """Run the product with each size of `_SIZES`, from few rows to many, so that oneDNN compiles its kernels at
-        start; stops after `_COMPILE_BUDGET_S`. Does nothing where oneDNN does not run the product."""
-        if self._packed is None and not self._compiles:
-            return
-        began = time.perf_counter()
-        for size in _SIZES if self._compiles else _SIZES[_SIZES.index(_SIZE_OF[self._packed_from]) :]:
-            self(torch.zeros(size, self.shape[1], dtype=self._dtype))
-            if time.perf_counter() - began > _COMPILE_BUDGET_S:
-                return
-
-    def unpack(self) -> None:
-        """Run plain again: for a product of one module, whose weight is unpacked."""
-        if self._plain is None and self._packed is not None:
-            self._plain = self._packed.to_dense()
-            for module in self._modules:
-                module.weight.data = self._plain
-        self._packed = None
-
-
-def is_plain(module: Any) -> bool:
-    """Whether a module is a linear layer with a weight of its own numbers: not quantised, not one rank's share."""
-    return type(module) is nn.Linear and type(module.weight.data) is Tensor
-
-
-def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
-    shared = {id(model.get_input_embeddings().weight)}
-    for module in model.modules():
-        if is_plain(module):
-            own = () if id(module.weight) in shared else (module,)
-            product = PackedLinear(module.weight.detach(), module.bias, own)
-            module.forward = product
-            yield product
+    def forms(self, weights: Sequence[Tensor]) -> Iterator[Form]:
+        """Weights of one shape in this form."""
+        if self.kind == "blocks":
+            yield from BlockForm.of(weights)
+        else:
+            yield from (OneDnnForm(weight, [*self.few, *SIZE_OF[len(self.few) :]]) for weight in weights)
 
 
 class Choices:
@@ -161,19 +89,18 @@ class Choices:
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
         self._is_new = False
 
-    def of(self, alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
-        """(fewest rows that run packed, 0: never; by number of rows, the number they are padded to) for one shape."""
+    def of(self, alike: Sequence[PackedLinear]) -> Choice:
+        """For products of one shape."""
         name = f"{alike[0].shape} {alike[0].weight.dtype} {len(alike)}"
         try:
-            packed_from, few = self._known[name]
-            if packed_from not in (0, *_NUM_ROWS) or len(few) != _FEW[-1] + 1 or not set(few) <= {0, *_FEW}:
+            choice = Choice(*self._known[name])
+            if not choice.is_known:
                 raise ValueError(name)
         except (KeyError, TypeError, ValueError):
-            packed_from, size_of = _fastest(alike)
-            few = list(size_of[: _FEW[-1] + 1])
-            self._known[name] = packed_from, few
+            choice = _fastest(alike)
+            self._known[name] = choice
             self._is_new = True
-        return packed_from, [*few, *_SIZE_OF[len(few) :]]
+        return choice
 
     def keep(self) -> None:
         """Write down what has been measured."""
@@ -193,7 +120,7 @@ def pack(
     """
     products = list(products)
     choices = choices or Choices(NOWHERE, lambda _: None)
-    if wanted != "off" and products and _is_supported(products[0].weight):
+    if wanted != "off" and products and _kinds_for(products[0].weight):
         _pack(products, wanted, works, choices)
         choices.keep()
     _compile(products)
@@ -205,10 +132,15 @@ def _pack(products: Sequence[PackedLinear], wanted: Prepack, works: Callable[[],
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
-        packed_from, size_of = (1, _SIZE_OF) if wanted == "always" else choices.of(alike)
-        if packed_from and _agrees(alike[0].weight):
-            for product in alike:
-                product.pack(packed_from, size_of)
+        kinds = _kinds_for(alike[0].weight)
+        choice = choices.of(alike) if wanted == "auto" else Choice(kinds[0], 1) if kinds else Choice()
+        if choice.packed_from and choice.kind in kinds:
+            # Not all at once: there must be room for both forms.
+            count = max(1, _PIECE_BYTES // alike[0].weight.nbytes)
+            for some in (alike[start : start + count] for start in range(0, len(alike), count)):
+                forms = choice.forms([product.weight for product in some])
+                for product, form in zip(some, forms, strict=True):
+                    product.pack(form, choice.packed_from)
     if not works():
         for product in products:
             product.unpack()
@@ -220,42 +152,15 @@ def _compile(products: Iterable[PackedLinear]) -> None:
         product.compile()
 
 
-def reorder(weight: Tensor) -> Tensor:
-    """A weight in oneDNN's own layout."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
-    return packed
+def _kinds_for(weight: Tensor) -> list[str]:
+    """The forms that a weight can have, and that give its numbers."""
+    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE:
+        return []
+    return [kind for kind, can_have in _KINDS.items() if can_have(weight) and _agrees(weight, kind)]
 
 
-def _in_sizes(
-    product: Callable[..., Tensor],
-    rows: Tensor,
-    num_rows: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    size_of: Sequence[int] = _SIZE_OF,
-) -> Tensor:
-    """The product of [..., in], run with numbers of rows of `size_of` only."""
-    if num_rows >= len(size_of):
-        flat = rows.reshape(num_rows, -1)
-        parts = [
-            _in_sizes(product, part, len(part), weight, bias, size_of) for part in torch.split(flat, len(size_of) - 1)
-        ]
-        return torch.cat(parts).view(*rows.shape[:-1], -1)
-    missing = size_of[num_rows] - num_rows
-    if not missing:
-        return product(rows, weight, bias)
-    if rows.dim() == 2:
-        return product(pad(rows, (0, 0, 0, missing)), weight, bias).narrow(0, 0, num_rows)
-    return _in_sizes(product, rows.reshape(num_rows, -1), num_rows, weight, bias, size_of).view(*rows.shape[:-1], -1)
-
-
-def _packed_linear(rows: Tensor, packed: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return result
-
-
-def _is_supported(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def _has_onednn(weight: Tensor) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
         reorder(weight[:1])
@@ -264,9 +169,36 @@ def _is_supported(weight: Tensor) -> bool:
     return True
 
 
-def _agrees(weight: Tensor) -> bool:
+def _has_blocks(weight: Tensor) -> bool:
+    if not usable("products are computed", _find_block_fault, weight.device, compiler="Numba"):
+        return False
+    from engine.execution import numba_product
+
+    return numba_product.takes(weight)
+
+
+def _find_block_fault(_device: torch.device) -> str | None:
+    from engine.execution import numba_product
+
+    weight = _made_up(3 * numba_product.BLOCK, torch.empty(0, 40))
+    (blocks,) = numba_product.in_blocks([weight])
+    for num_rows in range(1, 2 * numba_product.MOST_ROWS + 2):
+        rows = _made_up(num_rows, weight)
+        found = torch.from_numpy(numba_product.product(rows.numpy(), blocks))
+        if not torch.allclose(found, linear(rows, weight), atol=1e-4):
+            return f"products of {num_rows} rows differ"
+    return None
+
+
+_KINDS = {"onednn": _has_onednn, "blocks": _has_blocks}
+"""Of forms, and which weights can have them."""
+
+
+def _agrees(weight: Tensor, kind: str) -> bool:
     rows = _made_up(9, weight)
-    plain, packed = linear(rows, weight), _packed_linear(rows, reorder(weight))
+    plain = linear(rows, weight)
+    (form,) = Choice(kind, 1).forms([weight])
+    packed = form.product(rows, len(rows), None)
     return bool((plain - packed).abs().max() <= _TOLERANCE[weight.dtype] * plain.abs().max())
 
 
@@ -277,18 +209,30 @@ def _made_up(num_rows: int, weight: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _fastest(alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
-    """(fewest rows that run packed, 0: never; by number of rows, the number they are padded to) for one shape."""
+def _fastest(alike: Sequence[PackedLinear]) -> Choice:
+    """How weights of one shape are run fastest."""
     count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
     plain = [product.weight for product in alike[:count]]
-    packed = [reorder(weight) for weight in plain]
-    rows = {size: _made_up(size, plain[0]) for size in sorted({*_NUM_ROWS, *_FEW})}
-    packed_s = _middle_s(_packed_linear, rows, packed)
-    plain_s = _middle_s(linear, {size: rows[size] for size in _NUM_ROWS}, plain)
-    filling_s = _middle_s(lambda rows, _: _in_sizes(_nothing, rows, 1, None, None, (0, 8)), {1: rows[1]}, plain)[1]
-    size_of = choose_sizes(packed_s, filling_s)
-    filled_s = {n: packed_s[size_of[n]] + (filling_s if size_of[n] != n else 0) for n in _NUM_ROWS}
-    return choose_from([math.log(plain_s[n] / filled_s[n]) for n in _NUM_ROWS]), size_of
+    rows = {size: _made_up(size, plain[0]) for size in sorted({*_NUM_ROWS, *FEW})}
+    few_rows = {size: rows[size] for size in _NUM_ROWS}
+    plain_s = _middle_s(linear, few_rows, plain)
+    choice, most = Choice(), 0.0
+    for kind in _kinds_for(plain[0]):
+        few = Choice().few
+        if kind == "onednn":
+            packed_s = _middle_s(onednn_linear, rows, [reorder(weight) for weight in plain])
+            filling_s = _middle_s(lambda r, _: in_sizes(_nothing, r, 1, None, None, (0, 8)), {1: rows[1]}, plain)[1]
+            size_of = choose_sizes(packed_s, filling_s)
+            few = list(size_of[: len(few)])
+            packed_s = {n: packed_s[size_of[n]] + (filling_s if size_of[n] != n else 0) for n in _NUM_ROWS}
+        else:
+            packed_s = _middle_s(
+                lambda r, form: form.product(r, len(r), None), few_rows, list(Choice(kind, 1).forms(plain))
+            )
+        packed_from, gain = choose_from([math.log(plain_s[n] / packed_s[n]) for n in _NUM_ROWS])
+        if packed_from and gain > most:
+            choice, most = Choice(kind, packed_from, few), gain
+    return choice
 
 
 def _nothing(rows: Tensor, *_: Tensor | None) -> Tensor:
@@ -297,25 +241,29 @@ def _nothing(rows: Tensor, *_: Tensor | None) -> Tensor:
 
 
 def choose_sizes(packed_s: Mapping[int, float], filling_s: float) -> Sequence[int]:
-    """With how many rows so many are run, given the seconds for each of `_FEW` and those of filling up."""
-    size_of = list(_SIZE_OF)
-    for num_rows in range(1, _FEW[-1] + 1):
-        cost_s = {_SIZE_OF[num_rows]: packed_s[_SIZE_OF[num_rows]]}
-        cost_s |= {size: (packed_s[size] + filling_s) * _FURTHER for size in _FEW if size > _SIZE_OF[num_rows]}
+    """With how many rows so many are run, given the seconds for each of `FEW` and those of filling up."""
+    size_of = list(SIZE_OF)
+    for num_rows in range(1, FEW[-1] + 1):
+        cost_s = {SIZE_OF[num_rows]: packed_s[SIZE_OF[num_rows]]}
+        cost_s |= {size: (packed_s[size] + filling_s) * _FURTHER for size in FEW if size > SIZE_OF[num_rows]}
         size_of[num_rows] = min(cost_s, key=cost_s.__getitem__)
     return size_of
 
 
-def choose_from(gains: Sequence[float]) -> int:
-    """From how many rows on to run packed, given log(plain / packed seconds) at `_NUM_ROWS`; 0 for never."""
+def choose_from(gains: Sequence[float]) -> tuple[int, float]:
+    """(from how many rows on to run packed, 0 for never; what that gains).
+
+    gains: log(plain / packed seconds) at `_NUM_ROWS`.
+    """
     total = {0: 0.0} | {num_rows: sum(gains[index:]) for index, num_rows in enumerate(_NUM_ROWS)}
     total[0] += len(gains) * math.log(_ONE_FORM)
     total[1] += len(gains) * math.log(_ONE_FORM)
-    return max(total, key=total.__getitem__)
+    best = max(total, key=total.__getitem__)
+    return best, total[best]
 
 
 def _middle_s(
-    product: Callable[[Tensor, Tensor], Tensor], rows: Mapping[int, Tensor], weights: Sequence[Tensor]
+    product: Callable[[Tensor, Any], Tensor], rows: Mapping[int, Tensor], weights: Sequence[Any]
 ) -> dict[int, float]:
     """Time of the products of all weights with so many rows: the middle one of several, taken in turns."""
     runs_s: dict[int, list[float]] = {num_rows: [] for num_rows in rows}

@@ -24,7 +24,7 @@ VERSION = "1.32"
 # Resources of operators, whose schemas come with them.
 OF_OPERATORS = {"ServiceMonitor"}
 # Where others than the daemon write.
-FOLDERS = {"hf_home", "triton_cache_dir"}
+FOLDERS = {"hf_home", "numba_cache_dir", "triton_cache_dir"}
 LABELS = {"app.kubernetes.io/name": "polydraft"}
 
 

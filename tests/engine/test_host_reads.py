@@ -14,6 +14,7 @@ import torch
 
 from engine.drafters.chains import draw_chains
 from engine.engine import Engine
+from engine.execution import lean
 from engine.passes import target_inputs
 from engine.request import Speculation
 from tests.engine import tiny
@@ -26,6 +27,13 @@ SHAPES = {
     "spectr_gbv": Speculation(rule="spectr_gbv", num_drafts=3, draft_length=4),
     "lossy": Speculation(rule="token", num_drafts=1, draft_length=4, over_acceptance=0.2),
 }
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device() -> Iterator[None]:
+    """Without the kernels of a CPU: they look at memory that no device has."""
+    with patch.object(lean, "use_cpu_kernels", lambda *_: False):
+        yield
 
 
 @contextlib.contextmanager

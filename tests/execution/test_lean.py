@@ -69,7 +69,8 @@ def test_others_run_through_transformers(name: str) -> None:
 
 
 def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant: halves rotated the other way."""
+    """The wrong variant: halves rotated the other way, in plain operations."""
+    monkeypatch.setattr(lean, "use_cpu_kernels", lambda *_: False)
     loaded = randomised(LEAN["llama"], seed=3)
     take_over = LeanDecoder.__init__
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution import packing
+from engine.execution import packing, products
 from engine.execution.lean import LeanDecoder
-from engine.execution.packing import PackedLinear, choose_from, choose_sizes, pack, take_over
+from engine.execution.packing import Choice, choose_from, choose_sizes, pack
 from engine.execution.probe import find_kv_shape, probe, probe_ways
+from engine.execution.products import OneDnnForm, PackedLinear, take_over
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.execution.test_architectures import CONFIGS
@@ -66,11 +67,11 @@ def test_speculation_gives_the_plain_answer_on_packed_weights() -> None:
 
 @CPU
 def test_wrong_packed_numbers_keep_a_model_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = packing._packed_linear
-    monkeypatch.setattr(packing, "_packed_linear", lambda rows, packed, bias=None: right(rows, packed, bias) * 1.01)
-    products = [PackedLinear(torch.randn(16, 8))]
-    assert pack(products, "always") == 0
-    assert products[0].weight.shape == (16, 8)
+    right = products.onednn_linear
+    monkeypatch.setattr(products, "onednn_linear", lambda rows, packed, bias=None: right(rows, packed, bias) * 1.01)
+    product = PackedLinear(torch.randn(16, 8))
+    assert pack([product], "always") == 0
+    assert product.weight.shape == (16, 8)
 
 
 def test_without_the_operators_a_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +86,10 @@ def test_without_the_operators_a_model_stays_plain(monkeypatch: pytest.MonkeyPat
 def test_a_product_runs_plain_below_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     product = PackedLinear(torch.randn(16, 8), torch.randn(16))
     expected = {n: product(torch.ones(1, n, 8)) for n in (3, 4)}
-    product.pack(4)
+    product.pack(OneDnnForm(product.weight), 4)
     used = []
-    right = packing._packed_linear
-    monkeypatch.setattr(packing, "_packed_linear", lambda rows, *rest: used.append(rows.shape) or right(rows, *rest))
+    right = products.onednn_linear
+    monkeypatch.setattr(products, "onednn_linear", lambda rows, *rest: used.append(rows.shape) or right(rows, *rest))
     for n, plain in expected.items():
         assert torch.allclose(product(torch.ones(1, n, 8)), plain, atol=1e-5)
     assert used == [(1, 4, 8)]
@@ -108,16 +109,16 @@ def test_a_product_runs_plain_below_its_number_of_rows(monkeypatch: pytest.Monke
 )
 def test_from_how_many_rows_on_it_is_packed(gains: list[float], expected: int) -> None:
     assert len(gains) == len(packing._NUM_ROWS)
-    assert choose_from(gains) == expected
+    assert choose_from(gains)[0] == expected
 
 
 @CPU
 def test_measuring_chooses_something_that_agrees() -> None:
-    products = [PackedLinear(torch.randn(64, 32)) for _ in range(3)]
-    plain = [product.weight.clone() for product in products]
-    pack(products, "auto")
+    alike = [PackedLinear(torch.randn(64, 32)) for _ in range(3)]
+    plain = [product.weight.clone() for product in alike]
+    pack(alike, "auto")
     rows = torch.randn(5, 32)
-    for product, weight in zip(products, plain, strict=True):
+    for product, weight in zip(alike, plain, strict=True):
         assert torch.allclose(product(rows), rows @ weight.T, atol=1e-4)
 
 
@@ -151,12 +152,12 @@ def test_few_numbers_of_rows_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight, bias = torch.randn(1300, 6), torch.randn(5, 6), torch.randn(5)
     expected = torch.nn.functional.linear(rows, weight, bias)
     for num_rows in (0, *range(1, 300), *range(300, 1300, 29), 1024, 1025, 1300):
-        result = packing._in_sizes(product, rows[:num_rows], num_rows, weight, bias)
+        result = products.in_sizes(product, rows[:num_rows], num_rows, weight, bias)
         assert torch.allclose(result, expected[:num_rows], atol=1e-6)
-    nested = packing._in_sizes(product, rows[:34].view(2, 17, 6), 34, weight, bias)
+    nested = products.in_sizes(product, rows[:34].view(2, 17, 6), 34, weight, bias)
     assert torch.allclose(nested, expected[:34].view(2, 17, 5), atol=1e-6)
-    assert met - {0} <= set(packing._SIZES)
-    assert all(size <= 1.125 * num_rows for num_rows, size in enumerate(packing._SIZE_OF) if num_rows > 8)
+    assert met - {0} <= set(products.SIZES)
+    assert all(size <= 1.125 * num_rows for num_rows, size in enumerate(products.SIZE_OF) if num_rows > 8)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +173,21 @@ def test_few_numbers_of_rows_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_few_rows_are_filled_up_where_that_is_faster(micros: list[int], filling: int, expected: list[int]) -> None:
-    size_of = choose_sizes(dict(zip(packing._FEW, micros, strict=True)), filling)
+    size_of = choose_sizes(dict(zip(products.FEW, micros, strict=True)), filling)
     assert size_of[:9] == expected
-    assert size_of[9:] == packing._SIZE_OF[9:]
+    assert size_of[9:] == products.SIZE_OF[9:]
 
 
 @CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_filled_up_rows_have_the_plain_numbers(dtype: torch.dtype) -> None:
     product = PackedLinear(torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype))
-    if not packing._is_supported(product.weight):
+    if "onednn" not in packing._kinds_for(product.weight):
         pytest.skip(f"this processor does not pack {dtype}")
     rows = torch.randn(2, 4, 32).to(dtype)
     expected = product(rows)
-    product.pack(1, choose_sizes(dict(zip(packing._FEW, [9, 9, 9, 9, 1, 9], strict=True)), 0))
+    size_of = choose_sizes(dict(zip(products.FEW, [9, 9, 9, 9, 1, 9], strict=True)), 0)
+    product.pack(OneDnnForm(product.weight, size_of), 1)
     for num_rows in (1, 2, 3, 4):
         result = product(rows[:, :num_rows])
         assert result.shape == (2, num_rows, 48)
@@ -213,14 +215,14 @@ def test_an_earlier_start_s_choices_are_used_again(tmp_path: Path, monkeypatch: 
     """As long as they make sense; what is new is measured and kept beside them."""
     measured: list[tuple[int, ...]] = []
 
-    def fastest(alike: Sequence[PackedLinear]) -> tuple[int, Sequence[int]]:
+    def fastest(alike: Sequence[PackedLinear]) -> Choice:
         measured.append(alike[0].shape)
-        return 4, choose_sizes(dict.fromkeys((1, 2, 4, 5, 6, 8), 1.0), 0.0)
+        return Choice("onednn", 4, choose_sizes(dict.fromkeys((1, 2, 4, 5, 6, 8), 1.0), 0.0)[:9])
 
     monkeypatch.setattr(packing, "_fastest", fastest)
     small, large = [PackedLinear(torch.ones(3, 2))], [PackedLinear(torch.ones(4, 2))]
 
-    def choose(*all_alike: Sequence[PackedLinear]) -> list[tuple[int, Sequence[int]]]:
+    def choose(*all_alike: Sequence[PackedLinear]) -> list[Choice]:
         choices = packing.Choices(str(tmp_path), pytest.fail)
         found = [choices.of(alike) for alike in all_alike]
         choices.keep()
@@ -230,7 +232,7 @@ def test_an_earlier_start_s_choices_are_used_again(tmp_path: Path, monkeypatch: 
     assert choose(small, large) == first * 2
     assert measured == [(3, 2), (4, 2)]
     (file,) = tmp_path.glob("*.json")
-    file.write_text(file.read_text().replace("[4,", "[3,"))
+    file.write_text(file.read_text().replace('"onednn", 4,', '"onednn", 3,'))
     assert choose(small) == first
     assert measured[2:] == [(3, 2)]
     file.write_text("not JSON")

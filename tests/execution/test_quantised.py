@@ -10,7 +10,7 @@ import transformers
 
 from engine.execution.lean import is_lean
 from engine.execution.loading import load
-from engine.execution.packing import is_plain
+from engine.execution.products import is_plain
 from tests.engine import tiny
 from tests.execution.test_architectures import COMMON
 

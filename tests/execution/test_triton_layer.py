@@ -16,8 +16,9 @@ triton_product = pytest.importorskip("engine.execution.triton_product")
 
 from engine.execution import fused_layer, lean, probe  # noqa: E402
 from engine.execution.lean import LeanDecoder  # noqa: E402
-from engine.execution.packing import Choices, PackedLinear  # noqa: E402
+from engine.execution.packing import Choices  # noqa: E402
 from engine.execution.probe import find_kv_shape  # noqa: E402
+from engine.execution.products import PackedLinear  # noqa: E402
 from engine.execution.runner import ModelRunner  # noqa: E402
 from engine.kept import NOWHERE  # noqa: E402
 from tests.engine import tiny  # noqa: E402
