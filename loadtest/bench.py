@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -147,8 +148,8 @@ class _Bench:
         return {"stages": list(options.ramp), **compared(results)}
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
-        """One closed loop."""
-        body = self._body(self.options.arms[arm])
+        """One closed loop; what other runs have read of the same prompts is not used."""
+        body = {**self._body(self.options.arms[arm]), "cache_salt": uuid.uuid4().hex}
         if arm == ADAPTIVE:
             body["seed"] = None  # a seed would keep the shape
         return asyncio.run(closed_loop(self.url, self.model, prompts, concurrency, body))

@@ -109,13 +109,20 @@ async def _stream_one(
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
-    return any(choice.get("text") or choice.get("delta", {}).get("content") for choice in chunk["choices"])
+    deltas = [choice.get("delta", {}) for choice in chunk["choices"]]
+    texts = [choice.get("text") for choice in chunk["choices"]]
+    return any((*texts, *(delta.get(kind) for delta in deltas for kind in ("content", "reasoning_content"))))
 
 
 async def whole_text(url: str, model: str, prompt: Prompt, options: dict[str, Any]) -> str:
-    """The text of one whole answer."""
+    """The text of one whole answer, its thoughts first."""
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
         response = await client.post(prompt.path, json={"model": model, **prompt.body, **options})
         response.raise_for_status()
         choice = response.json()["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    if "text" in choice:
+        return str(choice["text"])
+    parts = [choice["message"].get(kind) or "" for kind in ("reasoning_content", "content")]
+    if not any(parts):
+        raise RuntimeError(f"{prompt.path} gave no text, so that answers cannot be compared; ask for more tokens")
+    return "\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,17 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in ("torch", "transformers", "polydraft")},
+        "libraries": {name: _version(name) for name in ("torch", "transformers", "polydraft", "numba", "triton")},
+        **_device(),
     }
+
+
+def _device() -> dict[str, Any]:
+    """The card, where this process has used one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
 def _commit() -> str | None:

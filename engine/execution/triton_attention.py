@@ -188,8 +188,8 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
     """Queries of a tile: a power of two, as each number is compiled anew, and enough for a product's least rows."""
     # Tiles of 64 rows in float32 take more registers than there are, and 38 s to compile.
     most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
-    fewest, most = max(1, _LEAST_ROWS // groups), max(1, most_rows // groups)
-    return 1 << (min(max(most_queries, fewest), most) - 1).bit_length()
+    fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
+    return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_parts"))

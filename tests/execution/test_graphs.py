@@ -22,7 +22,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.execution import graphs
-from engine.execution.graphs import Compute, Graphs, Shape, logit_bytes, menu, pad, rows_of
+from engine.execution.graphs import Graphs, Shape, logit_bytes, menu, pad, rows_of
 from engine.execution.inputs import NO_NODES, SequenceInput, build
 from engine.execution.paged import PagedInput, pages_of
 from engine.execution.probe import find_kv_shape
@@ -47,14 +47,14 @@ def runners(name: str) -> tuple[ModelRunner, ModelRunner]:
 def noted_replays() -> Iterator[list[Shape]]:
     """The shapes that passes run as."""
     shapes: list[Shape] = []
-    run = Graphs._run
+    shape_of = Graphs._shape_of
 
-    def noting(self: Graphs, compute: Compute, recorded: Any) -> None:
-        sequences, rows = len(recorded.paged.starts), len(recorded.long[0])
-        shapes.append(Shape(sequences, rows // sequences))
-        run(self, compute, recorded)
+    def noting(self: Graphs, host: Any) -> Shape | None:
+        shape = shape_of(self, host)
+        shapes.extend([] if shape is None else [shape])
+        return shape
 
-    with patch.object(Graphs, "_run", noting):
+    with patch.object(Graphs, "_shape_of", noting):
         yield shapes
 
 
@@ -163,6 +163,9 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(monkeypatch: pytest.Mo
     _, replayed = runners("llama")
     prompts, steps = passes()
     replayed.forward(prompts)
+    assert replayed._graphs is not None
+    for recorded in replayed._graphs._recorded.values():
+        recorded.graph = None  # a recorded pass calls nothing of this
     outputs = []
     attend_paged = attention.attend_paged
 
@@ -176,6 +179,7 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(monkeypatch: pytest.Mo
     for parts in (1, 2):
         monkeypatch.setattr(attention, "num_parts_of", lambda *_, parts=parts: parts)
         replayed.forward(steps[2:5])
+    assert outputs
     assert all(output.shape[1] == 4 * 12 for output in outputs)
     assert all(output.isfinite().all() for output in outputs)
 
@@ -227,6 +231,7 @@ class Recording:
         raise RuntimeError("this operation cannot be recorded")
 
 
+@pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="stands in for a device")
 def test_passes_that_cannot_be_recorded_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -172,6 +172,12 @@ def test_tiles_have_few_sizes() -> None:
     assert sizes == {4, 8, 16}
     assert {triton_attention.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}
     assert triton_attention.tile_queries_of(21, 128, torch.bfloat16) == 1
+    # Also of heads in groups whose number is no power of two.
+    for groups in (3, 5, 6, 7):
+        for dtype, rows in ((torch.bfloat16, 64), (torch.float32, 32)):
+            assert (
+                max(groups * triton_attention.tile_queries_of(count, groups, dtype) for count in range(1, 99)) <= rows
+            )
 
 
 def test_a_server_compiles_few_kernels() -> None:
