@@ -223,7 +223,7 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
     key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     found = profiled.key_averages()
     if on_cuda:  # a kernel's time is also that of the operation that has started it
-        found = [event for event in found if event.device_type == torch.autograd.DeviceType.CUDA]
+        found = [event for event in found if event.device_type.name == "CUDA"]
     events = sorted(found, key=lambda event: getattr(event, key), reverse=True)
     busy_s = sum(getattr(event, key) for event in events) / 1e6
     return {
