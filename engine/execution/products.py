@@ -109,7 +109,7 @@ class BlockForm:
 
         found: Array = numba_product.product(rows, self._blocks)
         if bias is not None:
-            found += bias.numpy()
+            found += bias.detach().numpy()
         return found
 
     def to_weight(self) -> Tensor:

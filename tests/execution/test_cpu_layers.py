@@ -221,7 +221,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
 def test_products_of_blocks_are_the_plain_ones(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     weights = [torch.randn(5 * numba_product.BLOCK, 37, generator=generator) for _ in range(3)]
-    bias = torch.randn(5 * numba_product.BLOCK, generator=generator)
+    bias = torch.nn.Parameter(torch.randn(5 * numba_product.BLOCK, generator=generator))  # as a model has it
     rows = torch.randn(num_rows, 37, generator=generator)
     for weight, form in zip(weights, Choice("blocks", 1).forms(weights), strict=True):
         assert torch.equal(form.to_weight(), weight)
