@@ -67,7 +67,7 @@ class Choice(NamedTuple):
     def is_known(self) -> bool:
         """Whether there is such a choice: it may come from a file."""
         rows = self.packed_from in (0, *_NUM_ROWS) and len(self.few) == FEW[-1] + 1 and set(self.few) <= {0, *FEW}
-        return rows and self.kind in _KINDS
+        return rows and (self.kind in _KINDS if self.packed_from else not self.kind)
 
     def forms(self, weights: Sequence[Tensor]) -> Iterator[Form]:
         """Weights of one shape in this form."""

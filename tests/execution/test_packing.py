@@ -235,5 +235,12 @@ def test_an_earlier_start_s_choices_are_used_again(tmp_path: Path, monkeypatch: 
     file.write_text(file.read_text().replace('"onednn", 4,', '"onednn", 3,'))
     assert choose(small) == first
     assert measured[2:] == [(3, 2)]
+    monkeypatch.setattr(packing, "_fastest", lambda _: Choice())
+    tall = [PackedLinear(torch.ones(5, 2))]
+    assert choose(tall) == [Choice()]
+    # That plain weights are the fastest is known, too.
+    monkeypatch.setattr(packing, "_fastest", pytest.fail)
+    assert choose(tall)[0].packed_from == 0
+    monkeypatch.setattr(packing, "_fastest", fastest)
     file.write_text("not JSON")
     assert choose(small) == first
