@@ -222,7 +222,24 @@ def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     numba_layer.gate(array_of(hidden), array_of(gated))
     if not close(gated, silu(hidden[:, :48]) * hidden[:, 48:]):
         return "gates differ"
-    return _rotation_fault(made_up) or _attention_fault()
+    return _embedding_fault(made_up) or _rotation_fault(made_up) or _attention_fault()
+
+
+def _embedding_fault(made_up: Callable[..., Tensor]) -> str | None:
+    embedding, frequencies = made_up(7, 12), torch.tensor([1.0, 0.1, 0.01])
+    token_ids, positions = torch.tensor([6, 0, 3]), torch.tensor([0, 5, 900])
+    hidden, rotation = embedding.new_empty(3, 12), torch.empty(2, 3, 6)
+    numba_layer.embed(
+        *(token_ids.numpy(), positions.numpy(), array_of(embedding), frequencies.numpy(), 1.5),
+        *(array_of(hidden), *rotation.numpy()),
+    )
+    if not torch.equal(hidden, embedding[token_ids]):
+        return "embeddings differ"
+    angles = positions[:, None] * frequencies
+    cosines, sines = ((1.5 * part).to(embedding.dtype).float() for part in (angles.cos(), angles.sin()))
+    expected = torch.stack([torch.cat([cosines, cosines], 1), torch.cat([-sines, sines], 1)])
+    # An angle's own rounding grows with the position.
+    return None if torch.allclose(rotation, expected, atol=1e-4 + torch.finfo(embedding.dtype).eps) else "angles differ"
 
 
 def _rotation_fault(made_up: Callable[..., Tensor]) -> str | None:

@@ -113,34 +113,28 @@ def embed(token_ids, positions, embedding, frequencies, factor, hidden, cosines,
 
 
 @compiled_for_cpu(**_FAST)
+def _norm(row, weight, eps, normed):
+    """The RMS norm of a row, which may be written over it."""
+    width = len(row)
+    squares = np.float32(0)
+    for column in range(width):
+        value = _widened(row[column])
+        squares += value * value
+    scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
+    for column in range(width):
+        normed[column] = _rounded(_widened(row[column]) * scale * _widened(weight[column]), weight[column])
+
+
+@compiled_for_cpu(**_FAST)
 def add_and_norm(hidden, product, has_product, weight, eps, normed):
     """Add a product to hidden states [T, D] if there is one, and write their RMS norm."""
     num_rows, width = hidden.shape
     for row in range(num_rows):
-        squares = np.float32(0)
-        for column in range(width):
-            value = _widened(hidden[row, column])
-            if has_product:
-                hidden[row, column] = _rounded(value + _widened(product[row, column]), weight[column])
-                value = _widened(hidden[row, column])
-            squares += value * value
-        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
-        for column in range(width):
-            value = _widened(hidden[row, column]) * scale * _widened(weight[column])
-            normed[row, column] = _rounded(value, weight[column])
-
-
-@compiled_for_cpu(**_FAST)
-def _norm_head(head, weight, eps):
-    """In place."""
-    width = len(head)
-    squares = np.float32(0)
-    for column in range(width):
-        value = _widened(head[column])
-        squares += value * value
-    scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
-    for column in range(width):
-        head[column] = _rounded(_widened(head[column]) * scale * _widened(weight[column]), weight[column])
+        if has_product:
+            for column in range(width):
+                value = _widened(hidden[row, column]) + _widened(product[row, column])
+                hidden[row, column] = _rounded(value, weight[column])
+        _norm(hidden[row], weight, eps, normed[row])
 
 
 @compiled_for_cpu(**_FAST)
@@ -170,7 +164,7 @@ def rotate_and_write(joined, cosines, sines, has_norms, query_norm, key_norm, ep
             is_query = number < num_heads
             head = joined[token, number * width : (number + 1) * width]
             if has_norms:
-                _norm_head(head, query_norm if is_query else key_norm, eps)
+                _norm(head, query_norm if is_query else key_norm, eps, head)
             if is_query:
                 result = query[number // num_shared, token, number % num_shared]
             else:

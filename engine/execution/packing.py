@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ class Choices:
 
     def __init__(self, folder: str, progress: Callable[[str], None]) -> None:
         """folder: where measurements are kept (`engine.kept`)."""
-        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads()]
+        # Without Numba other forms are the fastest.
+        has_numba = find_spec("numba") is not None
+        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads(), has_numba]
         self._file = kept_file(folder, described, progress)
         self._progress = progress
         known = read_kept(self._file)
@@ -132,11 +135,11 @@ def _pack(products: Sequence[PackedLinear], wanted: Prepack, works: Callable[[],
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
-        kinds = _kinds_for(alike[0].weight)
-        choice = choices.of(alike) if wanted == "auto" else Choice(kinds[0], 1) if kinds else Choice()
-        if choice.packed_from and choice.kind in kinds:
+        weight = alike[0].weight
+        choice = choices.of(alike) if wanted == "auto" else Choice(next(iter(_kinds_for(weight)), ""), 1)
+        if choice.packed_from and choice.kind in _kinds_for(weight) and _agrees(weight, choice.kind):
             # Not all at once: there must be room for both forms.
-            count = max(1, _PIECE_BYTES // alike[0].weight.nbytes)
+            count = max(1, _PIECE_BYTES // weight.nbytes)
             for some in (alike[start : start + count] for start in range(0, len(alike), count)):
                 forms = choice.forms([product.weight for product in some])
                 for product, form in zip(some, forms, strict=True):
@@ -153,10 +156,10 @@ def _compile(products: Iterable[PackedLinear]) -> None:
 
 
 def _kinds_for(weight: Tensor) -> list[str]:
-    """The forms that a weight can have, and that give its numbers."""
+    """The forms that a weight can have."""
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE:
         return []
-    return [kind for kind, can_have in _KINDS.items() if can_have(weight) and _agrees(weight, kind)]
+    return [kind for kind, can_have in _KINDS.items() if can_have(weight)]
 
 
 def _has_onednn(weight: Tensor) -> bool:
@@ -195,6 +198,7 @@ _KINDS = {"onednn": _has_onednn, "blocks": _has_blocks}
 
 
 def _agrees(weight: Tensor, kind: str) -> bool:
+    """Whether a form gives a weight's numbers; lays out the whole weight."""
     rows = _made_up(9, weight)
     plain = linear(rows, weight)
     (form,) = Choice(kind, 1).forms([weight])
