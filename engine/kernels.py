@@ -15,7 +15,7 @@ import torch
 
 log = logging.getLogger("polydraft")
 
-
+Compiler = Literal["Triton", "Numba"]
 _DEVICES = {"Triton": "cuda", "Numba": "cpu"}
 
 
@@ -25,7 +25,7 @@ def usable(
     find_fault: Callable[..., str | None],
     device: torch.device,
     *more: object,
-    compiler: Literal["Triton", "Numba"] = "Triton",
+    compiler: Compiler = "Triton",
 ) -> bool:
     """Whether they do; where they fail, or give other numbers, a line says so and the plain operations serve.
 

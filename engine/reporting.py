@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from engine.sampling.noise import Purpose, uniform
 from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
 from engine.transfer import to_device
+
+# Whether steps are observed is decided for so many at once.
+_STEPS = 1024
 
 
 def split_prompts(
@@ -70,14 +74,22 @@ def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) ->
     return [tuple(itertools.islice(found, len(of_row))) for of_row, _ in wanted]
 
 
+@lru_cache(maxsize=2)
+def _observed(block: int, share: float) -> dict[int, float]:
+    """The steps of a block that are observed, and the number in [0, 1) that chooses the row of each."""
+    step_S = np.arange(block * _STEPS, (block + 1) * _STEPS)
+    chance_S, choice_S = uniform(0, step_S[:, None], Purpose.OBSERVE, 0, np.arange(2)).T
+    return {int(step_S[i]): float(choice_S[i]) for i in np.flatnonzero(chance_S < share)}
+
+
 def observe_gap(
     plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, share: float
 ) -> Verdict:
     """On a share of the steps, note how far one row's rule stays below the optimum; which, the step number says."""
-    chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2)).tolist()
-    rows = plan.sampling_rows
-    if draft is None or chance >= share:
+    choice = _observed(step // _STEPS, share).get(step)
+    if draft is None or choice is None:
         return verdict
+    rows = plan.sampling_rows
     number = int(choice * len(rows))
     row, speculation = rows[number], rows[number].speculation
     if not row.fanout or row.sampling.is_certain or speculation.over_acceptance:

@@ -17,22 +17,15 @@ from engine.transfer import to_device
 
 def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
     """The law of every node, and which node lies below the first i tokens of each chain."""
-    layout, device = draft.layout, logits_NV.device
-    node_CX = draft.starts[layout.request_C][:, None].repeat(layout.max_length + 1, axis=1)
-    if layout.max_length:
-        chain = 0
-        for row, tree in zip(rows, draft.trees, strict=True):
-            for path in tree.paths[: row.first_copy]:
-                node_CX[chain, : len(path)] += path
-                chain += 1
+    device, table = logits_NV.device, draft.nodes
     nodes = Nodes(
-        row_N=np.repeat(np.arange(len(rows)), np.diff(draft.starts)),
-        depth_N=np.array([depth for tree in draft.trees for depth in (0, *tree.depths)]),
+        row_N=table.row_N,
+        depth_N=table.depth_N,
         paths=lambda: _paths(draft),
         path_ND=lambda: _tokens_above(rows, draft, device),
     )
-    law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(to_device(nodes.row_N, device)))
-    return LawTable(law_NV, to_device(node_CX, device))
+    law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(table.row))
+    return LawTable(law_NV, table.node_CX)
 
 
 def _paths(draft: Draft) -> list[tuple[int, ...]]:

@@ -19,6 +19,8 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all."""
+    if are_here(tensors):
+        return [(one if one.dtype == torch.int64 else one.double()).numpy() for one in tensors]
     words = [one.reshape(-1) if one.dtype == torch.int64 else _bits(one) for one in tensors]
     whole = np.array(torch.cat(words).tolist(), dtype=np.int64)
     ends = np.cumsum([len(one) for one in words])
@@ -26,6 +28,11 @@ def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
         (part if one.dtype == torch.int64 else part.view(np.float64)).reshape(one.shape)
         for one, part in zip(tensors, np.split(whole, ends[:-1]), strict=True)
     ]
+
+
+def are_here(tensors: Sequence[Tensor]) -> bool:
+    """Whether the host can read them where they are."""
+    return all(one.device.type == "cpu" for one in tensors)
 
 
 def _bits(values: Tensor) -> Tensor:

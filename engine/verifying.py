@@ -97,7 +97,7 @@ class _Part:
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Every rule about the rows that asked for it."""
     law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.origin_C]
-    parts = list(_parts(rows, task.goes_on_R, law_NV.shape[1], fused.use_kernels(law_NV)))
+    parts = list(_parts(rows, task.goes_on_R, law_NV.shape[1], fused.compiler_for(law_NV) == "Triton"))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
@@ -117,7 +117,7 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
         return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
-    root_C = target.row_CX[:, 0].cpu().numpy()
+    root_C = target.row_CX[:, 0].cpu().numpy().copy()  # the table is kept for later steps
     walks = _walks(rows, draft, target.law_NV, starts)
     stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
     refuse(target.law_NV, stops, [taken.refused for taken in walks.values()])

@@ -117,7 +117,7 @@ def ways(engine: Engine) -> dict[str, bool]:
     """By name, whether each fast way is used."""
     assert engine.draft_runner is not None
     some = torch.empty((1, 1), device=engine.target.device)
-    rows = fused.use_kernels(some)
+    rows = fused.compiler_for(some) is not None
     found = {
         "kernels for rows": rows,
         "kernels for verification": rows and fused_block.work_on(some.device),
@@ -182,7 +182,11 @@ def trace(options: argparse.Namespace, findings: Findings) -> None:
     for count in (1, 21):
         logits = made_up(count, options.vocabulary, device)
         temperature = torch.ones(count, device=device)
-        work = partial(fused.softmax, logits, temperature) if fused.use_kernels(logits) else partial(logits.softmax, -1)
+        work = (
+            partial(fused.softmax, logits, temperature)
+            if fused.compiler_for(logits) is not None
+            else partial(logits.softmax, -1)
+        )
         rows[count] = middle_s(work, device, options.scale / 4)
     findings.add("law_of_rows_s", rows)
 
@@ -243,9 +247,9 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
     runners: list[ModelRunner] = [engine.target, engine.draft_runner]
     with ExitStack() as stack:
         if variant == "kernels for verification":
-            stack.enter_context(patch.object(fused_block, "takes", lambda *_: False))
+            stack.enter_context(patch.object(fused_block, "compiler_for", lambda *_: None))
         elif variant == "kernels for rows":
-            stack.enter_context(patch.object(fused, "use_kernels", lambda _: False))
+            stack.enter_context(patch.object(fused, "compiler_for", lambda _: None))
         elif variant == "equal nodes apart":
             stack.enter_context(patch.object(engine, "most_unmerged", 0))
         for runner in runners:

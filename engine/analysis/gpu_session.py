@@ -29,7 +29,7 @@ _TESTS = (
     "execution/test_triton_layer",
     "sampling/test_triton_rows",
     "sampling/test_triton_nucleus",
-    "speculation/test_triton_block",
+    "speculation/test_block_kernels",
     "speculation/test_longest_match",
     "cache/test_triton_keep",
     "engine/test_host_reads",

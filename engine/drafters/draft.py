@@ -109,6 +109,36 @@ class Level:
 
 
 @dataclass(frozen=True)
+class NodeTable:
+    """The N roots and nodes of a step, tree by tree."""
+
+    starts: Ints
+    """Where the root of each sampling row stands, its nodes behind it; and the end."""
+    row_N: Ints
+    """Number of the sampling row."""
+    depth_N: Ints
+    # On the device.
+    row: Tensor
+    """`row_N`."""
+    node_CX: Tensor
+    """[C, L + 1] which of them lies below the first i tokens of each drawn chain; the root beyond a chain's end."""
+
+    @staticmethod
+    def of(trees: Sequence[Tree], layout: Layout) -> NodeTable:
+        """trees: of the layout's rows; their drawn chains come first."""
+        device = layout.request.device
+        starts = np.cumsum([0, *(1 + tree.num_nodes for tree in trees)])
+        row_N = np.repeat(np.arange(len(trees)), np.diff(starts))
+        depth_N = np.array([depth for tree in trees for depth in (0, *tree.depths)])
+        node_CX = starts[layout.request_C][:, None].repeat(layout.max_length + 1, axis=1)
+        if layout.max_length:
+            for chain_X, request, rank in zip(node_CX, layout.request_C.tolist(), layout.rank_C.tolist(), strict=True):
+                path = trees[request].paths[rank]
+                chain_X[: len(path)] += path
+        return NodeTable(starts, row_N, depth_N, to_device(row_N, device), to_device(node_CX, device))
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which chains a step drafts; one chain of length 0 for a row that draws none."""
 
@@ -143,6 +173,11 @@ class Layout:
     def num_laws(self) -> int:
         """Draft laws: one for every node that has drafted children."""
         return len(self.law_row_of_N)
+
+    @cached_property
+    def nodes(self) -> NodeTable:
+        """Of the trees of its draws."""
+        return NodeTable.of(self.trees, self)
 
 
 @lru_cache(maxsize=128)  # a layout of many rows takes a tenth of a megabyte
@@ -268,9 +303,15 @@ class Draft:
     """For the rules."""
 
     @cached_property
+    def nodes(self) -> NodeTable:
+        """Of its trees."""
+        are_drawn = all(own.parents is drawn.parents for own, drawn in zip(self.trees, self.layout.trees, strict=True))
+        return self.layout.nodes if are_drawn else NodeTable.of(self.trees, self.layout)
+
+    @property
     def starts(self) -> Ints:
         """Where the root of each sampling row stands among the nodes of all, its nodes behind it; and the end."""
-        return np.cumsum([0, *(1 + tree.num_nodes for tree in self.trees)])
+        return self.nodes.starts
 
 
 def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
@@ -321,4 +362,7 @@ def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ..
         chains[request].append(chain[:length])
     for of_row, row in zip(chains, plan.sampling_rows, strict=True):
         of_row += [list(copy.tokens) for copy in row.copies]
+    if layout.shape[1] == 1 and not any(row.copies for row in plan.sampling_rows):
+        # Single chains: the tree of the draws has their nodes.
+        return tuple(replace(tree, tokens=of_row[0]) for tree, of_row in zip(layout.trees, chains, strict=True))
     return tuple(merge_chains(of_row) for of_row in chains)

@@ -5,96 +5,18 @@ transformers rounds them. They run on one core and are compiled once for a machi
 or in the folder NUMBA_CACHE_DIR. `cpu_layers.py` calls them.
 """
 
-# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
-# ruff: noqa: ARG001, ARG005
 
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
 
 from engine.kernels import compiled_for_cpu
-
-# Sums may be reordered, and a product and a sum be one operation. Numbers that are not finite stay so.
-_FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
-_EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
-_NAN = 0x7FC0
-"""Of bfloat16."""
+from engine.numba_numbers import FAST, exponential, from_order, order, rounded, widened
 
 
-@intrinsic
-def _bits_of(_context, value):
-    """The bits of a float32 number."""
-
-    def bits(_context, builder, _signature, operands):
-        return builder.bitcast(operands[0], ir.IntType(32))
-
-    return types.uint32(types.float32), bits
-
-
-@intrinsic
-def _of_bits(_context, bits):
-    """The float32 number of these bits."""
-
-    def number(_context, builder, _signature, operands):
-        return builder.bitcast(operands[0], ir.FloatType())
-
-    return types.float32(types.uint32), number
-
-
-def _widened(value):
-    """A number of an array as float32; those of bfloat16 come as 16 bits."""
-    raise NotImplementedError
-
-
-def _rounded(value, like):
-    """A float32 number as an array of numbers like this one has it."""
-    raise NotImplementedError
-
-
-@overload(_widened, inline="always")
-def _widened_of(value):
-    if value == types.uint16:
-        return lambda value: _of_bits(np.uint32(value) << np.uint32(16))
-    return lambda value: value
-
-
-@overload(_rounded, inline="always")
-def _rounded_of(value, like):
-    if like == types.uint16:
-        return lambda value, like: _to_bfloat16(value)
-    return lambda value, like: value
-
-
-@compiled_for_cpu(**_EXACT)
-def _to_bfloat16(value):
-    """The nearest, of two as near the even one."""
-    bits = _bits_of(value)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(rounded) if value == value else np.uint16(_NAN)
-
-
-@compiled_for_cpu(**_EXACT)
-def _exp(value):
-    """e to the power of a float32 number, within two units in the last place; as e^-87 below, and e^88 above."""
-    bounded = min(max(value, np.float32(-87)), np.float32(88))
-    power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
-    rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
-    series = np.float32(1.9875691500e-4)
-    series = series * rest + np.float32(1.3981999507e-3)
-    series = series * rest + np.float32(8.3334519073e-3)
-    series = series * rest + np.float32(4.1665795894e-2)
-    series = series * rest + np.float32(1.6666665459e-1)
-    series = series * rest + np.float32(5.0000001201e-1)
-    series = series * rest * rest + rest + np.float32(1)
-    found = series * _of_bits(np.uint32(np.int32(power) + 127) << np.uint32(23))
-    return found if value == value else value
-
-
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def embed(token_ids, positions, embedding, frequencies, factor, hidden, cosines, sines):
     """Hidden states [T, D] of tokens, and cosines and sines [T, head] of their rotation, times a factor.
 
@@ -106,50 +28,50 @@ def embed(token_ids, positions, embedding, frequencies, factor, hidden, cosines,
         for number in range(half):
             angle = np.float32(positions[token]) * frequencies[number]
             # In the precision that transformers has them in.
-            cosine = _widened(_rounded(np.cos(angle) * np.float32(factor), embedding[0, 0]))
-            sine = _widened(_rounded(np.sin(angle) * np.float32(factor), embedding[0, 0]))
+            cosine = widened(rounded(np.cos(angle) * np.float32(factor), embedding[0, 0]))
+            sine = widened(rounded(np.sin(angle) * np.float32(factor), embedding[0, 0]))
             cosines[token, number] = cosines[token, half + number] = cosine
             sines[token, number], sines[token, half + number] = -sine, sine
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def _norm(row, weight, eps, normed):
     """The RMS norm of a row, which may be written over it."""
     width = len(row)
     squares = np.float32(0)
     for column in range(width):
-        value = _widened(row[column])
+        value = widened(row[column])
         squares += value * value
     scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
     for column in range(width):
-        normed[column] = _rounded(_widened(row[column]) * scale * _widened(weight[column]), weight[column])
+        normed[column] = rounded(widened(row[column]) * scale * widened(weight[column]), weight[column])
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def add_and_norm(hidden, product, has_product, weight, eps, normed):
     """Add a product to hidden states [T, D] if there is one, and write their RMS norm."""
     num_rows, width = hidden.shape
     for row in range(num_rows):
         if has_product:
             for column in range(width):
-                value = _widened(hidden[row, column]) + _widened(product[row, column])
-                hidden[row, column] = _rounded(value, weight[column])
+                value = widened(hidden[row, column]) + widened(product[row, column])
+                hidden[row, column] = rounded(value, weight[column])
         _norm(hidden[row], weight, eps, normed[row])
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def _rotate(head, cosines, sines, result):
     """By halves: each number meets the one at its place in the other half."""
     half = len(head) // 2
     for column in range(half):
-        first, second = _widened(head[column]), _widened(head[half + column])
+        first, second = widened(head[column]), widened(head[half + column])
         turned = first * cosines[column] + second * sines[column]
         other = second * cosines[half + column] + first * sines[half + column]
-        result[column] = _rounded(turned, head[column])
-        result[half + column] = _rounded(other, head[column])
+        result[column] = rounded(turned, head[column])
+        result[half + column] = rounded(other, head[column])
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def rotate_and_write(joined, cosines, sines, has_norms, query_norm, key_norm, eps, slots, keys, values, query):
     """Rotate queries and keys, and write them, and the values.
 
@@ -175,14 +97,7 @@ def rotate_and_write(joined, cosines, sines, has_norms, query_norm, key_norm, ep
             values[slot, number] = joined[token, start : start + width]
 
 
-@compiled_for_cpu(**_EXACT)
-def _order(value):
-    """An integer for a float32 number: in the order of the numbers, behind all of them what is none."""
-    bits = np.int32(_bits_of(value))
-    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
-
-
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def softmax(scores, scale, is_masked, visible):
     """Attention weights of scores [H_kv, Q * G, K] times `scale`, in place; visible: [Q, K] which keys a query sees."""
     num_kv_heads, num_rows, num_keys = scores.shape
@@ -193,14 +108,14 @@ def softmax(scores, scale, is_masked, visible):
             seen = visible[number // num_shared if is_masked else 0]
             largest = np.int32(-0x80000000)
             for key in range(num_keys):
-                order = _order(row[key])
+                place = order(row[key])
                 if is_masked:
-                    order = order if seen[key] else np.int32(-0x80000000)
-                largest = max(largest, order)
-            most = _of_bits(np.uint32(largest ^ ((largest >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+                    place = place if seen[key] else np.int32(-0x80000000)
+                largest = max(largest, place)
+            most = from_order(largest)
             total = np.float32(0)
             for key in range(num_keys):
-                weight = _exp((row[key] - most) * np.float32(scale))
+                weight = exponential((row[key] - most) * np.float32(scale))
                 if is_masked:
                     weight = weight if seen[key] else np.float32(0)
                 row[key] = weight
@@ -209,7 +124,7 @@ def softmax(scores, scale, is_masked, visible):
                 row[key] /= total
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def merge(attended, first, result):
     """Write what Q queries give, [H_kv, Q * G, D], to the rows from `first` on of `result` [T, H * D]."""
     num_kv_heads, num_rows, width = attended.shape
@@ -220,13 +135,13 @@ def merge(attended, first, result):
             result[first + number // num_shared, start : start + width] = attended[head, number]
 
 
-@compiled_for_cpu(**_FAST)
+@compiled_for_cpu(**FAST)
 def gate(joined, result):
     """[T, M] silu(gate) * up of [T, 2 M]."""
     num_rows, width = result.shape
     for row in range(num_rows):
         for column in range(width):
-            number = _widened(joined[row, column])
-            share = np.float32(1) / (np.float32(1) + _exp(-number))
-            gated = number * share * _widened(joined[row, width + column])
-            result[row, column] = _rounded(gated, joined[row, column])
+            number = widened(joined[row, column])
+            share = np.float32(1) / (np.float32(1) + exponential(-number))
+            gated = number * share * widened(joined[row, width + column])
+            result[row, column] = rounded(gated, joined[row, column])

@@ -73,7 +73,7 @@ def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = No
     scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    if fused.use_kernels(logits_NV) and all(one.of_probabilities for one in filters):
+    if all(one.of_probabilities for one in filters) and fused.compiler_for(logits_NV) is not None:
         found_NV = fused.softmax(logits_NV, scale_N, law_NV)
     else:
         found_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, filters)
@@ -114,7 +114,7 @@ def _top_k(scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
 
 def _top_p(law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
     """Keep the smallest set of most likely tokens with mass >= top_p; renormalise."""
-    if fused.use_kernels(law_NV):
+    if fused.compiler_for(law_NV) == "Triton":
         return fused.nucleus(law_NV, top_p_N)
     num_tokens = law_NV.shape[-1]
     window = min(_TOP_P_WINDOW, num_tokens)

@@ -12,11 +12,13 @@ import msgspec
 import pytest
 import torch
 
+from engine import transfer
 from engine.drafters.chains import draw_chains
 from engine.engine import Engine
 from engine.execution import lean
 from engine.passes import target_inputs
 from engine.request import Speculation
+from engine.sampling import fused
 from tests.engine import tiny
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -31,8 +33,12 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device() -> Iterator[None]:
-    """Without the kernels of a CPU: they look at memory that no device has."""
-    with patch.object(lean, "use_cpu_kernels", lambda *_: False):
+    """Without what a CPU does faster: it looks at memory that no device has."""
+    with (
+        patch.object(lean, "use_cpu_kernels", lambda *_: False),
+        patch.object(fused, "compiler_for", lambda _: None),
+        patch.object(transfer, "are_here", lambda _: False),
+    ):
         yield
 
 

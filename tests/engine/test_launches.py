@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
 
 import engine.engine as stepping
+from engine import transfer
 from engine.analysis.device_model import KERNELS, LEVEL_LAUNCHES, PLAIN_LAUNCHES, PRODUCTS, VERDICT_LAUNCHES
 from engine.execution import lean
 from engine.execution.lean import LeanDecoder
@@ -69,8 +70,9 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
         patch.object(stepping, "draw_chains", counted(stepping.draw_chains)),
         patch.object(stepping, "verify_chains", counted(stepping.verify_chains)),
         patch.object(ModelRunner, "run", made_up),
-        patch.object(fused, "use_kernels", lambda _: True),
-        patch.object(fused_block, "usable", lambda *_: True),
+        patch.object(transfer, "are_here", lambda _: False),
+        patch.object(fused, "compiler_for", lambda _: "Triton"),
+        patch.object(fused_block, "compiler_for", lambda *_: "Triton"),
     ):
         engine.run_step()
     drafting, verification = found

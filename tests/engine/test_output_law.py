@@ -26,6 +26,8 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification import RULES, ChainVerdict, Rule
+from engine.speculation.verification.block import blocks, stop_chains
+from engine.speculation.verification.race import first_per_request
 from tests.engine import tiny
 
 VOCABULARY = 4
@@ -228,12 +230,9 @@ def test_the_law_is_the_same_where_equal_nodes_stay_apart(
 
 def always_longest(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """A wrong rule: race by acceptance length, which looks at the tokens it chooses between."""
-    known = RULES["block"].verify(chains, target, noise)
-    score_C = -known.accepted_B.double()
-    from engine.speculation.verification.race import first_per_request
-
-    winner_B = first_per_request(score_C, chains)
-    return ChainVerdict(winner_B, known.accepted_B[winner_B], known.next_token_B[winner_B])
+    accepted_C, next_token_C = stop_chains(chains, target, blocks(chains, target), noise)
+    winner_B = first_per_request(-accepted_C.double(), chains)
+    return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])
 
 
 def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:

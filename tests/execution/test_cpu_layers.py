@@ -15,7 +15,7 @@ from torch import Tensor
 numba_layer = pytest.importorskip("engine.execution.numba_layer")
 numba_product = pytest.importorskip("engine.execution.numba_product")
 
-from engine import kernels  # noqa: E402
+from engine import kernels, numba_numbers  # noqa: E402
 from engine.execution import cpu_layers, fused_layer, lean, probe  # noqa: E402
 from engine.execution.lean import LeanDecoder  # noqa: E402
 from engine.execution.packing import Choice  # noqa: E402
@@ -214,7 +214,7 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     bits = np.concatenate([upper | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = torch.from_numpy(bits.view(np.float32).copy())
-    found = np.array([numba_layer._to_bfloat16(value) for value in values.numpy()])
+    found = np.array([numba_numbers.to_bfloat16(value) for value in values.numpy()])
     is_number = ~np.isnan(values.numpy())
     assert (found[is_number] == array_of(values.to(torch.bfloat16))[is_number]).all()
     assert (found[~is_number] == 0x7FC0).all()

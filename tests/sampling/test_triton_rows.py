@@ -35,7 +35,7 @@ WIDTH = 2 * triton_rows.TILE + 77
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go through the kernels, whatever the device."""
-    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: True)
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
 
 
 def random_law(chance: np.random.Generator, num_rows: int, spread: float = 3.0) -> Tensor:
@@ -79,7 +79,7 @@ def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, mon
     samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
     parameters = LawParameters.of(samplings, DEVICE)
     found = law(logits, parameters)
-    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: False)
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
     assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
     assert found[5, -1] > 0.99
     beside = fused.softmax(logits.T.contiguous().T, parameters.temperature_N)
@@ -101,7 +101,7 @@ def test_a_greedy_row_leaves_the_others_to_the_kernels(kernels: None, monkeypatc
     softmax = fused.softmax
     monkeypatch.setattr(fused, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
     found = law(logits, parameters)
-    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: False)
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
     assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
     assert len(calls) == 1
     assert found[0].max() == found[0, logits[0].argmax()] == 1
@@ -167,8 +167,9 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
     chains, target = chains_of(chance, 12, num_chains, 3)
     numbers = torch.from_numpy(chance.random((9, chains.num_chains))).to(DEVICE)
     noise = ChainNoise(numbers[:3].T, numbers[3], numbers[4], numbers[5:8].T, numbers[8])
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
     plain = verify(chains, target, noise)
-    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: True)
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
     parts = ("chain_B", "accepted_B", "next_token_B")
     found = verify(chains, target, noise)
     assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
@@ -194,7 +195,7 @@ def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) 
 
     plain = residuals()
     assert residual(chains, target, depth_C, weight_C).dtype == target.law_NV.dtype
-    monkeypatch.setattr(fused, "use_kernels", lambda rows_NV: True)
+    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
     found = residuals()
     assert torch.equal(found[0], plain[0])
     for sums, expected in zip(found[1:], plain[1:], strict=True):

@@ -168,6 +168,8 @@ class Batch:
     def __init__(self, kinds: Sequence[Kind], num_requests: int, seed: int, dtype: torch.dtype) -> None:
         """num_requests: of every kind."""
         self.kinds = kinds
+        # As the engine has it; other laws than the engine's are verified by plain operations.
+        self._knows_shape = dtype == torch.float32
         self.nodes = Nodes.of([kind.world for kind in kinds], dtype)
         self.chance = np.random.default_rng(seed)
         self.kind_B = torch.arange(len(kinds)).repeat(num_requests)
@@ -233,7 +235,7 @@ class Batch:
             LawTable(self.nodes.draft_NV, node_CX[:, :length]),
             leads_CL if is_tree else None,
             None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
-            shape if is_tree else None,
+            shape if is_tree or self._knows_shape else None,
         )
         return chains, LawTable(self.nodes.target_NV, node_CX)
 

@@ -81,8 +81,9 @@ def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoi
 
 def verify_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """One chain per request: accept its longest prefix that block verification allows."""
-    if fused_block.takes(chains, target.law_NV):
-        return fused_block.race(chains, target, noise)
+    compiler = fused_block.compiler_for(chains, target.law_NV)
+    if compiler is not None:
+        return fused_block.race_of(compiler)(chains, target, noise)
     accepted_C, next_token_C = stop_chains(chains, target, blocks(chains, target), noise)
     order_C = torch.arange(chains.num_chains, device=accepted_C.device)
     return ChainVerdict(order_C, accepted_C, next_token_C)

@@ -1,49 +1,54 @@
-"""Whether block verification and the score race are done by kernels (`triton_block.py`): on CUDA, where they are right.
+"""Block verification and the score race by kernels, where there are any: `triton_block.py` on CUDA, `numba_block.py` on
+a CPU.
 
 On every device they are tried once on made-up chains, beside the plain operations. Not for: the rules themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from engine.kernels import usable
+from engine.kernels import Compiler, usable
 from engine.sampling import fused
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification.rule import ChainVerdict
 
 MOST_CHAINS = 1024
-"""A race looks at all chains of a step in each of its programs."""
+"""A race on CUDA looks at all chains of a step in each of its programs."""
+
+_WHAT = "chains are verified"
+Race = Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
 
 
-def takes(chains: Chains, numbers: Tensor) -> bool:
-    """Whether the kernels verify these chains: the host must know whose they are, and something be drafted.
-
-    numbers: any tensor of the verification.
-    """
-    return (
-        chains.shape is not None
-        and chains.max_length > 0
-        and chains.num_chains <= MOST_CHAINS
-        and fused.use_kernels(numbers)
-        and work_on(numbers.device)
-    )
+def compiler_for(chains: Chains, law_NV: Tensor) -> Compiler | None:
+    """Whose kernels verify these chains, if any do: the host must know whose they are, and something be drafted."""
+    if chains.shape is None or chains.max_length == 0:
+        return None
+    compiler = fused.compiler_for(law_NV)
+    if compiler is None or (compiler == "Triton" and chains.num_chains > MOST_CHAINS):
+        return None
+    return compiler if work_on(law_NV.device, compiler) else None
 
 
-def work_on(device: torch.device) -> bool:
-    """Whether the kernels give the right verdicts on a device."""
-    return usable("chains are verified", find_fault, device)
+def work_on(device: torch.device, compiler: Compiler = "Triton") -> bool:
+    """Whether the kernels of a compiler give the right verdicts on a device."""
+    return usable(_WHAT, find_fault, device, compiler, compiler=compiler)
 
 
-def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """`triton_block.race`."""
-    from engine.speculation.verification import triton_block  # Triton is there where kernels are used
+def race_of(compiler: Compiler) -> Race:
+    """The kernels' `verify_bv_race`; of one chain a request, `verify_block`."""
+    if compiler == "Numba":
+        from engine.speculation.verification import numba_block  # Numba is there where its kernels are used
 
-    return triton_block.race(chains, target, noise)
+        return numba_block.race
+    from engine.speculation.verification import triton_block  # so is Triton
+
+    return triton_block.race
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
@@ -53,12 +58,12 @@ def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: T
     return triton_block.winners(chains, score_C, accepted_C, next_token_C)
 
 
-def find_fault(device: torch.device) -> str | None:
-    """What is wrong with the kernels on a device; None where they give the plain operations' verdicts."""
+def find_fault(device: torch.device, compiler: Compiler = "Triton") -> str | None:
+    """What is wrong with a compiler's kernels on a device; None where they give the plain operations' verdicts."""
     from engine.speculation.verification.race import race_plainly
 
     chains, target, noise = made_up(device)
-    found, expected = race(chains, target, noise), race_plainly(chains, target, noise)
+    found, expected = race_of(compiler)(chains, target, noise), race_plainly(chains, target, noise)
     for name in ("chain_B", "accepted_B", "next_token_B"):
         if not torch.equal(getattr(found, name), getattr(expected, name)):
             return f"{name.removesuffix('_B')} differs"

@@ -50,14 +50,18 @@ def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
 
 def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
-    if fused_block.takes(chains, target.law_NV):
-        return fused_block.race(chains, target, noise)
+    compiler = fused_block.compiler_for(chains, target.law_NV)
+    if compiler is not None:
+        return fused_block.race_of(compiler)(chains, target, noise)
     return race_plainly(chains, target, noise)
 
 
 def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """The same by plain operations, the reference for the kernels. It must not call `fused_block.takes`: the check that
-    decides whether the kernels are used (`fused_block.find_fault`) calls this function."""
+    """The same by plain operations, the reference for the kernels.
+
+    It must not call `fused_block.compiler_for`: the check that decides whether kernels are used
+    (`fused_block.find_fault`) calls this function.
+    """
     known = blocks(chains, target)
     accepted_C, next_token_C = stop_chains(chains, target, known, noise)
     lower_C, upper_C = score_bounds(chains, target, known, accepted_C, next_token_C)
@@ -67,7 +71,7 @@ def race_plainly(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVe
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
     """Each request's chain with the smallest score (ties: the first), with what it accepted and its next token."""
-    if fused_block.takes(chains, score_C):
+    if fused_block.compiler_for(chains, score_C) == "Triton":
         return fused_block.winners(chains, score_C, accepted_C, next_token_C)
     return _winners_plainly(chains, score_C, accepted_C, next_token_C)
 

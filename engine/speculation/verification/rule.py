@@ -107,7 +107,7 @@ def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
 def surplus_sum(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
     """[C] float64 sum of the surplus of the law below every chain's first `depth` tokens."""
     draft = chains.draft
-    if fused.use_kernels(target.law_NV):
+    if fused.compiler_for(target.law_NV) == "Triton":
         rows_C = target.row_CX[:, depth], draft.row_CX[:, depth]
         return fused.surplus(target.law_NV, rows_C[0], weight_C, draft.law_NV, rows_C[1]).sum()
     return surplus(target.rows_at(depth), draft.rows_at(depth), weight_C).sum(-1, dtype=torch.float64)
@@ -116,7 +116,7 @@ def surplus_sum(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) 
 def draw_residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor) -> Tensor:
     """[C] the token that follows the first `accepted_C` tokens of each chain, drawn from `residual`."""
     draft = chains.draft
-    if not fused.use_kernels(target.law_NV):
+    if fused.compiler_for(target.law_NV) != "Triton":
         return categorical(residual(chains, target, accepted_C, weight_C), uniform_C)
     target_row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
     if chains.max_length == 0:

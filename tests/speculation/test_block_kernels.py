@@ -1,4 +1,6 @@
-"""Kernels give the verdicts of plain block verification and of the plain race: in Triton's interpreter on a CPU."""
+"""Kernels give the verdicts of plain block verification and of the plain race: Triton's, on a CPU in its interpreter,
+and there Numba's as well.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
+from engine.kernels import Compiler
 from engine.sampling import fused
 from engine.sampling.draw import categorical
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
@@ -88,27 +89,36 @@ CASES = {
 }
 
 
-def verdict(verify: Any, chains: Chains, target: LawTable, noise: ChainNoise, by_kernels: bool) -> list[list[int]]:
+@pytest.fixture(params=["Triton", "Numba"])
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    """Of the kernels."""
+    found: Compiler = request.param
+    if found == "Numba" and DEVICE.type != "cpu":
+        pytest.skip("kernels of a CPU")
+    pytest.importorskip(found.lower())
+    return found
+
+
+def verdict(verify: Any, case: Case, compiler: Compiler | None) -> list[list[int]]:
+    """By the kernels of a compiler, or by plain operations."""
     with (
-        patch.object(fused, "use_kernels", lambda _: False),
-        patch.object(fused_block, "takes", lambda *_: by_kernels),
+        patch.object(fused, "compiler_for", lambda _: None),
+        patch.object(fused_block, "compiler_for", lambda *_: compiler),
     ):
-        found: ChainVerdict = verify(chains, target, noise)
+        found: ChainVerdict = verify(*case)
     return [part.tolist() for part in (found.chain_B, found.accepted_B, found.next_token_B)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verdicts_are_those_of_the_plain_race(name: str) -> None:
-    chains, target, noise = CASES[name]()
-    expected = verdict(verify_bv_race, chains, target, noise, by_kernels=False)
-    assert verdict(verify_bv_race, chains, target, noise, by_kernels=True) == expected
+def test_verdicts_are_those_of_the_plain_race(name: str, compiler: Compiler) -> None:
+    expected = verdict(verify_bv_race, CASES[name](), None)
+    assert verdict(verify_bv_race, CASES[name](), compiler) == expected
     assert len(set(expected[1])) > 1 or name in ("one token", "ends of the numbers")
 
 
-def test_verdicts_are_those_of_plain_block_verification() -> None:
-    chains, target, noise = CASES["one chain each"]()
-    expected = verdict(verify_block, chains, target, noise, by_kernels=False)
-    assert verdict(verify_block, chains, target, noise, by_kernels=True) == expected
+def test_verdicts_are_those_of_plain_block_verification(compiler: Compiler) -> None:
+    expected = verdict(verify_block, CASES["one chain each"](), None)
+    assert verdict(verify_block, CASES["one chain each"](), compiler) == expected
 
 
 WRONG: dict[str, Callable[[Chains, LawTable, ChainNoise], Case]] = {
@@ -121,50 +131,61 @@ WRONG: dict[str, Callable[[Chains, LawTable, ChainNoise], Case]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_comparison_has_teeth(wrong: str) -> None:
+def test_the_comparison_has_teeth(wrong: str, compiler: Compiler) -> None:
     right = CASES["several chains"]()
-    expected = verdict(verify_bv_race, *right, by_kernels=False)
-    assert verdict(verify_bv_race, *WRONG[wrong](*right), by_kernels=True) != expected
+    expected = verdict(verify_bv_race, right, None)
+    assert verdict(verify_bv_race, WRONG[wrong](*right), compiler) != expected
 
 
-def test_a_device_where_they_are_wrong_is_found_out() -> None:
-    assert fused_block.find_fault(DEVICE) is None
-    race = fused_block.race
+def test_a_device_where_they_are_wrong_is_found_out(compiler: Compiler) -> None:
+    assert fused_block.find_fault(DEVICE, compiler) is None
+    race = fused_block.race_of(compiler)
 
     def spoilt(name: str) -> Callable[[Chains, LawTable, ChainNoise], ChainVerdict]:
         return lambda *operands: replace(found := race(*operands), **{name: getattr(found, name).roll(1)})
 
     for name in ("chain_B", "accepted_B", "next_token_B"):
-        with patch.object(fused_block, "race", spoilt(name)):
-            assert fused_block.find_fault(DEVICE) == f"{name.removesuffix('_B')} differs"
+        with patch.object(fused_block, "race_of", lambda _, name=name: spoilt(name)):
+            assert fused_block.find_fault(DEVICE, compiler) == f"{name.removesuffix('_B')} differs"
 
 
-def test_what_the_kernels_cannot_know_stays_plain() -> None:
+def test_what_the_kernels_cannot_know_stays_plain(compiler: Compiler) -> None:
     chains, target, _ = CASES["several chains"]()
     nothing = replace(chains, tokens_CL=chains.tokens_CL[:, :0])
-    with patch.object(fused, "use_kernels", lambda _: True), patch.object(fused_block, "usable", lambda *_: True):
-        assert fused_block.takes(chains, target.law_NV)
-        assert not fused_block.takes(replace(chains, shape=None), target.law_NV)
-        assert not fused_block.takes(nothing, target.law_NV)
-    if DEVICE.type == "cpu":
-        assert not fused_block.takes(chains, target.law_NV)
+    with (
+        patch.object(fused, "compiler_for", lambda _: compiler),
+        patch.object(fused_block, "usable", lambda *_, **__: True),
+    ):
+        assert fused_block.compiler_for(chains, target.law_NV) == compiler
+        assert fused_block.compiler_for(replace(chains, shape=None), target.law_NV) is None
+        assert fused_block.compiler_for(nothing, target.law_NV) is None
 
 
-def test_the_trial_on_a_device_does_not_ask_for_itself() -> None:
+def test_kernels_of_a_cpu_take_laws_as_they_are_served() -> None:
+    """In float32, each row behind the one before."""
+    if DEVICE.type != "cpu":
+        pytest.skip("kernels of a CPU")
+    chains, target, _ = CASES["several chains"]()
+    assert fused_block.compiler_for(chains, target.law_NV) == "Numba"
+    assert fused_block.compiler_for(chains, target.law_NV.double()) is None
+    assert fused_block.compiler_for(chains, target.law_NV.T.contiguous().T) is None
+
+
+def test_the_trial_on_a_device_does_not_ask_for_itself(compiler: Compiler) -> None:
     """What the kernels are compared with runs while it is not known yet whether they work."""
     asked = []
 
-    def usable(what: str, find_fault: Callable[..., str | None], device: torch.device) -> bool:
+    def usable(what: str, find_fault: Callable[..., str | None], device: torch.device, *more: object, **_: str) -> bool:
         asked.append(what)
         assert len(asked) == 1, "the trial asks for the trial"
-        return find_fault(device) is None
+        return find_fault(device, *more) is None
 
-    with patch.object(fused, "use_kernels", lambda _: True), patch.object(fused_block, "usable", usable):
-        assert fused_block.work_on(DEVICE)
+    with patch.object(fused, "compiler_for", lambda _: compiler), patch.object(fused_block, "usable", usable):
+        assert fused_block.work_on(DEVICE, compiler)
 
 
-def test_each_device_is_tried_by_itself() -> None:
+def test_each_device_is_tried_by_itself(compiler: Compiler) -> None:
     asked = []
-    with patch.object(fused_block, "usable", lambda *operands: asked.append(operands) or True):
-        assert fused_block.work_on(DEVICE)
-    assert asked == [("chains are verified", fused_block.find_fault, DEVICE)]
+    with patch.object(fused_block, "usable", lambda *operands, **more: asked.append((operands, more)) or True):
+        assert fused_block.work_on(DEVICE, compiler)
+    assert asked == [(("chains are verified", fused_block.find_fault, DEVICE, compiler), {"compiler": compiler})]

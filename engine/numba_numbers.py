@@ -1,0 +1,107 @@
+"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: their bits, their order, the exponential function.
+
+Numba keeps a compiled kernel by the file that the kernel is in. Who changes this file must delete what Numba has kept
+(`__pycache__`, or the folder NUMBA_CACHE_DIR): kernels elsewhere have these functions compiled into them.
+"""
+
+# Numba sees arguments only when it is run, and an intrinsic's body handles them as a list.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001, ARG005
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from engine.kernels import compiled_for_cpu
+
+FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
+"""Sums may be reordered, and a product and a sum be one operation. Numbers that are not finite stay so."""
+EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
+"""Sums keep their order."""
+_NAN = 0x7FC0
+"""Of bfloat16."""
+
+
+@intrinsic
+def _bits_of(_context, value):
+    """The bits of a float32 number."""
+
+    def bits(_context, builder, _signature, operands):
+        return builder.bitcast(operands[0], ir.IntType(32))
+
+    return types.uint32(types.float32), bits
+
+
+@intrinsic
+def _of_bits(_context, bits):
+    """The float32 number of these bits."""
+
+    def number(_context, builder, _signature, operands):
+        return builder.bitcast(operands[0], ir.FloatType())
+
+    return types.float32(types.uint32), number
+
+
+def widened(value):
+    """A number of an array as float32; those of bfloat16 come as 16 bits."""
+    raise NotImplementedError
+
+
+def rounded(value, like):
+    """A float32 number as an array of numbers like this one has it."""
+    raise NotImplementedError
+
+
+@overload(widened, inline="always")
+def _widened_of(value):
+    if value == types.uint16:
+        return lambda value: _of_bits(np.uint32(value) << np.uint32(16))
+    return lambda value: value
+
+
+@overload(rounded, inline="always")
+def _rounded_of(value, like):
+    if like == types.uint16:
+        return lambda value, like: to_bfloat16(value)
+    return lambda value, like: value
+
+
+@compiled_for_cpu(**EXACT)
+def to_bfloat16(value):
+    """The nearest, of two as near the even one."""
+    bits = _bits_of(value)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if value == value else np.uint16(_NAN)
+
+
+@compiled_for_cpu(**EXACT)
+def exponential(value):
+    """e to the power of a float32 number, within two units in the last place; as e^-87 below, and e^88 above."""
+    bounded = min(max(value, np.float32(-87)), np.float32(88))
+    power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
+    rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    series = np.float32(1.9875691500e-4)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
+    series = series * rest * rest + rest + np.float32(1)
+    found = series * _of_bits(np.uint32(np.int32(power) + 127) << np.uint32(23))
+    return found if value == value else value
+
+
+@compiled_for_cpu(**EXACT)
+def order(value):
+    """An integer for a float32 number: in the order of the numbers, behind all of them what is none."""
+    bits = np.int32(_bits_of(value))
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@compiled_for_cpu(**EXACT)
+def from_order(integer):
+    """The number that `order` gives this integer for."""
+    return _of_bits(np.uint32(integer ^ ((integer >> np.int32(31)) & np.int32(0x7FFFFFFF))))

@@ -1,0 +1,127 @@
+"""Rows of the vocabulary in Numba, on a CPU: laws, and draws from a law or from what one law has beyond another.
+
+Torch writes a row for every step of its operations, and takes some microseconds for each. Here a law is made in two
+readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. `fused.py` decides
+where; the plain operations are the oracle.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels import compiled_for_cpu
+from engine.numba_numbers import EXACT, FAST, exponential, from_order, order
+
+_TILE = 1024
+_LEAST_LOG = np.float32(-87)
+"""Tokens whose logit over temperature is further below the largest have probability 0: it would be below 2e-38."""
+# No reciprocals: that of a tiny temperature overflows.
+_DIVIDED = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
+
+
+@compiled_for_cpu(**_DIVIDED)
+def _softmax(logits, temperatures, law):
+    num_rows, width = logits.shape
+    for row in range(num_rows):
+        temperature = temperatures[row]
+        largest = np.int32(-0x80000000)
+        for column in range(width):
+            largest = max(largest, order(logits[row, column]))
+        most = from_order(largest)
+        total = 0.0
+        for start in range(0, width, _TILE):
+            of_tile = np.float32(0)
+            for column in range(start, min(start + _TILE, width)):
+                # The largest goes first: at tiny temperatures the quotients alone would overflow.
+                log = (logits[row, column] - most) / temperature
+                share = exponential(log)
+                share = np.float32(0) if log < _LEAST_LOG else share
+                law[row, column] = share
+                of_tile += share
+            total += np.float64(of_tile)
+        scale = np.float32(1 / total)
+        for column in range(width):
+            law[row, column] *= scale
+
+
+@compiled_for_cpu(**FAST)
+def mass_of(target, draft, weight, of_surplus, column):
+    """The target's probability of a token; of the surplus (weight * target - draft)+."""
+    mass = target[column]
+    if of_surplus:
+        mass = weight * mass - draft[column]
+        mass = np.float32(0) if mass < np.float32(0) else mass
+    return mass
+
+
+@compiled_for_cpu(**FAST)
+def sum_of(target, draft, weight, of_surplus, start, stop):
+    """The sum of the masses of these tokens, in float64."""
+    total = 0.0
+    for column in range(start, stop):
+        total += np.float64(mass_of(target, draft, weight, of_surplus, column))
+    return total
+
+
+@compiled_for_cpu(**FAST)
+def draw_from(target, draft, weight, of_surplus, uniform):
+    """A token from the surplus, where it is wanted and there is any, else from the target's law.
+
+    The first whose cumulative mass exceeds `uniform` times the sum: as `draw.categorical`.
+    """
+    width = len(target)
+    num_tiles = (width + _TILE - 1) // _TILE
+    sums = np.empty(num_tiles)
+    while True:
+        total = 0.0
+        for tile in range(num_tiles):
+            start = tile * _TILE
+            sums[tile] = sum_of(target, draft, weight, of_surplus, start, min(start + _TILE, width))
+            total += sums[tile]
+        if total > 0 or not of_surplus:
+            break
+        of_surplus = False
+    bound = uniform * total
+    before, chosen, so_far = 0.0, 0, 0.0
+    for tile in range(num_tiles):
+        if sums[tile] > 0:
+            # Rounding may leave the bound behind the last tile, or token, that has mass.
+            chosen, before = tile, so_far
+            so_far += sums[tile]
+            if so_far > bound:
+                break
+    token = chosen * _TILE
+    for column in range(token, min(token + _TILE, width)):
+        mass = np.float64(mass_of(target, draft, weight, of_surplus, column))
+        if mass > 0:
+            token = column
+            before += mass
+            if before > bound:
+                break
+    return token
+
+
+@compiled_for_cpu(**EXACT)
+def _draw(law, rows, uniforms, tokens):
+    for number in range(len(rows)):
+        row = law[rows[number]]
+        tokens[number] = draw_from(row, row, np.float32(1), False, uniforms[number])
+
+
+def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+    """[N, V] float32 laws of float32 logits at positive temperatures; written to `law_NV` where given."""
+    law_NV = torch.empty_like(logits_NV) if law_NV is None else law_NV
+    _softmax(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), law_NV.numpy())
+    return law_NV
+
+
+def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+    """[C] a token from each of the law's rows."""
+    token_C = torch.empty_like(row_C)
+    _draw(law_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
+    return token_C

@@ -1,0 +1,142 @@
+"""Numba's kernels over rows of the vocabulary give the plain operations' numbers, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+numba_rows = pytest.importorskip("engine.sampling.numba_rows")
+
+from engine.request import Sampling  # noqa: E402
+from engine.sampling import fused  # noqa: E402
+from engine.sampling.draw import categorical  # noqa: E402
+from engine.sampling.law import LawParameters, law  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
+WIDTH = 2 * numba_rows._TILE + 77
+
+
+def both(logits: Tensor, *samplings: Sampling) -> tuple[Tensor, Tensor]:
+    """Laws by the kernels, and by plain operations."""
+    parameters = LawParameters.of(samplings, tiny.DEVICE)
+    found = law(logits, parameters)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused, "compiler_for", lambda _: None)
+        return found, law(logits, parameters)
+
+
+def random_logits(num_rows: int, seed: int = 1) -> Tensor:
+    return torch.from_numpy(9 * np.random.default_rng(seed).standard_normal((num_rows, WIDTH))).float()
+
+
+def test_laws_are_those_of_the_plain_path() -> None:
+    """Masked tokens, masked tiles, tiny and large temperatures, filters, a row with one token in the last place."""
+    logits = random_logits(7)
+    logits[1, ::2] = -torch.inf
+    logits[2, : numba_rows._TILE] = -torch.inf
+    logits[3, numba_rows._TILE :] = -torch.inf
+    logits[5, -1] = 90.0
+    temperatures = (1, 1, 0.7, 1e-38, 50, 0.3, 0)
+    found, plain = both(logits, *(Sampling(temperature=t, top_p=0.9 if t == 50 else 1) for t in temperatures))
+    assert torch.allclose(found, plain, rtol=5e-6, atol=1e-12)
+    assert found[5, -1] == 1
+    assert (found[1, ::2] == 0).all(), "masked tokens have no probability at all"
+    sums = found.double().sum(1)
+    assert torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
+
+
+def test_small_probabilities_are_right_down_to_the_least() -> None:
+    """Tokens down to e^-87 of the likeliest one keep theirs; what is below has none."""
+    logits = torch.linspace(0, -100, WIDTH).unsqueeze(0)
+    found, plain = both(logits, Sampling())
+    kept = logits > -87
+    assert torch.allclose(found[kept], plain[kept], rtol=1e-5, atol=0)
+    assert (found[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_stay_so(number: float) -> None:
+    """Whoever they belong to is found by them; the rows beside stay right."""
+    logits = random_logits(3)
+    logits[1, 5] = number
+    found, plain = both(logits, *[Sampling()] * 3)
+    assert found[1].isnan().any()
+    assert torch.allclose(found[::2], plain[::2], rtol=5e-6, atol=1e-12)
+    nothing, _ = both(torch.full((1, WIDTH), -torch.inf), Sampling())
+    assert nothing.isnan().all()
+    assert 0 <= int(fused.draw(found, torch.tensor([1]), torch.tensor([0.5]).double())) < WIDTH
+
+
+def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
+    """A grid of numbers over the whole row, so that every token's share of draws is its probability."""
+    laws = (random_logits(3) / 3).softmax(1)
+    count = 2500
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    for row in range(3):
+        rows = torch.full((count,), row)
+        drawn = fused.draw(laws, rows, uniform)
+        # Sums of another order may put a border on the other side of a number of the grid.
+        assert (drawn != categorical(laws[rows], uniform)).sum() <= 1
+        assert (drawn[1:] >= drawn[:-1]).all()
+        assert len(drawn.unique()) > 100
+
+
+def test_corners_of_a_draw() -> None:
+    """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, borders of tiles."""
+    laws = torch.zeros(3, WIDTH)
+    laws[0, -1] = 1.0
+    laws[1, [5, WIDTH - 2]] = 0.5
+    laws[2, numba_rows._TILE - 1 : numba_rows._TILE + 1] = torch.tensor([1e-38, 1.0])
+    ends = torch.tensor([0, 2.0**-54, 1 - 2.0**-53], dtype=torch.float64)
+
+    def draw(row: int) -> list[int]:
+        drawn: list[int] = fused.draw(laws, torch.full((3,), row), ends).tolist()
+        return drawn
+
+    assert draw(0) == [WIDTH - 1] * 3
+    assert draw(1) == [5, 5, WIDTH - 2]
+    assert draw(2) == [numba_rows._TILE - 1, numba_rows._TILE, numba_rows._TILE]
+
+
+def test_a_law_of_no_token_in_common_is_drawn_from_the_target() -> None:
+    """Of the surplus, where it is wanted and there is any; its tokens have mass in the surplus, not only in the law."""
+    target, draft = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+    target[[3, 7]], draft[[3, 7]] = (0.5, 0.5), (0.75, 0.25)
+    for uniform in (0.0, 0.4, 0.6, 0.999):
+        assert numba_rows.draw_from(target, draft, np.float32(1), True, uniform) == 7
+        assert numba_rows.draw_from(target, draft, np.float32(1), False, uniform) == (3 if uniform < 0.5 else 7)
+        # Nothing is left: then the target's law.
+        assert numba_rows.draw_from(target, target, np.float32(1), True, uniform) == (3 if uniform < 0.5 else 7)
+
+
+def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
+    laws = (random_logits(3) / 3).softmax(1)
+    assert fused.compiler_for(laws) == "Numba"
+    assert fused.compiler_for(laws.double()) is None
+    assert fused.compiler_for(laws.T.contiguous().T) is None
+    rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
+    expected = categorical(laws[rows], uniform)
+    assert torch.equal(fused.draw(laws, rows, uniform), expected)
+    assert torch.equal(fused.draw(laws.T.contiguous().T, rows, uniform), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "fault"),
+    [
+        ("softmax", lambda law, *_: law * 1.01, "laws differ"),
+        ("draw", lambda tokens, *_: tokens + 1, "draws differ"),
+        ("draw", lambda tokens, *_: tokens.flip(0), "draws differ"),
+    ],
+)
+def test_a_machine_where_they_are_wrong_is_found_out(
+    name: str, wrong: Callable[..., Tensor], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fused.find_fault_on_cpu(tiny.DEVICE) is None
+    right = getattr(numba_rows, name)
+    monkeypatch.setattr(numba_rows, name, lambda *operands: wrong(right(*operands), *operands))
+    assert fused.find_fault_on_cpu(tiny.DEVICE) == fault
