@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
-from engine.config import MODEL, EngineConfig, EngineFacts, Prepack, RuleFacts
+from engine.config import MODEL, EngineConfig, EngineFacts, RuleFacts
 from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -140,18 +141,19 @@ def _prepare(
 ) -> tuple[BackendChoice, int]:
     """(how a model is run, the memory its weights then take)."""
     progress(f"probing {loaded.name}")
-    way = probe_ways(loaded, shape)
+    way = probe_ways(loaded, shape, config.cache.block_size)
     progress(f"packing {loaded.name}")
     choices = Choices(config.profile_cache, progress)
-    packed_bytes = _pack(loaded, shape, way, config.model.prepack, choices)
+    packed_bytes = _pack(loaded, shape, way, config, choices)
     return way, packed_bytes + loaded.weight_bytes
 
 
-def _pack(loaded: LoadedModel, shape: KVShape, way: BackendChoice, wanted: Prepack, choices: Choices) -> int:
+def _pack(loaded: LoadedModel, shape: KVShape, way: BackendChoice, config: EngineConfig, choices: Choices) -> int:
     """Pack the weights a model is run by; the memory that takes."""
     if loaded.ranks is not None:
         return 0  # what is not split of it would be packed, and tried, here alone
-    return way.backend.pack(wanted, choices, lambda: runs(loaded, shape, way))
+    works = partial(runs, loaded, shape, way, config.cache.block_size)
+    return way.backend.pack(config.model.prepack, choices, works)
 
 
 def rule_facts() -> dict[str, RuleFacts]:

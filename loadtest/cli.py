@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
+    import httpx
+
     from loadtest.bench import BenchOptions, arms_of, run
     from loadtest.daemon import running_daemon
 
@@ -138,8 +140,9 @@ def _measure(options: argparse.Namespace) -> int:
             print(f"starting a daemon: polydraft serve {options.serve_args}".rstrip(), file=sys.stderr)
             with running_daemon(shlex.split(options.serve_args)) as url:
                 result = run(url, wanted)
-    except RuntimeError as error:
-        print(f"polydraft bench: {error}", file=sys.stderr)
+    except (RuntimeError, httpx.HTTPError) as error:
+        of_daemon = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
+        print(f"polydraft bench: {error}{of_daemon}", file=sys.stderr)
         return 1
     _publish(result, options.output, options.plot)
     return 0

@@ -4,35 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
 _START_TIMEOUT_S = 600.0
+_POLL_S = 0.1
+_SHOWN_LINES = 20
 
 
 @contextlib.contextmanager
 def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
-    """Start `polydraft serve` on a free port; the URL, once it is ready. Raises RuntimeError if it exits."""
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *arguments]
+    """Start `polydraft serve` on a free port; the URL, once it is ready.
+
+    arguments: flags of `serve` except `--port` and `--uds`. Raises RuntimeError, with the last lines of the log, if the
+    daemon exits or is not ready after ten minutes.
+    """
+    url = f"http://127.0.0.1:{(port := _free_port())}"
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        # Else a daemon that logs much would wait for someone to read it.
-        reader = threading.Thread(target=deque, args=(process.stderr, 0))
+        # Its log is read all the time: a daemon whose log nobody reads stops when the pipe is full.
+        log = deque[str](maxlen=_SHOWN_LINES)
+        reader = threading.Thread(target=log.extend, args=(process.stderr,))
+        reader.start()
         try:
-            url = _wait_until_ready(process.stderr)
-            reader.start()
+            if not _becomes_ready(process, url):
+                what = "did not become ready" if process.poll() is None else f"exited with {process.returncode}"
+                process.terminate()
+                reader.join()
+                raise RuntimeError(f"the daemon {what}; the end of its log:\n{''.join(log)}")
             yield url
         finally:
             process.terminate()
-            if reader.ident is not None:
-                reader.join()
+            reader.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def process_folder(pattern: str) -> Path:
@@ -47,15 +65,11 @@ def process_folder(pattern: str) -> Path:
     raise RuntimeError(f"no process matches {pattern}")
 
 
-def _wait_until_ready(log: Iterable[str]) -> str:
-    lines = []
+def _becomes_ready(process: subprocess.Popen[str], url: str) -> bool:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    for line in log:
-        lines.append(line)
-        if " on http://" in line:
-            url = line.rsplit(" on ", 1)[1].strip()
-            httpx.get(f"{url}/ready").raise_for_status()
-            return url
-        if time.monotonic() > deadline:
-            break
-    raise RuntimeError("the daemon did not start:\n" + "".join(lines[-20:]))
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready").is_success:
+                return True
+        time.sleep(_POLL_S)
+    return False

@@ -1,10 +1,12 @@
-"""Counts the kinds of attention kernels that a mixed load asks for, as Triton tells them apart; needs no device.
+"""Counts the kinds of kernels that a mixed load asks for, as Triton tells them apart; needs no device.
 
-A kind is compiled when it is first met, and whoever meets it waits. Prints their number.
+A kind is compiled when it is first met, and whoever meets it waits. Prints how many there are of attention, and of
+verification.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,18 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.cache.tensors import KVShape, KVTensors
+from engine.drafters.draft import draw_noise
 from engine.execution import triton_attention
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
 from engine.execution.paged import Paged, pages_of
 from engine.execution.scaled import Kind
+from engine.speculation.drafting import Chains, LawTable
 from engine.speculation.topology import merge_chains
+from engine.speculation.verification import triton_block
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 NUM_STEPS = 400
+WIDTH = 1520
 CPU = torch.device("cpu")
 
 
@@ -57,7 +63,7 @@ def step(chance: np.random.Generator) -> list[SequenceInput]:
     return parts
 
 
-def main() -> None:
+def attention() -> int:
     """Decode steps and prompts of many sizes."""
     kinds: set[str] = set()
     for name in ("_attend", "_merge"):
@@ -69,7 +75,31 @@ def main() -> None:
         query = torch.zeros(1, HEADS, len(batch.positions_T), DIM, dtype=torch.bfloat16)
         paged = Paged.of(pages_of(batch), PAGE, CPU)
         triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), None)
-    print(len(kinds))
+    return len(kinds)
+
+
+def verification() -> int:
+    """Numbers of requests and chains, and lengths, of every kind of parity."""
+    kinds: set[str] = set()
+    for name in ("_walk", "_sum_prefixes", "_decide", "_race"):
+        setattr(triton_block, name, Counting(getattr(triton_block, name), kinds))
+    law_NV = torch.zeros((4, WIDTH))
+    for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
+        count = num_requests * num_chains
+        request_C = np.repeat(np.arange(num_requests), num_chains)
+        _, noise = draw_noise(request_C, request_C, request_C, length, CPU)
+        draft, target = (LawTable(law_NV, torch.zeros((count, n), dtype=torch.int64)) for n in (length, length + 1))
+        of_chain = torch.full((count,), length)
+        tokens_CL = torch.zeros((count, length), dtype=torch.int64)
+        shape = num_requests, num_chains
+        chains = Chains(tokens_CL, of_chain, torch.from_numpy(request_C), draft, shape=shape)
+        triton_block.race(chains, target, noise)
+    return len(kinds)
+
+
+def main() -> None:
+    """Both, one line."""
+    print(attention(), verification())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ log = logging.getLogger("polydraft")
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # And as units in the last place of the largest logit.
 _LAST_PLACES = 1.5
+_BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
 # Prompts whose chunks have 17 to 32 and 33 to 64 rows, for which a kernel may be another one.
@@ -83,18 +84,21 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_ways(loaded: LoadedModel, shape: KVShape) -> BackendChoice:
-    """The fastest way to run the model that gives its numbers; raises LoadError when there is none."""
+def probe_ways(loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE) -> BackendChoice:
+    """The fastest way to run the model that gives its numbers; raises LoadError when there is none.
+
+    block_size: tokens of a block while serving, for which kernels are compiled.
+    """
     kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
     ways = [(kind, paged) for paged in attends for kind in kinds]
     for kind, paged in ways:
         try:
             way = BackendChoice(kind.make(loaded.model), paged)
-            probe(loaded, shape, way.backend, paged)
+            probe(loaded, shape, way.backend, paged, block_size=block_size)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles as large as any: a device may lack the memory for them.
-                probe(loaded, shape, way.backend, paged, _LONG_PROMPT)
+                probe(loaded, shape, way.backend, paged, _LONG_PROMPT, block_size)
             return way
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
             if (kind, paged) == ways[-1]:
@@ -104,12 +108,12 @@ def probe_ways(loaded: LoadedModel, shape: KVShape) -> BackendChoice:
     raise AssertionError("the last way works or raises")
 
 
-def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice) -> bool:
+def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
     """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
     try:
         for length in (_PROMPT_LENGTH, *(_ROWS_OF_KERNELS if way.paged else ())):
             if length + _PROMPT_LENGTH < loaded.max_positions:
-                probe(loaded, shape, way.backend, way.paged, length)
+                probe(loaded, shape, way.backend, way.paged, length, block_size)
     except Exception:  # whatever the model's own code raises
         return False
     return True
@@ -135,6 +139,7 @@ def probe(
     backend: Backend | None = None,
     paged: bool = False,
     prompt_length: int = _PROMPT_LENGTH,
+    block_size: int = _BLOCK_SIZE,
 ) -> float:
     """Largest logit difference between the way a model is to be run and plain transformers, as a share of what its
     dtype allows (`distance`).
@@ -144,9 +149,9 @@ def probe(
     tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
     prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
-    num_blocks = prompt_length // 8 + 6
-    replayed = is_replayed(loaded, paged)
-    runner = ModelRunner(loaded.model, shape, num_blocks, 8, loaded.vocab_size, backend, paged=paged, replayed=replayed)
+    num_blocks = prompt_length // block_size + 6
+    sizes = num_blocks, block_size, loaded.vocab_size
+    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged, replayed=is_replayed(loaded, paged))
     runner.record(1, lambda _: None)
     computed = _paged_logits(runner, prompt, chains, rest[5])
     worst = 0.0
@@ -180,7 +185,8 @@ def _paged_logits(
 ) -> list[tuple[list[int], Tensor]]:
     """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
     # Out of order, and the last ones of the pool among them.
-    blocks = [*range(5, len(prompt) // 8 + 6), 1, 2, 0]
+    size = runner.block_size
+    blocks = [*range(5, len(prompt) // size + 6), 1, 2, 0]
     cut = len(prompt) // 2
     runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
     tree = merge_chains(chains)
@@ -194,7 +200,7 @@ def _paged_logits(
         for chain, path in zip(chains, tree.paths, strict=True)
     ]
     # Accept the second chain: its nodes move behind the prompt, then one more token is run.
-    slot = [blocks[i // 8] * 8 + i % 8 for i in range(len(blocks) * 8)]
+    slot = [block * size + place for block in blocks for place in range(size)]
     runner.keep(
         [[(slot[len(prompt) + node - 1], slot[len(prompt) + depth]) for depth, node in enumerate(tree.paths[1][1:])]]
     )

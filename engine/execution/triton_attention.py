@@ -68,11 +68,14 @@ def _seen(
 
 @triton.jit
 def _extent(
-    sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window, num_parts,
+    sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
     tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
     """(first key, number after the last, number of the first node) of a program's part of the text."""
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
+    # Of a prompt's chunk no query of the tile sees what stands behind the last of them; nodes see the whole text.
+    furthest = tl.max(tl.where(is_query, limit, 0), axis=0)
+    stop = tl.where(furthest < end, tl.maximum(furthest, first), stop)
     if has_window:
         # Nothing further back is seen by any query of the tile.
         nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
@@ -112,7 +115,7 @@ def _attend(
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
     part_first, part_stop, end = _extent(
-        sequence, tile, part, first_keys, ends, num_keys, position, is_query, count, window, num_parts,
+        sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
         tile_queries, tile_keys, has_window,
     )  # fmt: skip
     largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -52,9 +53,43 @@ def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     assert torch.allclose(logits(loaded, False), logits(loaded, True), atol=1e-4, rtol=1e-4)
 
 
-def test_the_probe_runs_through_the_kernel() -> None:
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
+    """It is compiled for blocks of a size."""
     loaded = randomised(CASES["llama"], seed=5)
-    assert probe(loaded, find_kv_shape(loaded), paged=True) < 0.5
+    right, sizes = triton_attention.attend_paged, set()
+
+    def attend(paged: Paged, *operands: Any) -> torch.Tensor:
+        sizes.add(paged.page_size)
+        return right(paged, *operands)
+
+    with patch.object(triton_attention, "attend_paged", attend):
+        assert probe(loaded, find_kv_shape(loaded), paged=True, block_size=block_size) < 0.5
+    assert sizes == {block_size}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("window", [None, 50])
+def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
+    window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not a number there would make the others none."""
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    count, known, clean = 90, 40, 64
+    blocks = list(range(-(-(known + count) // PAGE)))
+    part = SequenceInput(list(range(count)), known, blocks, NO_NODES, slice(0))
+    storage = KVTensors(KVShape(1, 2, 24, 40), len(blocks) * PAGE, torch.float32, tiny.DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    query = torch.randn((1, 6, count, 24), generator=generator).to(tiny.DEVICE)
+    expected = reference([part], storage, query, window, Kind())[:clean]
+    for tensor in (storage.keys, storage.values):
+        tensor[:, known + clean :] = torch.nan
+    paged = Paged.of(pages_of(build([part], PAGE)), PAGE, tiny.DEVICE)
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
+    assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
+    assert (found[:clean] - expected).abs().max() < 1e-5
 
 
 def operands(
@@ -186,5 +221,7 @@ def test_a_server_compiles_few_kernels() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    # Attention for three sizes of tiles, whole or in parts, and what merges parts.
-    assert int(done.stdout) == 3 * 2 + 1
+    attention, verification = map(int, done.stdout.split())
+    # For three sizes of tiles, whole or in parts, and what merges parts.
+    assert attention == 3 * 2 + 1
+    assert verification == 4, "one of each kernel"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from loadtest.cli import main
 from loadtest.daemon import running_daemon
 from tests.server.tiny_models import write_pair
 
@@ -21,3 +23,26 @@ def test_a_daemon_that_logs_much_is_not_held_up(tmp_path: Path) -> None:
     with running_daemon(words) as url, httpx.Client(base_url=url) as client:
         for _ in range(_PIPE_BYTES // 60):
             assert client.get("/version").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_daemon_that_logs_nothing_is_found(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    words = [str(pair.target), "--draft-model", str(pair.draft), "--no-calibrate", "--log-level", "error"]
+    with running_daemon(words) as url:
+        assert httpx.get(f"{url}/version").status_code == 200
+
+
+def test_a_daemon_that_exits_is_said_with_its_log() -> None:
+    with pytest.raises(RuntimeError, match=r"exited with 2(.|\n)*--no-such-flag"), running_daemon(["--no-such-flag"]):
+        raise AssertionError("it does not run")
+
+
+def test_an_address_where_nobody_answers_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{one.getsockname()[1]}"
+        assert main(["--url", address, "--short"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("polydraft bench: ")
+    assert address in said

@@ -22,12 +22,18 @@ from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification.fused_block import MOST_CHAINS
 from engine.speculation.verification.rule import ChainVerdict
 
-# Few kinds of each kernel: whoever meets a new one waits for the compiler.
+# One kind of each kernel, as whoever meets a new one waits for the compiler: it must not depend on numbers that change
+# from step to step, nor on whether small arrays begin at a multiple of 16 bytes, as some do for even numbers of chains.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
+_ANYWHERE = (
+    *("tokens", "target_rows", "draft_rows", "lengths", "log_ratios", "log_ceilings", "weights"),
+    *("surplus_sums", "target_sums", "accept_numbers", "residual_numbers", "score_numbers"),
+    *("accepted", "scores", "requests", "verdict"),
+)
 _LEAST_BLOCK = 16
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
 def _walk(
     tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights,
     width, length, block: tl.constexpr,
@@ -59,7 +65,7 @@ def _walk(
     tl.store(weights + at + 1 + place, weight, mask=inside)
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
 def _sum_prefixes(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
     width, num_tiles, length, tile: tl.constexpr,
@@ -75,7 +81,7 @@ def _sum_prefixes(
     tl.store(target_sums + at * num_tiles + number, tl.sum(mass.to(tl.float64), axis=0))
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
 def _decide(
     target, target_rows, draft, draft_rows, lengths, log_ratios, log_ceilings, weights, surplus_sums, target_sums,
     accept_numbers, residual_numbers, score_numbers, accepted, tokens, scores,
@@ -116,7 +122,7 @@ def _decide(
     tl.store(scores + chain, lower + (upper - lower) * (1 - tl.load(score_numbers + chain)))
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
 def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests, block: tl.constexpr):
     """Of a request's chains, which lie side by side, the first with the smallest score."""
     chain = tl.arange(0, block)
