@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import torch
 
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
@@ -27,7 +28,7 @@ from engine.memory import MemoryPlan, lookahead, plan_memory
 from engine.sampling.grammar import Grammars
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafting import DRAFT_METHODS
-from engine.speculation.verification import RULES
+from engine.speculation.verification import RULES, fused_block
 from engine.text_drafters import TEXT_DRAFTERS
 
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
@@ -78,6 +79,8 @@ def assemble(
     ]
     for runner in runners:
         runner.record(config.scheduler.max_num_seqs, progress)
+    progress("trying the kernels of laws and verdicts")
+    fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,

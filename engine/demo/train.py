@@ -83,12 +83,20 @@ class Progress:
 
 
 def packed_batches(corpus: Corpus, schedule: Schedule, device: torch.device) -> Iterator[Tensor]:
-    """Endless batches of packed rows, reshuffled on every pass; dialogues come ``dialogue_repeats`` times."""
+    """Endless batches of packed rows, reshuffled on every pass; dialogues come ``dialogue_repeats`` times.
+
+    Raises ValueError where the text does not fill one batch.
+    """
     generator = np.random.default_rng(schedule.seed)
     present = [str(source) for source in np.unique(corpus.sources)]
     repeats = {s: 1 if s == "gutenberg" else schedule.dialogue_repeats for s in present}
     while True:
         rows = torch.from_numpy(corpus.pack(repeats, schedule.row_length + 1, generator)).to(device)
+        if len(rows) < schedule.batch_rows:
+            raise ValueError(
+                f"a batch has {schedule.batch_rows} rows of {schedule.row_length} tokens, and the text fills "
+                f"{len(rows)}: train on more text"
+            )
         for start in range(0, len(rows) - schedule.batch_rows + 1, schedule.batch_rows):
             yield rows[start : start + schedule.batch_rows].long()
 

@@ -40,6 +40,13 @@ def work_on(device: torch.device, compiler: Compiler = "Triton") -> bool:
     return usable(_WHAT, find_fault, device, compiler, compiler=compiler)
 
 
+def prepare(device: torch.device) -> None:
+    """Compile and try the kernels of laws and verdicts on a device, so that no request waits for that."""
+    compiler = fused.compiler_for(torch.empty((1, 1), device=device))
+    if compiler is not None:
+        work_on(device, compiler)
+
+
 def race_of(compiler: Compiler) -> Race:
     """The kernels' `verify_bv_race`; of one chain a request, `verify_block`."""
     if compiler == "Numba":
