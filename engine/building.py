@@ -59,6 +59,8 @@ def assemble(
     kind: what drafts with the draft model, where that is not seen from the model.
     """
     check_speculation(config)
+    if target.ranks is not None:
+        target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
     kind = None if draft is None else kind or kind_of(draft)

@@ -96,7 +96,7 @@ def exponential(value):
 
 @compiled_for_cpu(**EXACT)
 def order(value):
-    """An integer for a float32 number: in the order of the numbers, behind all of them what is none."""
+    """An integer for a float32 number, in the order of the numbers; NaN comes first or last, by its sign."""
     bits = np.int32(_bits_of(value))
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 

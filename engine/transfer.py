@@ -18,7 +18,10 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all."""
+    """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all.
+
+    Of a CPU's tensors they may be views, which must not be written to.
+    """
     if are_here(tensors):
         return [(one if one.dtype == torch.int64 else one.double()).numpy() for one in tensors]
     words = [one.reshape(-1) if one.dtype == torch.int64 else _bits(one) for one in tensors]

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 _START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _SHOWN_LINES = 20
 
@@ -24,11 +25,11 @@ _SHOWN_LINES = 20
 def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
     """Start `polydraft serve` on a free port; the URL, once it is ready.
 
-    arguments: flags of `serve` except `--port` and `--uds`. Raises RuntimeError, with the last lines of the log, if the
-    daemon exits or is not ready after ten minutes.
+    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. Raises RuntimeError, with the last
+    lines of the log, if the daemon exits or is not ready after ten minutes.
     """
     url = f"http://127.0.0.1:{(port := _free_port())}"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         # Its log is read all the time: a daemon whose log nobody reads stops when the pipe is full.
@@ -38,13 +39,22 @@ def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
         try:
             if not _becomes_ready(process, url):
                 what = "did not become ready" if process.poll() is None else f"exited with {process.returncode}"
-                process.terminate()
+                _stop(process)
                 reader.join()
                 raise RuntimeError(f"the daemon {what}; the end of its log:\n{''.join(log)}")
             yield url
         finally:
-            process.terminate()
+            _stop(process)
             reader.join()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Let it drain, and end it where that takes too long."""
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _free_port() -> int:
@@ -69,7 +79,7 @@ def _becomes_ready(process: subprocess.Popen[str], url: str) -> bool:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready").is_success:
+            if httpx.get(f"{url}/ready", trust_env=False).is_success:
                 return True
         time.sleep(_POLL_S)
     return False

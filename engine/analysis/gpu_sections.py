@@ -117,10 +117,10 @@ def ways(engine: Engine) -> dict[str, bool]:
     """By name, whether each fast way is used."""
     assert engine.draft_runner is not None
     some = torch.empty((1, 1), device=engine.target.device)
-    rows = fused.compiler_for(some) is not None
+    compiler = fused.compiler_for(some)
     found = {
-        "kernels for rows": rows,
-        "kernels for verification": rows and fused_block.work_on(some.device),
+        "kernels for rows": compiler is not None,
+        "kernels for verification": compiler is not None and fused_block.work_on(some.device, compiler),
     }
     for name, runner in (("target", engine.target), ("draft", engine.draft_runner)):
         found |= {f"{name}: {way}": used for way, used in runner.fast_ways.items()}

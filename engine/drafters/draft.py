@@ -176,7 +176,7 @@ class Layout:
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """Of the trees of its draws."""
+        """The table of the drawn trees: kept for all steps of this layout, so that nobody may write to it."""
         return NodeTable.of(self.trees, self)
 
 
@@ -304,7 +304,8 @@ class Draft:
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """Of its trees."""
+        """The table of its trees: the layout's own, where no nodes were merged and none copied."""
+        # Merging makes other lists, also of the same parents.
         are_drawn = all(own.parents is drawn.parents for own, drawn in zip(self.trees, self.layout.trees, strict=True))
         return self.layout.nodes if are_drawn else NodeTable.of(self.trees, self.layout)
 

@@ -247,8 +247,6 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load(config.draft, config.draft_revision, dtype, device)
-    if target.ranks is not None:
-        target.ranks.tell("probe")  # what could be refused has not been
     return target, draft
 
 

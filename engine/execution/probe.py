@@ -184,9 +184,10 @@ def _paged_logits(
     runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
 ) -> list[tuple[list[int], Tensor]]:
     """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
-    # Out of order, and the last ones of the pool among them.
     size = runner.block_size
-    blocks = [*range(5, len(prompt) // size + 6), 1, 2, 0]
+    num_blocks = len(prompt) // size + 6
+    # Out of order, the last one of the pool among them.
+    blocks = [num_blocks - 1, 0, *range(1, num_blocks - 1)]
     cut = len(prompt) // 2
     runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
     tree = merge_chains(chains)

@@ -46,7 +46,7 @@ def main() -> int:
             return 0
         if name == "probe":
             shape = find_kv_shape(loaded)
-            way = probe_ways(loaded, shape)
+            way = probe_ways(loaded, shape, *arguments)
             continue
         assert shape is not None
         assert way is not None

@@ -2,7 +2,8 @@
 
 Torch writes a row for every step of its operations, and takes some microseconds for each. Here a law is made in two
 readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. `fused.py` decides
-where; the plain operations are the oracle.
+where; the plain operations are the oracle. `numba_block.py` has functions of this file compiled into its kernel: who
+changes them must delete what Numba has kept (see `numba_numbers.py`).
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -116,6 +117,9 @@ def _draw(law, rows, uniforms, tokens):
 def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
     """[N, V] float32 laws of float32 logits at positive temperatures; written to `law_NV` where given."""
     law_NV = torch.empty_like(logits_NV) if law_NV is None else law_NV
+    # A kernel looks at no bounds.
+    assert temperature_N.shape == logits_NV.shape[:1], "one temperature for each row"
+    assert law_NV.shape == logits_NV.shape, "one law for each row"
     _softmax(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), law_NV.numpy())
     return law_NV
 

@@ -103,8 +103,8 @@ def test_corners_of_a_draw() -> None:
     assert draw(2) == [numba_rows._TILE - 1, numba_rows._TILE, numba_rows._TILE]
 
 
-def test_a_law_of_no_token_in_common_is_drawn_from_the_target() -> None:
-    """Of the surplus, where it is wanted and there is any; its tokens have mass in the surplus, not only in the law."""
+def test_a_token_of_the_surplus_or_of_the_target() -> None:
+    """Of the surplus where it is wanted and there is any, else of the target's law."""
     target, draft = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
     target[[3, 7]], draft[[3, 7]] = (0.5, 0.5), (0.75, 0.25)
     for uniform in (0.0, 0.4, 0.6, 0.999):

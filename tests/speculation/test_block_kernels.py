@@ -161,6 +161,26 @@ def test_what_the_kernels_cannot_know_stays_plain(compiler: Compiler) -> None:
         assert fused_block.compiler_for(nothing, target.law_NV) is None
 
 
+def test_a_shape_of_other_requests_is_found() -> None:
+    pytest.importorskip("numba")
+    if DEVICE.type != "cpu":
+        pytest.skip("kernels of a CPU")
+    chains, target, noise = CASES["several chains"]()
+    for count in (4, 6):
+        with pytest.raises(AssertionError, match="as many requests"):
+            fused_block.race_of("Numba")(replace(chains, shape=(count, 4)), target, noise)
+
+
+def test_a_token_that_its_draft_law_never_gives_is_not_accepted(compiler: Compiler) -> None:
+    chains, target, noise = CASES["several chains"]()
+    draft_NV = chains.draft.law_NV.clone()
+    draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0
+    never = replace(chains, draft=LawTable(draft_NV, chains.draft.row_CX))
+    accepted = verdict(verify_bv_race, (never, target, noise), compiler)[1]
+    assert max(accepted) == 1
+    assert verdict(verify_bv_race, (never, target, noise), None)[1] == accepted
+
+
 def test_kernels_of_a_cpu_take_laws_as_they_are_served() -> None:
     """In float32, each row behind the one before."""
     if DEVICE.type != "cpu":

@@ -48,7 +48,7 @@ def prepare(device: torch.device) -> None:
 
 
 def race_of(compiler: Compiler) -> Race:
-    """The kernels' `verify_bv_race`; of one chain a request, `verify_block`."""
+    """`verify_bv_race` by kernels; with one chain for each request it is `verify_block`."""
     if compiler == "Numba":
         from engine.speculation.verification import numba_block  # Numba is there where its kernels are used
 

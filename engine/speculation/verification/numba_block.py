@@ -40,7 +40,9 @@ def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilin
             log_ratio += math.log(q) - math.log(p)
         log_ceiling = min(log_ceiling, log_ratio)
         log_ratios[depth + 1], log_ceilings[depth + 1] = log_ratio, log_ceiling
-        weights[depth + 1] = 0.0 if is_dead else 1.0 if log_ratio == -math.inf else math.exp(log_ceiling - log_ratio)
+        # A ratio of 0 is of a token that its draft law never gives: nothing is accepted there.
+        is_impossible = is_dead or log_ratio == -math.inf
+        weights[depth + 1] = 0.0 if is_impossible else math.exp(log_ceiling - log_ratio)
 
 
 @compiled_for_cpu(**EXACT)
@@ -75,7 +77,10 @@ def _score(stop, length, p, q, log_ratios, log_ceilings, number):
 def _race(
     tokens, lengths, requests, target, target_rows, draft, draft_rows, accepts, residuals, scores, verdict
 ):  # fmt: skip
-    """Of a request's chains, which lie side by side, the first with the smallest score: [3, B] chain, length, token."""
+    """Of a request's chains, which lie side by side, the first with the smallest score: [3, B] chain, length, token.
+
+    Returns how many requests there are; of more than B, which the arrays have no room for, nothing is written.
+    """
     num_chains, most = tokens.shape
     log_ratios, log_ceilings, weights = np.empty(most + 1), np.empty(most + 1), np.empty(most + 1)
     request, smallest = -1, math.inf
@@ -91,9 +96,10 @@ def _race(
         is_first = chain == 0 or requests[chain] != requests[chain - 1]
         if is_first:
             request += 1
-        if is_first or score < smallest:
+        if (is_first or score < smallest) and request < verdict.shape[1]:
             smallest = score
             verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
+    return request + 1
 
 
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
@@ -105,5 +111,6 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
         *(target.law_NV, target.row_CX, chains.draft.law_NV, chains.draft.row_CX),
         *(noise.accept_CL, noise.residual_C, noise.score_C),
     ]
-    _race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
+    count = _race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
+    assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
     return ChainVerdict(*verdict_3B)

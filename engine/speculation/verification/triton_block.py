@@ -55,7 +55,8 @@ def _walk(
     log_ratio = tl.where(dead, float("inf"), tl.cumsum(step, axis=0))
     before = place[None, :] <= place[:, None]
     log_ceiling = tl.minimum(tl.min(tl.where(before, log_ratio[None, :], float("inf")), axis=1), 0.0)
-    weight = tl.where(dead, 0.0, tl.exp(log_ceiling - tl.where(dead, 0.0, log_ratio)))
+    # Both are minus infinity where the ratio is 0: nothing is accepted there.
+    weight = tl.where(dead, 0.0, tl.exp(log_ceiling - tl.where(dead | (q <= 0), 0.0, log_ratio)))
     at = chain * (length + 1)
     tl.store(log_ratios + at, 0.0)
     tl.store(log_ceilings + at, 0.0)
