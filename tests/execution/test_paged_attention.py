@@ -53,7 +53,7 @@ def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     assert torch.allclose(logits(loaded, False), logits(loaded, True), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     """It is compiled for blocks of a size."""
     loaded = randomised(CASES["llama"], seed=5)
