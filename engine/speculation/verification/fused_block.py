@@ -35,7 +35,7 @@ def compiler_for(chains: Chains, law_NV: Tensor) -> Compiler | None:
     return compiler if work_on(law_NV.device, compiler) else None
 
 
-def work_on(device: torch.device, compiler: Compiler = "Triton") -> bool:
+def work_on(device: torch.device, compiler: Compiler) -> bool:
     """Whether the kernels of a compiler give the right verdicts on a device."""
     return usable(_WHAT, find_fault, device, compiler, compiler=compiler)
 
@@ -65,7 +65,7 @@ def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: T
     return triton_block.winners(chains, score_C, accepted_C, next_token_C)
 
 
-def find_fault(device: torch.device, compiler: Compiler = "Triton") -> str | None:
+def find_fault(device: torch.device, compiler: Compiler) -> str | None:
     """What is wrong with a compiler's kernels on a device; None where they give the plain operations' verdicts."""
     from engine.speculation.verification.race import race_plainly
 
