@@ -55,7 +55,7 @@ def test_steps_agree_with_the_answer(http: httpx.Client, kind: str) -> None:
 
 
 def test_a_chat_reports_them_too(http: httpx.Client) -> None:
-    call = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "n": 2}
+    call = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "n": 2, "seed": 4}
     call |= {"speculation": {"return_drafts": True, "num_drafts": 2, "draft_length": 2}}
     whole = http.post("/v1/chat/completions", json=call).json()
     for choice, counted in zip(whole["choices"], whole["metrics"]["choices"], strict=True):
