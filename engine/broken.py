@@ -31,6 +31,6 @@ def broken_rows(plan: Plan, draft: Draft | None, largest: npt.NDArray[np.float64
     broken = {number for number in range(len(rows)) if not all(of_target[starts[number] : starts[number + 1]])}
     for chain, row_L in enumerate(draft.chains.draft.row_CX.tolist()):
         number = int(draft.layout.request_C[chain])
-        if not all(of_draft[row] for row in row_L[: rows[number].draft_length]):
+        if number < len(rows) and not all(of_draft[row] for row in row_L[: rows[number].draft_length]):
             broken.add(number)
     return frozenset(rows[number].sequence_id for number in broken)

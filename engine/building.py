@@ -20,13 +20,17 @@ from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.execution.graphs import logit_bytes
 from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.memory import MemoryPlan, lookahead, plan_memory
+from engine.recorded.steps import buffer_bytes
 from engine.sampling.grammar import Grammars
+from engine.scheduling.controller import menu
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_time import PLAIN, Shape
 from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES, fused_block
 from engine.text_drafters import TEXT_DRAFTERS
@@ -72,15 +76,20 @@ def assemble(
         ways.append(way)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
-    num_replayed = sum(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
+    drafts = _drafts(config, draft)
+    most_sequences = config.scheduler.max_num_seqs
+    are_replayed = [is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True)]
+    recorded_bytes = sum(are_replayed) * logit_bytes(most_sequences, target.vocab_size)
+    if all(are_replayed):
+        recorded_bytes += buffer_bytes(drafts, most_sequences, target.vocab_size)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
-    memory = plan_memory(config, facts, token_bytes, num_replayed, target.model.device)
+    memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     runners = [
         _runner(model, shape, way, config, memory, target.vocab_size)
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
     for runner in runners:
-        runner.record(config.scheduler.max_num_seqs, progress)
+        runner.record(most_sequences, progress)
     progress("trying the kernels of laws and verdicts")
     fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
@@ -103,7 +112,11 @@ def assemble(
     revision = config.model.revision if tokenizer == config.model.target else None
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks)
-    return Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    if all(are_replayed) and isinstance(drafter, ModelDrafter | None):
+        most = most_sequences, memory.most_blocks
+        engine.recorded.record(engine.target, engine.draft_runner, drafts, *most, progress)
+    return engine
 
 
 def _runner(
@@ -131,6 +144,14 @@ def _runner(
 def kind_of(_draft: LoadedModel) -> DrafterKind:
     """What drafts with a draft model: any causal language model drafts from its own logits."""
     return DrafterKind(lambda runner, _: ModelDrafter(runner))
+
+
+def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
+    """What steps are recorded for: plain decoding, what is configured, and what the controller chooses from."""
+    wanted = config.speculation
+    if draft is None or wanted.rule == "off":
+        return [PLAIN]
+    return [PLAIN, *menu(wanted.num_drafts, wanted.draft_length, wanted.max_draft_length)]
 
 
 def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.admission import check_request
 from engine.broken import ERROR, broken_rows
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
-from engine.drafters.draft import MOST_UNMERGED
+from engine.drafters.draft import MOST_UNMERGED, Draft
 from engine.drafters.drafter import Drafter
 from engine.errors import RequestError
 from engine.execution.runner import ModelRunner
 from engine.metrics import StepStats
 from engine.passes import kept_paths, target_inputs, target_moves
 from engine.plan import Plan, Verdict
+from engine.recorded.steps import RecordedSteps
 from engine.reporting import observe_gap, split_prompts
 from engine.request import Request
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
@@ -69,6 +71,7 @@ class Engine:
         self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
         """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
         drafted tokens (`drafters.draft.trees_of`); 0 always merges."""
+        self.recorded = RecordedSteps()
         self._broken: list[str] = []
 
     @torch.inference_mode()
@@ -82,16 +85,18 @@ class Engine:
         return outcomes
 
     def carry_out(self, plan: Plan) -> Verdict:
-        """Carry out a plan on the device, whoever made it (the scheduler, or a measurement)."""
-        phase = self.telemetry.phase
+        """Carry out a plan on the device, whoever made it (the scheduler, or a measurement).
+
+        A plan of a recorded shape is replayed; the parts of any other are launched operation by operation.
+        """
+        phase, recorded = self.telemetry.phase, self.recorded.find(plan)
         with phase("draft"):  # chains, and the law each token was drawn from
-            draft = draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device, self.most_unmerged)
+            draft = self._draw(plan) if recorded is None else recorded.draw(plan)
         with phase("target"):  # one pass over every drafted node
-            drawn_M = None if draft is None else draft.tokens_M
-            logits_NV = self.target.forward(target_inputs(plan, draft), drawn_M)
+            logits_NV = self._forward(plan, draft) if recorded is None else recorded.forward()
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # the exact rule of each request
-            winners, largest = verify_chains(plan, draft, logits_NV)
+            winners, largest = verify_chains(plan, draft, logits_NV, recorded)
         with phase("keep"):  # move the accepted paths' K/V to where it stays
             self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
             if self.drafter is not None:
@@ -101,6 +106,13 @@ class Engine:
         if verdict.broken:
             return verdict
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
+
+    def _draw(self, plan: Plan) -> Draft | None:
+        return draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device, self.most_unmerged)
+
+    def _forward(self, plan: Plan, draft: Draft | None) -> Tensor:
+        drawn_M = None if draft is None else draft.tokens_M
+        return self.target.forward(target_inputs(plan, draft), drawn_M)
 
     def run_step(self) -> StepResult:
         """One step with its measurements."""

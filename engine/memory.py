@@ -10,7 +10,6 @@ import torch
 
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.errors import ConfigError
-from engine.execution.graphs import logit_bytes
 from engine.plan import level_widths
 from engine.text_drafters import most_copied
 
@@ -34,15 +33,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], num_replayed: int, device: torch.device
+    config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], recorded_bytes: int, device: torch.device
 ) -> MemoryPlan:
     """Share out what memory is left; raises ConfigError where it does not hold one request of the longest text.
 
-    token_bytes: what each model keeps of a token; num_replayed: how many of them run as recorded passes.
+    token_bytes: what each model keeps of a token; recorded_bytes: what recorded passes and steps write into.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
-        "graphs": num_replayed * logit_bytes(config.scheduler.max_num_seqs, facts.vocab_size),
+        "graphs": recorded_bytes,
     }
     block_bytes = [config.cache.block_size * per_token for per_token in token_bytes]
     most_blocks = -(-(facts.max_model_len + lookahead(config)) // config.cache.block_size)

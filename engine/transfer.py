@@ -17,6 +17,12 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
+def fill(buffer: Tensor, values: npt.NDArray[Any]) -> None:
+    """Write a host array into a tensor of its shape, in one copy that is not waited for."""
+    tensor = torch.from_numpy(values)
+    buffer.copy_(tensor if buffer.device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
+
+
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all.
 
@@ -24,7 +30,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """
     if are_here(tensors):
         return [(one if one.dtype == torch.int64 else one.double()).numpy() for one in tensors]
-    words = [one.reshape(-1) if one.dtype == torch.int64 else _bits(one) for one in tensors]
+    words = [one.reshape(-1) if one.dtype == torch.int64 else bits(one) for one in tensors]
     whole = np.array(torch.cat(words).tolist(), dtype=np.int64)
     ends = np.cumsum([len(one) for one in words])
     return [
@@ -38,6 +44,6 @@ def are_here(tensors: Sequence[Tensor]) -> bool:
     return all(one.device.type == "cpu" for one in tensors)
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
     """The bits of float64 values as int64."""
     return values.reshape(-1).double().view(torch.int64)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from engine.drafters.draft import Draft
 from engine.plan import Emission, Plan, Row, Winner
+from engine.recorded.steps import RecordedStep
 from engine.reporting import with_logprobs
 from engine.request import DrafterCount
 from engine.sampling import fused
@@ -40,47 +43,69 @@ _CHAIN_BYTES = 32
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What the rules verify, and what is accepted before them."""
+class _Copied(NamedTuple):
+    """What is accepted of copied chains, before the rules verify the drawn ones."""
 
-    chains: Chains
-    target: LawTable
-    noise: ChainNoise
     origin_C: Ints
-    """Index of each chain in the draft's layout."""
+    """Index, in the draft's layout, of each chain that the rules see."""
     walks: Mapping[int, Walk]
     """By row number: how far it follows its copied chains."""
     goes_on_R: Bools
     """Whether a rule still verifies drawn chains of the row, below the accepted copied tokens."""
 
 
-def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> tuple[list[Winner], Floats]:
+@dataclass(frozen=True)
+class _Task:
+    """What the rules verify."""
+
+    chains: Chains
+    target: LawTable
+    noise: ChainNoise
+    copied: _Copied
+
+
+def verify_chains(
+    plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: RecordedStep | None = None
+) -> tuple[list[Winner], Floats]:
     """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
 
+    recorded: the step that has verified its chains already, if there is one.
     Waits for the device once, to read the verdicts; also before that where chains are copied, and after it where
     logprobs are wanted. `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
         return [], np.zeros(0)
     rows = plan.sampling_rows
+    verify = _verify if recorded is None else partial(_read, recorded)
+    draft, winners, largest_N = verify(rows, draft, logits_NV)
+    return with_logprobs(rows, draft, logits_NV, winners), largest_N
+
+
+def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Winner], Floats]:
     target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
-    if plan.has_drafts:
-        task = _follow_copies(rows, draft, target)
-        parts = list(_verdicts(rows, draft, task))
-        draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
-        found = [
-            one
-            for part, verdict in zip(parts, verdicts, strict=True)
-            for one in zip(part.numbers, _winners(rows, draft, task, verdict, part.chosen), strict=True)
-        ]
-        winners = [winner for _, winner in sorted(found, key=itemgetter(0))]
-    else:
+    if not any(row.fanout or row.copies for row in rows):
         token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
         tokens, largest_N = to_host([token_C, largest])
-        winners = [Winner(0, Emission((), token, 0)) for token in tokens.tolist()]
-    return with_logprobs(rows, draft, logits_NV, winners), largest_N
+        return draft, [Winner(0, Emission((), token, 0)) for token in tokens.tolist()], largest_N
+    task = _follow_copies(rows, draft, target)
+    parts = list(_verdicts(rows, draft, task))
+    draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
+    found = [
+        one
+        for part, verdict in zip(parts, verdicts, strict=True)
+        for one in zip(part.numbers, _winners(rows, draft, task.copied, verdict, part.chosen), strict=True)
+    ]
+    return draft, [winner for _, winner in sorted(found, key=itemgetter(0))], largest_N
+
+
+def _read(
+    step: RecordedStep, rows: Sequence[Row], draft: Draft, _logits_NV: Tensor
+) -> tuple[Draft, list[Winner], Floats]:
+    draft, verdict, largest_N = step.read(draft)
+    every = np.arange(draft.layout.num_chains)
+    copied = _Copied(every, {}, np.ones(len(rows), dtype=np.bool_))
+    return draft, list(_winners(rows, draft, copied, verdict, every)), largest_N
 
 
 @dataclass(frozen=True)
@@ -96,8 +121,8 @@ class _Part:
 
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Every rule about the rows that asked for it."""
-    law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.origin_C]
-    parts = list(_parts(rows, task.goes_on_R, law_NV.shape[1], fused.compiler_for(law_NV) == "Triton"))
+    law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.copied.origin_C]
+    parts = list(_parts(rows, task.copied.goes_on_R, law_NV.shape[1], fused.compiler_for(law_NV) == "Triton"))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
@@ -114,7 +139,7 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
     layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.copies for row in rows):
-        return _Task(draft.chains, target, noise, np.arange(layout.num_chains), {}, goes_on_R)
+        return _Task(draft.chains, target, noise, _Copied(np.arange(layout.num_chains), {}, goes_on_R))
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
     root_C = target.row_CX[:, 0].cpu().numpy().copy()  # the table is kept for later steps
@@ -128,7 +153,7 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
         lives_C[mine], offset_C[mine], root_C[mine] = alive, taken.depth, stop
         goes_on_R[number] = any(alive)
     rest = below(draft.chains, target, noise, offset_C, lives_C, root_C)
-    return _Task(rest.chains, rest.target, rest.noise, rest.origin_C, walks, goes_on_R)
+    return _Task(rest.chains, rest.target, rest.noise, _Copied(rest.origin_C, walks, goes_on_R))
 
 
 def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
@@ -192,18 +217,20 @@ def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
     return RULES[speculation.rule].verify
 
 
-def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdict, chosen: Ints) -> Iterator[Winner]:
-    """What a rule's verdict gives, behind the copied tokens; `chosen` are the task's chains the rule saw."""
+def _winners(
+    rows: Sequence[Row], draft: Draft, copied: _Copied, verdict: HostVerdict, chosen: Ints
+) -> Iterator[Winner]:
+    """What a rule's verdict gives, behind the copied tokens; `chosen`: which of the chains the rule saw."""
     for i, (local_chain, accepted, next_token) in enumerate(
         zip(verdict.chains, verdict.accepted, verdict.next_tokens, strict=True)
     ):
-        chain = int(task.origin_C[chosen[local_chain]])
+        chain = int(copied.origin_C[chosen[local_chain]])
         number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
-        row, tree, followed = rows[number], draft.trees[number], task.walks.get(number)
+        row, tree, followed = rows[number], draft.trees[number], copied.walks.get(number)
         num_draft_kept = max(0, row.draft_length - 1)
         if followed is not None:
             accepted += followed.depth
-            if not task.goes_on_R[number]:
+            if not copied.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
         yield Winner(
             rank,
@@ -216,7 +243,7 @@ def _winners(rows: Sequence[Row], draft: Draft, task: _Task, verdict: HostVerdic
                 copied=() if followed is None else _copied(row, tree, followed),
                 shifts=verdict.shifts[i],
                 bias=verdict.bias[i],
-                chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts else (),
+                chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
             ),
         )
 

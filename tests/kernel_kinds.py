@@ -16,7 +16,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.cache.tensors import KVShape, KVTensors
-from engine.drafters.draft import draw_noise
+from engine.drafters.draft import draw_numbers, noise_of
 from engine.execution import triton_attention
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
 from engine.execution.paged import Paged, pages_of
@@ -87,7 +87,8 @@ def verification() -> int:
     for num_requests, num_chains, length in product((1, 2, 3, 5), (1, 2, 3), range(1, 9)):
         count = num_requests * num_chains
         request_C = np.repeat(np.arange(num_requests), num_chains)
-        _, noise = draw_noise(request_C, request_C, request_C, length, CPU)
+        numbers = torch.from_numpy(draw_numbers(request_C, request_C, request_C, length))
+        _, noise = noise_of(numbers, length)
         draft, target = (LawTable(law_NV, torch.zeros((count, n), dtype=torch.int64)) for n in (length, length + 1))
         of_chain = torch.full((count,), length)
         tokens_CL = torch.zeros((count, length), dtype=torch.int64)

@@ -44,8 +44,10 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = operation._schema.name.removeprefix("aten::")
         result = operation(*arguments, **(options or {}))
-        is_empty = isinstance(result, Tensor) and result.numel() == 0
-        if self.counts and name not in _FREE and not is_empty:
+        is_nothing = isinstance(result, Tensor) and (
+            result.numel() == 0 or (name == "to" and result.data_ptr() == arguments[0].data_ptr())
+        )
+        if self.counts and name not in _FREE and not is_nothing:
             self.launches[name] += 1
         return result
 

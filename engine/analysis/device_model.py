@@ -33,7 +33,10 @@ PRODUCTS, KERNELS = 4, 3
 _FEW_ROWS, _KERNELS_APART = 64, 3
 """With more rows norms and the gate are so many kernels of their own (`engine/execution/fused_layer.py`)."""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
-"""Outside recorded passes: for a drafted level, for a verdict over drafts, for a plain step."""
+"""Of a step that is not recorded as a whole, outside its passes: for a drafted level, for a verdict over drafts, for a
+plain step."""
+RECORDED_LAUNCHES = 10
+"""Of a whole step that is recorded: its copies, its replays, and the moves of accepted K/V."""
 _AROUND_PASS = 4
 """Launches that fill the buffers of a recorded pass and copy its logits out."""
 _READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
@@ -96,15 +99,18 @@ class Model:
         """K and V of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
-    def pass_s(self, device: Device, rows: int, texts_tokens: int) -> float:
-        """A recorded pass over so many rows, behind texts of so many tokens together."""
+    def pass_s(self, device: Device, rows: int, texts_tokens: int, launches: int = _AROUND_PASS) -> float:
+        """A recorded pass over so many rows, behind texts of so many tokens together.
+
+        launches: around it, from the host; none in a step that is recorded as a whole.
+        """
         read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
         # A product's own start is hidden for the most part behind the reading of its weights.
         kernels = KERNELS + PRODUCTS / 2 + (_KERNELS_APART if rows > _FEW_ROWS else 0)
         kernels_s = self.layers * kernels * _KERNEL_S
-        return max(read_s, computed_s) + attention_s + kernels_s + _AROUND_PASS * _LAUNCH_S
+        return max(read_s, computed_s) + attention_s + kernels_s + launches * _LAUNCH_S
 
 
 def model_of(name: str, vocabulary: int) -> Model:
@@ -179,19 +185,21 @@ class Pair:
 
     def step_s(self, num_drafts: int, length: int, requests: int, context: int) -> float:
         """A step of so many requests, each behind a text of `context` tokens."""
-        texts = requests * context
+        texts, nodes = requests * context, 1 + num_drafts * length
         idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
         around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
-        if not num_drafts:
-            return self.target.pass_s(self.device, requests, texts) + PLAIN_LAUNCHES * _LAUNCH_S + around_s
+        of_pass, of_level, of_rest = _AROUND_PASS, LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
+        is_recorded = (1 << (requests - 1).bit_length()) * nodes <= MOST_UNMERGED
+        if is_recorded:
+            of_pass, of_level, of_rest = 0, 0, RECORDED_LAUNCHES
+        elif num_drafts and requests * nodes > MOST_UNMERGED:
+            around_s += _HOST_READ_S  # equal nodes are merged
         levels_s = sum(
-            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts) + LEVEL_LAUNCHES * _LAUNCH_S
+            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, of_pass)
             for level in range(length)
         )
-        nodes = 1 + num_drafts * length
-        target_s = self.target.pass_s(self.device, requests * nodes, texts) + VERDICT_LAUNCHES * _LAUNCH_S
-        merging_s = _HOST_READ_S if requests * nodes > MOST_UNMERGED else 0.0
-        return levels_s + target_s + around_s + merging_s
+        target_s = self.target.pass_s(self.device, requests * nodes, texts, of_pass)
+        return levels_s + target_s + around_s + (of_level * length + of_rest) * _LAUNCH_S
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:
         """Over plain decoding."""

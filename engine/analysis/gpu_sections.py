@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -119,6 +120,7 @@ def ways(engine: Engine) -> dict[str, bool]:
     some = torch.empty((1, 1), device=engine.target.device)
     compiler = fused.compiler_for(some)
     found = {
+        "whole steps": engine.recorded.num_recorded > 0,
         "kernels for rows": compiler is not None,
         "kernels for verification": compiler is not None and fused_block.work_on(some.device, compiler),
     }
@@ -246,7 +248,9 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
     assert engine.draft_runner is not None
     runners: list[ModelRunner] = [engine.target, engine.draft_runner]
     with ExitStack() as stack:
-        if variant == "kernels for verification":
+        if variant == "whole steps":
+            stack.enter_context(patch.object(engine.recorded, "serves", False))
+        elif variant == "kernels for verification":
             stack.enter_context(patch.object(fused_block, "compiler_for", lambda *_: None))
         elif variant == "kernels for rows":
             stack.enter_context(patch.object(fused, "compiler_for", lambda _: None))
@@ -263,12 +267,18 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
 
 
 def variants(options: argparse.Namespace, findings: Findings) -> None:
-    """How much longer a step takes without each fast way, in turns; layers also without graphs, which record them."""
+    """How much longer a step takes without each fast way, in turns.
+
+    What is recorded cannot be left out of it: what whole steps record is compared without them, and layers also without
+    recorded passes.
+    """
     engine = build(options, findings)
     device = engine.target.device
     num_turns = max(5, round(60 * options.scale))
+    apart = "whole steps"
     names = ("graphs", "kernels for verification", "kernels for rows", "equal nodes apart")
-    cases = [*((name,) for name in names), ("graphs", "kernels for layers"), ("graphs", "products with norms")]
+    cases = [(apart,), *((apart, name) for name in names)]
+    cases += [(apart, "graphs", name) for name in ("kernels for layers", "products with norms")]
     result = {}
     for name in ("off", "bv_race:4x5"):
         for num_rows in (1, 16 if device.type == "cuda" else 2):
@@ -282,7 +292,8 @@ def variants(options: argparse.Namespace, findings: Findings) -> None:
                     if number >= 4:  # the first compile and allocate
                         taken[is_without].append(seconds)
                 found = median_of_ratios(taken[True], taken[False])._asdict()
-                result[f"{name}, {num_rows} requests, without {case[-1]}{' (no graphs)' if base else ''}"] = found
+                also = f" (nor {', '.join(base)})" if base else ""
+                result[f"{name}, {num_rows} requests, without {case[-1]}{also}"] = found
                 findings.add("times_as_long", result)
 
 
@@ -303,13 +314,30 @@ def law(options: argparse.Namespace, findings: Findings) -> None:
     prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(30)]
     num_answers = max(200, round(4000 * options.scale))
     for name in ("off", "block:1x5", "bv_race:4x5"):
-        # Steps of few rows leave equal nodes apart, those of many do not: here all steps are of one kind.
-        for most_unmerged in (0, 10**6):
-            with patch.object(engine, "most_unmerged", most_unmerged):
-                check = check_law(engine, name, arms.speculation_of(name), prompt, num_answers, 1.0)
-            key = f"{name}, equal nodes {'apart' if most_unmerged else 'merged'}"
-            findings.add(key, asdict(check))
-            findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
+        # Steps of few rows are recorded, or leave equal nodes apart; those of many do not: here all are of one kind.
+        for kind in ("equal nodes merged", "equal nodes apart", "recorded"):
+            few = max(200, num_answers // 8) if kind == "recorded" else num_answers
+            with steps_of(engine, kind):
+                check = check_law(engine, name, arms.speculation_of(name), prompt, few, 1.0)
+            findings.add(f"{name}, {kind}", asdict(check))
+            findings.require(not check.rejected, f"{name}, {kind}: not the target's law (p = {check.p_value:.2g})")
+
+
+@contextmanager
+def steps_of(engine: Engine, kind: str) -> Iterator[None]:
+    """All steps of a kind; recorded ones have two requests, so that they have room for 4x5."""
+    is_recorded = kind == "recorded"
+    limits = engine.scheduler.config
+    with (
+        patch.object(engine.recorded, "serves", is_recorded),
+        patch.object(engine, "most_unmerged", 0 if kind == "equal nodes merged" else 10**6),
+        patch.object(
+            engine.scheduler,
+            "config",
+            msgspec.structs.replace(limits, max_num_seqs=2 if is_recorded else limits.max_num_seqs),
+        ),
+    ):
+        yield
 
 
 def record(options: argparse.Namespace, findings: Findings) -> None:

@@ -33,6 +33,7 @@ _TESTS = (
     "speculation/test_longest_match",
     "cache/test_triton_keep",
     "engine/test_host_reads",
+    "engine/test_recorded_steps",
 )
 
 

@@ -6,13 +6,13 @@ merged here: every drawn node has its own place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_noise, layout_of, trees_of
+from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_numbers, layout_of, noise_of, trees_of
 from engine.drafters.drafter import Drafter
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
@@ -36,10 +36,12 @@ def draw_chains(
     layout = layout_of(tuple(map(ChainShape.of, rows)), device)
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
-    uniform_LC, noise = draw_noise(seed_C, end_C, layout.rank_C, layout.max_length, device)
+    numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
+    uniform_LC, noise = noise_of(numbers, layout.max_length)
     parameters = LawParameters.of([row.sampling for row in rows], device)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
-    tokens_CL = _draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter, law_NV)
+    below = None if drafter is None else drafter.below
+    tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
     chains = Chains(
         tokens_CL,
         layout.length,
@@ -53,26 +55,28 @@ def draw_chains(
     return Draft(layout, chains, trees, tokens_M, parameters, noise)
 
 
-def _draw_levels(
+def draw_levels(
     rows: Sequence[Row],
     layout: Layout,
     parameters: LawParameters,
     uniform_LC: Tensor,
     logits_NV: Tensor,
-    drafter: Drafter | None,
+    below: Callable[[int, Tensor], Tensor] | None,
     law_NV: Tensor,
 ) -> Tensor:
     """Draw all chains level by level: [C, L] the tokens.
 
-    logits_NV: below the root of every row that draws; law_NV: filled with the laws that the tokens came from.
+    rows: those whose laws depend on more than logits and parameters, or all.
+    logits_NV: below the root of every row that draws; below: `Drafter.below`; law_NV: filled with the laws that the
+    tokens came from.
     """
     tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
     of_law = parameters.select(layout.law_row_of_N)
     for depth, level in enumerate(layout.levels):
         if depth > 0:
-            assert drafter is not None
+            assert below is not None
             # Tokens stay on the device.
-            logits_NV = drafter.below(depth, tokens_CL[level.chain_N, depth - 1])
+            logits_NV = below(depth, tokens_CL[level.chain_N, depth - 1])
         nodes = _parents(level, tokens_CL, depth)
         below_NV, order_NV = node_laws(rows, nodes, logits_NV, of_law.select(level.laws), law_NV[level.laws])
         tokens_C = tokens_CL[:, depth]

@@ -34,6 +34,8 @@ Ints = npt.NDArray[np.int64]
 
 _DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
 _ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
+SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
+"""Of `draw_numbers`: the numbers with which chains race."""
 
 
 class ChainShape(NamedTuple):
@@ -301,6 +303,8 @@ class Draft:
     """Of the laws of the sampling rows."""
     noise: ChainNoise
     """For the rules."""
+    rows_apart: int | None = None
+    """How far the roots of two sampling rows stand apart among the logits, where the step has padded its rows."""
 
     @cached_property
     def nodes(self) -> NodeTable:
@@ -312,7 +316,7 @@ class Draft:
     @property
     def starts(self) -> Ints:
         """Where the root of each sampling row stands among the nodes of all, its nodes behind it; and the end."""
-        return self.nodes.starts
+        return self.nodes.starts if self.rows_apart is None else np.arange(len(self.trees) + 1) * self.rows_apart
 
 
 def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
@@ -322,21 +326,25 @@ def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
     return replace(draft, trees=trees, tokens_M=None)
 
 
-def draw_noise(
-    seed_C: Ints, position_C: Ints, rank_C: Ints, length: int, device: torch.device
-) -> tuple[Tensor, ChainNoise]:
-    """([L, C] the numbers that tokens are drafted with, the numbers for the rules).
+def draw_numbers(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> npt.NDArray[np.float64]:
+    """[6, C, L] the random numbers of a step, by purpose, for `noise_of`.
 
     position_C: the first index that each chain drafts, which names its numbers.
     """
     depths = np.arange(max(1, length))
     purposes = np.array([*_DEEP, *_ONCE])[:, None, None]
     numbers = uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
-    draft, accept, chosen_accept, residual, score, chosen_residual = to_device(numbers, device)
+    numbers[0] = numbers[0].T.reshape(numbers[0].shape)  # drafting takes them level by level
+    return numbers
+
+
+def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
+    """([L, C] the numbers that tokens are drafted with, the numbers for the rules): views of `draw_numbers`."""
+    draft, accept, chosen_accept, residual, score, chosen_residual = numbers
     noise = ChainNoise(
         accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
     )
-    return draft[:, :length].T.contiguous(), noise
+    return draft.view(-1, len(draft))[:length], noise
 
 
 def trees_of(

@@ -55,7 +55,7 @@ class ModelDrafter:
                 row.block_ids,
                 NO_NODES,
                 slice(len(row.draft_input_ids) - bool(row.fanout), None),
-                _first_key(row),
+                first_key(row),
             )
             for row in plan.rows
             if row.draft_input_ids
@@ -67,7 +67,7 @@ class ModelDrafter:
             passes.append(
                 [
                     SequenceInput(
-                        (), row.end, row.block_ids, _level_nodes(row.fanout[:depth]), slice(None), _first_key(row)
+                        (), row.end, row.block_ids, level_nodes(row.fanout[:depth]), slice(None), first_key(row)
                     )
                     for row in plan.rows
                     if row.draft_length > depth
@@ -82,14 +82,14 @@ def _node_index(row: Row, chain: int, depth: int) -> int:
     return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
 
 
-def _first_key(row: Row) -> int:
+def first_key(row: Row) -> int:
     """Index of the first token the model sees: at least all it computes now."""
     nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
     return max(row.draft_start, nearest)
 
 
 @lru_cache(maxsize=1024)
-def _level_nodes(fanout: tuple[int, ...]) -> Nodes:
+def level_nodes(fanout: tuple[int, ...]) -> Nodes:
     """The nodes of the last level, behind those of the levels above it."""
     widths = level_widths(fanout)
     node_N = np.arange(widths[-1])

@@ -12,8 +12,10 @@ Without CUDA nothing is recorded and the same padded pass is computed: that is h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from engine.cache.tensors import KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.inputs import NO_NODES, Ints, PassInput, SequenceInput, build
 from engine.execution.paged import Paged, PagedInput, moved, packed, pages_of
+from engine.transfer import fill
 
 log = logging.getLogger("polydraft")
 
@@ -78,6 +81,32 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+@contextmanager
+def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
+    """Gives what records work as a CUDA graph, all on one stream and in one memory: it is replayed one after the other.
+
+    Work is done once before it is recorded, which compiles and allocates what must not be recorded.
+    """
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            work()
+        return graph
+
+    try:
+        yield record
+        current.wait_stream(stream)
+    finally:
+        # A recording that fails leaves its stream in use.
+        torch.cuda.set_stream(current)
+
+
 class Graphs:
     """The recorded passes of one model."""
 
@@ -105,28 +134,17 @@ class Graphs:
         if self._device.type != "cuda":
             self._recorded = {shape: self._buffers(shape) for shape in shapes}
             return
-        # One stream and one memory for all: passes run one after the other.
-        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        pool = torch.cuda.graph_pool_handle()
         try:
-            for number, shape in enumerate(shapes):
-                if number % _TOLD == 0:
-                    progress(f"recording CUDA graphs: {number} of {len(shapes)}")
-                recorded = self._buffers(shape)
-                stream.wait_stream(current)
-                with torch.cuda.stream(stream):
-                    self._run(compute, recorded)  # compiles and allocates what is not to be recorded
-                recorded.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(recorded.graph, pool=pool, stream=stream):
-                    self._run(compute, recorded)
-                self._recorded[shape] = recorded
-            current.wait_stream(stream)
+            with recorder() as record:
+                for number, shape in enumerate(shapes):
+                    if number % _TOLD == 0:
+                        progress(f"recording CUDA graphs: {number} of {len(shapes)}")
+                    recorded = self._buffers(shape)
+                    recorded.graph = record(partial(self._run, compute, recorded))
+                    self._recorded[shape] = recorded
         except Exception as error:  # an operation that cannot be recorded
             self._recorded.clear()
             log.warning("passes run without CUDA graphs: %s", error)
-        finally:
-            # A recording that fails leaves its stream in use.
-            torch.cuda.set_stream(current)
 
     def run(self, compute: Compute, batch: PassInput, host: PagedInput, drawn_M: Tensor | None) -> Tensor | None:
         """Logits [N, V] at the wanted rows; None where the pass fits no recorded shape. host: `pages_of(batch)`."""
@@ -139,8 +157,8 @@ class Graphs:
         long[:, rows] = batch.token_ids_T, batch.positions_T, batch.slots_T
         recorded = self._recorded[shape]
         pages = pad(host, shape, rows, self._most_pages)
-        recorded.numbers.copy_(moved(packed(pages), self._device), non_blocking=True)
-        recorded.long.copy_(moved(long, self._device), non_blocking=True)
+        fill(recorded.numbers, packed(pages))
+        fill(recorded.long, long)
         if drawn_M is not None:
             recorded.long[0].index_copy_(0, moved(rows[batch.drawn_M], self._device), drawn_M)
         if recorded.graph is not None:

@@ -131,6 +131,14 @@ class ModelRunner:
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
         return self._compute(token_ids, positions, metadata or self._metadata(batch), wanted)
 
+    def run_on_device(
+        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
+    ) -> Tensor:
+        """Logits [N, V] (float32) of a pass whose numbers are all on the device."""
+        if self._num_embeddings < self.vocab_size:
+            token_ids_T = torch.where(token_ids_T < self._num_embeddings, token_ids_T, 0)
+        return self._compute(token_ids_T, positions_T, metadata, wanted_N)
+
     def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:
         """[T] all tokens of a pass."""
         if drawn_M is None:

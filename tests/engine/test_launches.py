@@ -5,12 +5,14 @@ Passes of the models are replayed as one launch; here they give made-up logits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -22,11 +24,20 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import engine.engine as stepping
 from engine import transfer
-from engine.analysis.device_model import KERNELS, LEVEL_LAUNCHES, PLAIN_LAUNCHES, PRODUCTS, VERDICT_LAUNCHES
+from engine.analysis.device_model import (
+    KERNELS,
+    LEVEL_LAUNCHES,
+    PLAIN_LAUNCHES,
+    PRODUCTS,
+    RECORDED_LAUNCHES,
+    VERDICT_LAUNCHES,
+)
 from engine.execution import lean
 from engine.execution.lean import LeanDecoder
 from engine.execution.probe import find_kv_shape
 from engine.execution.runner import ModelRunner, Pass
+from engine.recorded import steps
+from engine.recorded.steps import RecordedStep
 from engine.request import Speculation
 from engine.sampling import fused
 from engine.speculation.verification import fused_block
@@ -90,6 +101,74 @@ def test_a_drafted_level_costs_five_and_a_verdict_fourteen(speculation: Speculat
     assert drafting.total() <= 4 + LEVEL_LAUNCHES * speculation.draft_length, drafting
     assert verification.total() <= VERDICT_LAUNCHES, verification
     assert {"_walk", "_sum_prefixes", "_decide", "_race"} <= set(verification)
+
+
+@contextlib.contextmanager
+def counted_step() -> Iterator[Counter[str]]:
+    """All that a step launches: replays, copies in both directions, kernels and operations."""
+    with counted_launches() as launches, contextlib.ExitStack() as stack:
+
+        def counting(name: str, run: Callable[..., Any], is_free: bool) -> Callable[..., Any]:
+            def once(*operands: Any) -> Any:
+                before = Counter(launches)
+                result = run(*operands)
+                if is_free:  # what is inside is part of it
+                    launches.clear()
+                    launches.update(before)
+                launches[name] += 1
+                return result
+
+            return once
+
+        for owner, name, is_free in (
+            (RecordedStep, "_replay", True),
+            (steps, "fill", True),
+            (torch, "from_numpy", False),
+            (Tensor, "cpu", False),
+        ):
+            wrapped = counting(name.strip("_"), getattr(owner, name), is_free)
+            stack.enter_context(patch.object(owner, name, wrapped))
+        yield launches
+
+
+def recorded_step(
+    speculation: Speculation, num_requests: int, num_logprobs: int | None, **sampling: Any
+) -> Counter[str]:
+    """What such a step launches in the middle of answers, where steps are recorded and kernels move accepted K/V."""
+    target = tiny.llama(1, layers=1)
+    drafts = [(0, 0), (1, 5), (4, 5)]
+    with tiny.with_paged_models(), patch("engine.building._drafts", lambda *_: drafts):
+        engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
+    engine.limits = type(engine.limits)(observed_share=0.0)
+    for i in range(num_requests):
+        wish = {"temperature": 1.0, "seed": i, **sampling}
+        one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish)
+        engine.submit(msgspec.structs.replace(one, num_logprobs=num_logprobs))
+    for _ in range(2):
+        engine.run_step()
+    assert engine.draft_runner is not None
+    for runner in (engine.target, engine.draft_runner):
+        runner.storage.has_kernel = True
+    with counted_step() as launches:
+        engine.run_step()
+    return launches
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+@pytest.mark.parametrize("wish", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("speculation", [tiny.OFF, CHAIN, CHAINS], ids=["plain", "chain", "chains"])
+def test_a_recorded_step_costs_ten_launches(speculation: Speculation, wish: dict[str, Any], num_requests: int) -> None:
+    """One copy to the device, two replays, one copy back; and for the K/V of each model a copy and two kernels."""
+    launches = recorded_step(speculation, num_requests, None, **wish)
+    assert launches["fill"] == launches["cpu"] == 1
+    assert launches["replay"] == (2 if speculation.num_drafts else 1)
+    assert launches.total() <= RECORDED_LAUNCHES == 10, launches
+
+
+def test_logprobs_cost_a_few_more() -> None:
+    launches = recorded_step(CHAINS, 1, 3)
+    assert launches["replay"] == 2
+    assert launches.total() <= 22, launches
 
 
 def test_a_plain_step_costs_eight() -> None:

@@ -13,6 +13,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
 from engine.memory import plan_memory
+from engine.recorded.steps import buffer_bytes
 from engine.text_drafters import most_copied
 from tests.engine import tiny
 
@@ -36,9 +37,10 @@ def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (called.append("asked"), (60 * GIB, 80 * GIB))[1])
     device = MagicMock(type="cuda")
     token_bytes = [130_000, 110_000]
-    plain, recorded = (plan_memory(CONFIG, facts, token_bytes, count, device) for count in (0, 2))  # type: ignore[arg-type]
+    written = 2 * logit_bytes(64, 152_000) + buffer_bytes([(0, 0), (4, 5)], 64, 152_000)
+    plain, recorded = (plan_memory(CONFIG, facts, token_bytes, size, device) for size in (0, written))  # type: ignore[arg-type]
     assert called[:2] == ["given back", "asked"]
-    assert recorded.kept_back["graphs"] == 2 * logit_bytes(64, 152_000) > 400 << 20
+    assert recorded.kept_back["graphs"] == written > 500 << 20
     for found in (plain, recorded):
         room = (60 * GIB - sum(found.kept_back.values())) * 0.9
         assert sum(found.pool_bytes) == pytest.approx(room, rel=1e-3)
@@ -50,9 +52,9 @@ def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, m
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * GIB, 24 * GIB))
     with pytest.raises(ConfigError, match="give it more memory"):
-        plan_memory(CONFIG, facts, [130_000, 110_000], 2, MagicMock(type="cuda"))  # type: ignore[arg-type]
+        plan_memory(CONFIG, facts, [130_000, 110_000], 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
     few = msgspec.structs.replace(CONFIG, cache=CacheConfig(memory_bytes=2 * GIB))
-    assert plan_memory(few, facts, [130_000, 110_000], 2, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
+    assert plan_memory(few, facts, [130_000, 110_000], 1 << 28, MagicMock(type="cuda")).num_blocks > 256  # type: ignore[arg-type]
 
 
 def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +62,11 @@ def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
     half = msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=0.5))
-    plan = plan_memory(half, facts, [130_000, 110_000], 2, MagicMock(type="cuda"))  # type: ignore[arg-type]
+    plan = plan_memory(half, facts, [130_000, 110_000], 1 << 28, MagicMock(type="cuda"))  # type: ignore[arg-type]
     room = 40 * GIB - 20 * GIB - sum(plan.kept_back.values())
     assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
     with pytest.raises(ConfigError, match="gpu-memory-utilization"):
-        plan_memory(half, facts, [130_000, 110_000], 2, torch.device("cpu"))  # type: ignore[arg-type]
+        plan_memory(half, facts, [130_000, 110_000], 1 << 28, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:

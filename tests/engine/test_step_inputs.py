@@ -333,9 +333,9 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
     one = Checked(*plain)
     verify, observe = engine_module.verify_chains, engine_module.observe_gap
 
-    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> Any:
+    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: None) -> Any:
         one.plan(plan)
-        winners, largest = verify(plan, draft, logits_NV)
+        winners, largest = verify(plan, draft, logits_NV, recorded)
         if draft is not None:
             one.seen["not merged"] += draft.tokens_M is not None
             one.step(plan, known(draft), logits_NV, winners)

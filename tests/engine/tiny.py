@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from engine import building
 from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, Prepack, SchedulerConfig, SpeculationConfig
 from engine.drafters.drafter import DrafterKind
 from engine.engine import Engine
+from engine.execution import probe
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
 from engine.plan import Row
@@ -99,6 +103,8 @@ def build(
     prepack: Prepack = "off",
     draft_window: int = 0,
     kind: DrafterKind | None = None,
+    num_drafts: int = 1,
+    draft_length: int = 1,
 ) -> Engine:
     """An engine around loaded models."""
     return assemble(
@@ -112,8 +118,8 @@ def build(
                 max_copied_tokens=max_copied_tokens,
             ),
             speculation=SpeculationConfig(
-                num_drafts=1,
-                draft_length=1,
+                num_drafts=num_drafts,
+                draft_length=draft_length,
                 max_num_drafts=max_num_drafts,
                 max_draft_length=max_draft_length,
                 max_over_acceptance=max_over_acceptance,
@@ -124,6 +130,16 @@ def build(
         draft,
         kind=kind,
     )
+
+
+@contextlib.contextmanager
+def with_paged_models() -> Iterator[None]:
+    """Engines built meanwhile run their passes and steps as on a device, with nothing recorded."""
+    with contextlib.ExitStack() as stack:
+        for module in (building, probe):
+            stack.enter_context(patch.object(module, "is_replayed", lambda *_: True))
+        stack.enter_context(patch.object(probe, "has_kernel", lambda _: True))
+        yield
 
 
 def request(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.analysis.enumeration import Outcome
-from engine.drafters.draft import draw_noise
+from engine.drafters.draft import draw_numbers, noise_of
 from engine.sampling import fused
 from engine.speculation import verification
 from engine.speculation.drafting import ChainNoise, Chains
@@ -142,7 +142,8 @@ def engine_noise(chains: Chains, step: int) -> ChainNoise:
     chain_C = np.arange(len(request_C))
     rank_C = chain_C - np.maximum.accumulate(np.where(first, chain_C, 0))
     position_C = np.full_like(request_C, 17 + step)
-    return draw_noise(1000 + request_C, position_C, rank_C, chains.max_length, torch.device("cpu"))[1]
+    numbers = torch.from_numpy(draw_numbers(1000 + request_C, position_C, rank_C, chains.max_length))
+    return noise_of(numbers, chains.max_length)[1]
 
 
 @pytest.mark.parametrize("rule", ["bv_race", "traversal", "rrs"])

@@ -1,0 +1,471 @@
+"""Recorded steps give, to the token, what the same steps give when they are launched operation by operation.
+
+Without a device nothing is recorded, and what is tested is all but the recording: shapes, numbers, padding, and the
+work that is recorded, on the arrays that a recording would read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine import transfer
+from engine.engine import Engine
+from engine.errors import NON_FINITE
+from engine.execution.runner import ModelRunner
+from engine.plan import Plan
+from engine.recorded import inputs, steps
+from engine.recorded.inputs import StepInputs, StepShape
+from engine.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
+from engine.request import Request, Speculation
+from engine.sampling import fused
+from engine.text_drafters import TextDraft
+from tests.engine import tiny
+from tests.engine.test_host_reads import counted_reads
+
+RECORDED = [(0, 0), (1, 2), (1, 5), (2, 3), (4, 3)]
+stands_in = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="stands in for a device")
+SAMPLING: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.7},
+    "all filters": {"temperature": 1.3, "top_k": 7, "min_p": 0.02, "top_p": 0.9},
+    "greedy": {"temperature": 0.0},
+}
+
+
+def chains(num_drafts: int, length: int, **more: Any) -> Speculation:
+    return Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=length, **more)
+
+
+@contextlib.contextmanager
+def recorded(drafts: list[tuple[int, int]] = RECORDED) -> Iterator[None]:
+    """Engines built meanwhile have recorded steps of these shapes."""
+    with tiny.with_paged_models(), patch("engine.building._drafts", lambda *_: drafts):
+        yield
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[StepShape | None]]:
+    """The shapes that steps run as; None for steps that are not recorded."""
+    shapes: list[StepShape | None] = []
+    find = RecordedSteps.find
+
+    def noting(self: RecordedSteps, plan: Plan) -> RecordedStep | None:
+        found = find(self, plan)
+        shapes.append(None if found is None else found._shape)
+        return found
+
+    with patch.object(RecordedSteps, "find", noting):
+        yield shapes
+
+
+def machines(**options: Any) -> tuple[Engine, Engine]:
+    """An engine as it is on a CPU, and one with recorded steps."""
+    target = tiny.llama(1, layers=1)
+    draft = tiny.perturbed(target, 2, 0.05)
+    plain = tiny.build(target, draft, **options)
+    plain.recorded.serves = False  # on a device it has some
+    with recorded():
+        return plain, tiny.build(target, draft, **options)
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[Engine, Engine]:
+    return machines()
+
+
+def asked(count: int, speculation: Callable[[int], Speculation], **sampling: Any) -> list[Request]:
+    """Requests with prompts and answers of different lengths."""
+    return [
+        tiny.request(str(i), range(5 + i, 15 + 3 * i), speculation(i), 8 + 3 * i, **{"seed": i, **sampling})
+        for i in range(count)
+    ]
+
+
+def compared(both: tuple[Engine, Engine], requests: list[Request]) -> list[StepShape | None]:
+    """The answers are the same, to the token; the shapes of the steps."""
+    try:
+        expected = tiny.run(both[0], requests)
+        with noted() as shapes:
+            found = tiny.run(both[1], requests)
+    finally:
+        for machine in both:
+            for one in requests:
+                machine.abort(one.request_id)
+    assert found.tokens == expected.tokens
+    assert found.num_steps == expected.num_steps
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "sampling"),
+    [
+        *(((2, 3), 3, sampling) for sampling in SAMPLING),
+        *((shape, 1, "plain") for shape in ((0, 0), (1, 2), (1, 5), (2, 3), (4, 3))),
+        *(((0, 0), 3, sampling) for sampling in ("top-p", "greedy")),
+        ((1, 5), 2, "greedy"),
+    ],
+)
+def test_every_decode_step_gives_the_same_tokens(
+    both: tuple[Engine, Engine], shape: tuple[int, int], count: int, sampling: str
+) -> None:
+    shapes = compared(both, asked(count, lambda _: chains(*shape), **SAMPLING[sampling]))
+    assert None in shapes[:1], "the prompts are read as they are"
+    assert None not in shapes[1:]
+    assert {one.sequences for one in shapes if one} <= {1, 2, 4}
+
+
+def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine]) -> None:
+    """Fewer chains, shorter ones, none; and in the end of an answer all that there is room for."""
+    wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3), chains(3, 1)]
+    shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
+    assert (4, 4, 3) in {one[:3] for one in shapes if one}
+    shapes = compared(both, asked(3, lambda i: wishes[i + 2], temperature=1.0, top_p=0.8))
+    assert {one.filters for one in shapes if one} == {("top_p",)}
+    assert sum(one is None for one in shapes) == 1
+
+
+def test_a_step_runs_as_the_smallest_shape_with_room_for_it(both: tuple[Engine, Engine]) -> None:
+    shapes = compared(both, asked(1, lambda _: chains(1, 3), temperature=1.0))
+    assert {one[1:3] for one in shapes[1:] if one} >= {(1, 5), (1, 2)}
+    shapes = compared(both, asked(1, lambda _: chains(3, 4), temperature=1.0))
+    assert shapes[1] is None, "no shape has three chains of so many tokens"
+
+
+def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, Engine]) -> None:
+    wishes = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.1}, {}]
+    requests = [
+        tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.7 + i / 4, seed=i, **wish)
+        for i, wish in enumerate(wishes)
+    ]
+    assert {one.filters for one in compared(both, requests) if one} == {("min_p", "top_k", "top_p")}
+
+
+def test_logprobs_and_drafts_are_reported(both: tuple[Engine, Engine]) -> None:
+    requests = [
+        msgspec.structs.replace(one, num_logprobs=2, reports_drafts=True)
+        for one in asked(3, lambda i: chains(2, 3) if i else chains(1, 2), temperature=1.0)
+    ]
+    expected, found = (tiny.run(machine, requests) for machine in both)
+    for name, outcomes in expected.outcomes.items():
+        for one, other in zip(outcomes, found.outcomes[name], strict=True):
+            assert [top for top, _ in _tops(one)] == [top for top, _ in _tops(other)]
+            np.testing.assert_allclose([p for _, p in _tops(one)], [p for _, p in _tops(other)], atol=1e-4)
+            assert one.drafts == other.drafts
+
+
+def _tops(outcome: Any) -> list[tuple[int, float]]:
+    return [pair for one in outcome.logprobs for pair in ((-1, one.logprob), *one.top)]
+
+
+UNUSUAL: dict[str, tuple[Speculation, dict[str, Any]]] = {
+    "another rule": (Speculation(rule="token", num_drafts=1, draft_length=2), {}),
+    "another way to draw": (Speculation(rule="nss", num_drafts=2, draft_length=2, draft_method="greedy"), {}),
+    "penalties": (chains(1, 2), {"presence_penalty": 0.5}),
+    "a bias": (chains(1, 2), {"logit_bias": ((3, 1.0),)}),
+    "a stable seed": (chains(1, 2), {"seed_stable": True}),
+    "more tokens than are sorted": (chains(1, 2), {"top_k": 90}),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_is_not_recorded_runs_as_it_is(both: tuple[Engine, Engine], name: str) -> None:
+    speculation, wish = UNUSUAL[name]
+    shapes = compared(both, asked(2, lambda _: speculation, **{"temperature": 1.0, **wish}))
+    assert {one for one in shapes if one is None or one.num_drafts} == {None}
+
+
+def test_certain_and_uncertain_requests_of_one_step_run_as_they_are(both: tuple[Engine, Engine]) -> None:
+    requests = [
+        tiny.request(str(i), range(5, 15), chains(1, 2), 6 + 8 * i, temperature=float(i), seed=i) for i in range(2)
+    ]
+    shapes = compared(both, requests)
+    assert shapes[1] is None
+    assert shapes[-1] is not None, "the longer one alone"
+
+
+def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
+    plans: list[Plan] = []
+    with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
+        tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
+    (row,) = plans[2].rows
+    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, False, ())
+    for change in (
+        {"copies": (TextDraft("prompt_lookup", (5, 6)),)},
+        {"emits": False},
+        {"prompt_next": (5,)},
+        {"input_ids": (5, 6)},
+        {"draft_input_ids": (5, 6, 7)},
+        {"shifts": (MagicMock(),)},
+        {"fanout": (2, 2)},
+        {"speculation": msgspec.structs.replace(row.speculation, over_acceptance=0.1)},
+    ):
+        assert inputs.shape_of(Plan((row, msgspec.structs.replace(row, **change)))) is None, change
+    assert inputs.shape_of(Plan(())) is None
+
+
+def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Engine]) -> None:
+    """A request that drafts nothing in this step, whose draft model keeps up with the text."""
+    plans: list[Plan] = []
+    with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
+        tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
+    (row,) = plans[2].rows
+    reading = msgspec.structs.replace(row, fanout=())
+    slot = reading.block_ids[reading.draft_first_index // 8] * 8 + reading.draft_first_index % 8
+    found = []
+    for machine in both:
+        runner = machine.draft_runner
+        assert runner is not None
+        with torch.inference_mode(), noted() as shapes:
+            runner.storage.keys[:, slot] = 0
+            machine.carry_out(Plan((reading,)))
+        found.append(runner.storage.keys[:, slot].clone())
+    assert shapes == [StepShape(1, 1, 2, False, ())]
+    assert found[0].abs().sum() > 0
+    torch.testing.assert_close(*found)
+
+
+def test_a_draft_window_is_kept_to() -> None:
+    both = machines(draft_window=8)
+    shapes = compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
+    assert None not in shapes[3:]
+
+
+def test_nothing_is_written_but_to_the_requests_own_blocks(both: tuple[Engine, Engine]) -> None:
+    """Padding, and rows that a request has no use for, write to the block that nobody reads."""
+    machine = both[1]
+    wishes = [chains(2, 3), tiny.OFF, chains(1, 1)]
+    for one in asked(3, lambda i: wishes[i], temperature=1.0):
+        machine.submit(one)
+    machine.run_step()
+    spare = machine.target.storage.keys.shape[1] // 8 - 1
+    runners = [machine.target, machine.draft_runner]
+    for _ in range(4):
+        before = [runner.storage.keys.clone() for runner in runners if runner]
+        machine.run_step()
+        held = {spare, *(block for row in machine.scheduler.last_plan.rows for block in row.block_ids)}
+        for runner, keys in zip(runners, before, strict=True):
+            assert runner is not None
+            changed = (runner.storage.keys != keys).any(-1).any(-1).any(0).nonzero().squeeze(1)
+            assert set((changed // 8).tolist()) <= held
+    for name in "012":
+        machine.abort(name)
+
+
+@stands_in
+@pytest.mark.parametrize(
+    ("shape", "is_draft"), [((0, 0), False), ((1, 2), False), ((1, 2), True), ((2, 3), False), ((2, 3), True)]
+)
+def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int], is_draft: bool) -> None:
+    plain, machine = machines()
+    requests = asked(3, lambda _: chains(*shape), temperature=1.0)
+    expected = tiny.run(plain, requests).tokens
+    runner, calls, run = (machine.draft_runner if is_draft else machine.target), 0, ModelRunner.run_on_device
+
+    def broken(self: ModelRunner, *operands: Any) -> torch.Tensor:
+        nonlocal calls
+        logits_NV = run(self, *operands)
+        calls += self is runner
+        if calls == 2 and self is runner:
+            logits_NV[len(logits_NV) // 4] = torch.nan  # of the second of four
+        return logits_NV
+
+    for one in requests:
+        machine.submit(one)
+    errors: dict[str, Any] = {}
+    answers: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    with patch.object(ModelRunner, "run_on_device", broken):
+        while machine.scheduler.has_work:
+            result = machine.run_step()
+            errors |= dict(result.failed)
+            for outcome in result.outcomes:
+                answers[outcome.request_id] += outcome.token_ids
+    assert {name: error.code for name, error in errors.items()} == {"1": NON_FINITE}
+    assert answers.pop("1") != expected.pop("1")
+    assert answers == expected
+
+
+WRONG: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "chains that are not drafted race too": ("is_dead", np.zeros_like),
+    "shorter chains are taken for longer ones": ("lengths", lambda lengths: np.full_like(lengths, 3)),
+    "nodes see no other nodes": ("words", np.zeros_like),
+    "nodes see all nodes": ("words", lambda words: np.full_like(words, (1 << 12) - 1)),
+    "the target reads the tokens of other nodes": ("tokens", lambda tokens: np.roll(tokens, 1, axis=1)),
+    "chains find the laws of other nodes": ("nodes", lambda nodes: np.roll(nodes, 1, axis=1)),
+    "keys of nodes are not read": ("num_seen", np.zeros_like),
+    "all nodes are of the first level": ("depths", lambda depths: depths.clip(max=1)),
+    "nodes lie where their parents do": ("offsets", lambda offsets: offsets.clip(max=0)),
+    "a row without use writes to the text": ("is_used", np.ones_like),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_comparison_finds_wrong_numbers(both: tuple[Engine, Engine], wrong: str) -> None:
+    name, change = WRONG[wrong]
+    wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3)]
+    requests = asked(4, lambda i: wishes[i], temperature=1.0)
+    right = inputs._tables_of
+
+    def spoilt(*operands: Any) -> Any:
+        tables = right(*operands)
+        return tables._replace(**{name: change(getattr(tables, name))})
+
+    with patch.object(inputs, "_tables_of", spoilt), pytest.raises((AssertionError, IndexError)):
+        compared(both, requests)
+
+
+WRONG_LAWS: dict[str, Callable[[dict[str, np.ndarray]], None]] = {
+    "noise of the neighbour": lambda v: v["noise"].__setitem__(slice(None), np.roll(v["noise"], 1, axis=1)),
+    "temperature of the neighbour": lambda v: v["temperature"].__setitem__(slice(None), np.roll(v["temperature"], 1)),
+    "top_p is forgotten": lambda v: v["top_p"].fill(1),
+    "one token of the text too few": lambda v: v["counts"].fill(1),
+    "logits of another token": lambda v: v["wanted"].fill(0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LAWS)
+def test_the_comparison_finds_wrong_laws(both: tuple[Engine, Engine], wrong: str) -> None:
+    requests = [
+        tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.5 + i, top_p=0.7, seed=i)
+        for i in range(3)
+    ]
+    right = StepInputs.of
+
+    def spoilt(self: StepInputs, rows: Any) -> Any:
+        result = right(self, rows)
+        if self._shape.num_drafts:
+            WRONG_LAWS[wrong](self._views)
+        return result
+
+    with patch.object(StepInputs, "of", spoilt), pytest.raises((AssertionError, IndexError)):
+        compared(both, requests)
+
+
+@stands_in
+def test_what_is_recorded_looks_at_no_number(both: tuple[Engine, Engine]) -> None:
+    """A recording repeats what was launched, whatever the host would have decided from a step's numbers."""
+    machine = both[1]
+    with (
+        patch.object(fused, "compiler_for", lambda _: None),
+        patch.object(transfer, "are_here", lambda _: False),
+        patch("engine.execution.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
+        torch.inference_mode(),
+    ):
+        for step in machine.recorded._steps.values():
+            with counted_reads() as counts:
+                if step._shape.num_drafts:
+                    step._draft()
+                step._verdict()
+            assert counts == {}, step._shape
+
+
+@stands_in
+def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine, Engine]) -> None:
+    """Between two steps of a shape nothing that the recorded work reads moves, or is made anew."""
+    machine = both[1]
+    requests = asked(3, lambda _: chains(2, 3), temperature=1.0)
+    seen: dict[StepShape, set[tuple[int, ...]]] = {}
+    right = RecordedStep._logits
+
+    def noting(self: RecordedStep, *operands: Any) -> torch.Tensor:
+        tensors = [*self._views.values(), self._found, self._logits_NV, self._law_NV, self._chains.tokens_CL]
+        seen.setdefault(self._shape, set()).add(tuple(one.data_ptr() for one in tensors))
+        return right(self, *operands)
+
+    with patch.object(RecordedStep, "_logits", noting):
+        tiny.run(machine, requests)
+    assert len(seen) > 1
+    assert all(len(pointers) == 1 for pointers in seen.values())
+
+
+class Recording:
+    """Stands in for a CUDA graph that replays what it was given."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+@contextlib.contextmanager
+def a_device(record: Callable[[Callable[[], None]], Any], free: Callable[[], int]) -> Iterator[None]:
+    """Runners say that they are on CUDA while steps are recorded."""
+
+    @contextlib.contextmanager
+    def recorder() -> Iterator[Any]:
+        yield record
+
+    with (
+        patch.object(steps, "recorder", recorder),
+        patch.object(steps, "_on_cuda", lambda _: True),
+        patch.object(torch.cuda, "mem_get_info", lambda _: (free(), 1 << 40)),
+    ):
+        yield
+
+
+def recorded_again(machine: Engine, **options: Any) -> RecordedSteps:
+    found = RecordedSteps()
+    with a_device(**options):
+        found.record(machine.target, machine.draft_runner, RECORDED, 4, 20, lambda _: None)
+    return found
+
+
+@stands_in
+def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
+    replayed = recorded_again(both[1], record=Recording, free=lambda: 1 << 30)
+    assert replayed.num_recorded == len(menu(RECORDED, 4))
+    for step in replayed._steps.values():
+        assert set(step._graphs) == ({"draft", "verdict"} if step._shape.num_drafts else {"verdict"})
+    with patch.object(both[1], "recorded", replayed):
+        compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
+
+
+@stands_in
+def test_steps_that_cannot_be_recorded_run_as_they_are(
+    both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    done = []
+
+    def record(work: Callable[[], None]) -> Recording:
+        done.append(work)
+        if len(done) > 3:
+            raise RuntimeError("this operation cannot be recorded")
+        return Recording(work)
+
+    failed = recorded_again(both[1], record=record, free=lambda: 1 << 30)
+    assert "steps run without CUDA graphs of their own: this operation cannot be recorded" in caplog.text
+    assert failed.num_recorded == 0
+    with patch.object(both[1], "recorded", failed):
+        assert set(compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))) == {None}
+
+
+@stands_in
+def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> None:
+    """The rest of what is free is for the activations of prompts. What was recorded serves."""
+    left = [1000]
+
+    def record(work: Callable[[], None]) -> Recording:
+        left[0] -= 50
+        return Recording(work)
+
+    some = recorded_again(both[1], record=record, free=lambda: left[0])
+    assert 0 < some.num_recorded < len(menu(RECORDED, 4))
+    assert left[0] == 500
+    with patch.object(both[1], "recorded", some):
+        compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
+
+
+def test_the_menu_is_of_steps_with_few_rows() -> None:
+    shapes = menu([(0, 0), (1, 5), (4, 5), (8, 4)], 64)
+    assert max(shape.num_rows for shape in shapes) <= 64
+    assert {shape.sequences for shape in shapes if not shape.num_drafts} == {1, 2, 4, 8, 16, 32, 64}
+    assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2}
+    assert len(set(shapes)) == len(shapes) == 4 * (7 + 4 + 2 + 1)
+    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 42 + 2 * 17)
