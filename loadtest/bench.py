@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from loadtest import environment as record
 from loadtest.arms import ADAPTIVE, AGAIN, OFF, parse
-from loadtest.client import RunResult, closed_loop, whole_text
+from loadtest.client import RunResult, closed_loop, key_headers, whole_text
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load, random_prompts
 
@@ -74,7 +74,7 @@ def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
 
 def run(url: str, options: BenchOptions) -> dict[str, Any]:
     """Measure all cells on the daemon at `url`; the result as one JSON document."""
-    model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
     cells = []
     kinds = [(task, 0) for task in options.tasks if 0 in options.contexts]
     kinds += [("random", context) for context in options.contexts if context]

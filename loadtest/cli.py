@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="polydraft bench",
         description="Measure speculation on against off: closed loop over HTTP, arms interleaved in one run. "
-        "Prints a table; the last line is one JSON document.",
+        "Prints a table; the last line is one JSON document. Where the daemon wants an API key, it is read from "
+        "POLYDRAFT_API_KEY.",
     )
     result.add_argument("--url", help="daemon to measure; without it one is started by --serve-args")
     result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.workload import Prompt
 
 _TIMEOUT_S = 600.0
+
+
+def key_headers() -> dict[str, str]:
+    """The header with the daemon's API key, where `POLYDRAFT_API_KEY` has one (of several, the first)."""
+    key = os.environ.get("POLYDRAFT_API_KEY", "").split(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def metric(url: str, name: str) -> float:
+    """A number of the daemon's metrics, summed over its labels; RuntimeError where there is none of that name."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
+    values = [sample.value for family in families for sample in family.samples if sample.name == name]
+    if not values:
+        raise RuntimeError(f"the daemon has no metric {name}")
+    return sum(values)
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ async def closed_loop(
     busy: list[tuple[float, int]] = []
     received: list[int] = []
     limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=_TIMEOUT_S, limits=limits) as client:
 
         async def worker() -> None:
             while queue:
@@ -116,7 +133,7 @@ def _has_text(chunk: dict[str, Any]) -> bool:
 
 async def whole_text(url: str, model: str, prompt: Prompt, options: dict[str, Any]) -> str:
     """The text of one whole answer, its thoughts first."""
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=_TIMEOUT_S) as client:
         response = await client.post(prompt.path, json={"model": model, **prompt.body, **options})
         response.raise_for_status()
         choice = response.json()["choices"][0]

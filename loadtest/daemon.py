@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import httpx
 
@@ -61,18 +59,6 @@ def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
-
-
-def process_folder(pattern: str) -> Path:
-    """The folder below /proc of a process whose command line matches; raises RuntimeError where there is none."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if re.search(pattern, command):
-            return folder
-    raise RuntimeError(f"no process matches {pattern}")
 
 
 def _becomes_ready(process: subprocess.Popen[str], url: str) -> bool:

@@ -190,7 +190,10 @@ async def run(url: str, options: argparse.Namespace) -> Findings:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
-        findings.answers["/health " + str((await http.get("/health")).status_code)] += 1
+        try:
+            findings.answers["/health " + str((await http.get("/health")).status_code)] += 1
+        except httpx.HTTPError as error:
+            findings.faults.append({"/health": f"{type(error).__name__}: {error}"})
     return findings
 
 
@@ -203,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the findings to this JSON file")
     options, serve = parser.parse_known_args(arguments)
     with running_daemon([*serve]) as url:
+        measured_on = environment(url)  # a daemon that the fuzzing ends could not be asked any more
         findings = asyncio.run(run(url, options))
-        measured_on = environment(url)
     report = {"minutes": options.minutes, "concurrency": options.concurrency, "seed": options.seed}
     report |= {**findings.summary(), "environment": measured_on}
     print(json.dumps(report, indent=1))

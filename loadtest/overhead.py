@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import uuid
@@ -20,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
 from loadtest.bench import environment
 from loadtest.cli import counts
-from loadtest.client import closed_loop
-from loadtest.daemon import process_folder, running_daemon
+from loadtest.client import closed_loop, metric
+from loadtest.daemon import running_daemon
 from loadtest.workload import Prompt, load, random_prompts
 
 _ARMS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "adaptive": {}}
@@ -35,20 +33,16 @@ _LEAST_ANSWERS, _ANSWERS = 6, 3
 _FIRST_TOKENS, _FIRST_PROMPT = 60, 64
 """Answers of one token, and tokens of their prompts."""
 _NAME = "overhead"
-_SERVER = rf"server\.cli serve .*--served-model-name {_NAME}"
 
 
 def step_seconds(url: str) -> float:
     """What the engine's steps have taken since the daemon's start."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
-    samples = (sample for family in families for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == "polydraft_step_seconds_sum")
+    return metric(url, "polydraft_step_seconds_sum")
 
 
-def cpu_seconds(pattern: str) -> float:
-    """CPU time of the process whose command line matches."""
-    fields = (process_folder(pattern) / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(url: str) -> float:
+    """CPU time of the HTTP process."""
+    return metric(url, "process_cpu_seconds_total")
 
 
 def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: int) -> dict[str, Any]:
@@ -75,9 +69,9 @@ def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: i
 
 def _run(url: str, model: str, prompts: list[Prompt], concurrency: int, asked: dict[str, Any]) -> dict[str, float]:
     options = {"temperature": 1, "ignore_eos": True, "seed": None, "cache_salt": uuid.uuid4().hex, **asked}
-    step_s, cpu_s = step_seconds(url), cpu_seconds(_SERVER)
+    step_s, cpu_s = step_seconds(url), cpu_seconds(url)
     run = asyncio.run(closed_loop(url, model, prompts, concurrency, options))
-    step_s, cpu_s = step_seconds(url) - step_s, cpu_seconds(_SERVER) - cpu_s
+    step_s, cpu_s = step_seconds(url) - step_s, cpu_seconds(url) - cpu_s
     return {
         "time_over_steps": run.total_s / step_s,
         "cpu_us_per_event": 1e6 * cpu_s / run.num_events,

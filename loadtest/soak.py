@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.daemon import process_folder, running_daemon
+from loadtest.client import metric
+from loadtest.daemon import running_daemon
 from loadtest.workload import load
 
 _EXTRAS: list[dict[str, Any]] = [
@@ -37,17 +37,20 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 async def one_request(http: httpx.AsyncClient, body: dict[str, Any], leaves: bool) -> None:
-    """A stream that is read to its end, or left after its first frame."""
+    """A stream that is read to its end, or left after its first frame; RuntimeError where it breaks off."""
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             raise RuntimeError((await response.aread()).decode())
         async for line in response.aiter_lines():
+            if line.startswith('data: {"error"'):
+                raise RuntimeError(f"a stream broke off: {line}")
             if leaves and line:
                 return
 
 
-async def batch(url: str, model: str, count: int, concurrency: int, generator: random.Random) -> None:
-    """Some requests, `concurrency` at a time."""
+async def batch(url: str, model: str, count: int, concurrency: int, generator: random.Random) -> list[str]:
+    """Some requests, `concurrency` at a time; what went wrong with them."""
+    faults: list[str] = []
     prompts = [str(prompt.body["prompt"]) for prompt in load("gutenberg")]
     left = count
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=concurrency)) as http:
@@ -59,51 +62,51 @@ async def batch(url: str, model: str, count: int, concurrency: int, generator: r
                 prompt = generator.choice(prompts)
                 start = generator.randrange(max(1, len(prompt) - 80))
                 body = {"model": model, "prompt": prompt[start : start + 80], "max_tokens": generator.randint(1, 8)}
-                await one_request(http, {**body, **generator.choice(_EXTRAS)}, generator.random() < 0.1)
+                try:
+                    await one_request(http, {**body, **generator.choice(_EXTRAS)}, generator.random() < 0.1)
+                except (RuntimeError, httpx.HTTPError) as error:
+                    faults.append(f"{type(error).__name__}: {error}"[:400])
 
         await asyncio.gather(*(worker() for _ in range(concurrency)))
-
-
-def resident_bytes(pattern: str) -> int:
-    """Resident memory of the one process whose command line matches."""
-    return int((process_folder(pattern) / "statm").read_text().split()[1]) * 4096
+    return faults
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print and write JSON; 1 when blocks are held by nobody."""
+    """Run, print and write JSON; 1 when a request failed, or blocks are held at idle."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20,000)")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default 32)")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     generator, points = random.Random(1), []
+    faults: list[str] = []
     with running_daemon(["--served-model-name", "soak"]) as url, tqdm(total=options.requests, unit="request") as bar:
         step = max(1, options.requests // 20)
         for done in range(0, options.requests + 1, step):
             if done:
-                asyncio.run(batch(url, "soak", step, options.concurrency, generator))
+                faults += asyncio.run(batch(url, "soak", step, options.concurrency, generator))
                 bar.update(step)
             points.append(
                 {
                     "requests": done,
-                    "engine_mib": resident_bytes(r"-m engine\.process") >> 20,
-                    "server_mib": resident_bytes(r"serve --port 0 --served-model-name soak") >> 20,
+                    "engine_mib": int(metric(url, "polydraft_engine_process_resident_memory_bytes")) >> 20,
+                    "server_mib": int(metric(url, "process_resident_memory_bytes")) >> 20,
                 }
             )
-        metrics = httpx.get(f"{url}/metrics").text
-        usage = float(re.findall(r"^polydraft_kv_cache_usage_ratio\{.*\} (\S+)$", metrics, re.M)[0])
+        usage = metric(url, "polydraft_kv_cache_usage_ratio")
         result = {
             "what": "resident memory over many short requests, a tenth of them left by their client",
             "options": {name: value for name, value in vars(options).items() if name != "output"},
             "environment": environment(url),
             "points": points,
             "blocks_held_at_idle": usage,
+            "faults": faults,
         }
     text = json.dumps(result, indent=1)
     if options.output is not None:
         options.output.write_text(text + "\n")
     print(text)
-    return int(usage != 0)
+    return int(usage != 0 or bool(faults))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,20 @@ def test_more_workers_than_prompts_do_not_end_the_run_at_once(monkeypatch: pytes
     assert result.num_tokens == 3
 
 
+@pytest.mark.parametrize(("keys", "sent"), [("", None), ("first, second", "Bearer first")])
+def test_the_daemons_key_is_sent(monkeypatch: pytest.MonkeyPatch, keys: str, sent: str | None) -> None:
+    monkeypatch.setenv("POLYDRAFT_API_KEY", keys)
+    seen: list[str | None] = []
+
+    async def stream_one(http: httpx.AsyncClient, *_: Any) -> Sample:
+        seen.append(http.headers.get("Authorization"))
+        return Sample(1, 0.0, 0.0, None)
+
+    monkeypatch.setattr(client, "_stream_one", stream_one)
+    asyncio.run(closed_loop("http://nowhere", "model", [Prompt("/v1/completions", {})], 1, {}))
+    assert seen == [sent]
+
+
 def stream(*frames: dict[str, Any]) -> httpx.MockTransport:
     """A server that answers with these frames."""
     lines = [f"data: {json.dumps(frame)}\n\n" for frame in frames] + [": still there\n\n", "data: [DONE]\n\n"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from loadtest import overhead
-from loadtest.daemon import process_folder
 from tests.server.tiny_models import write_pair
 
 
@@ -33,11 +32,6 @@ def test_a_daemon_is_measured(
         assert 0.5 < cell["arms"]["off"]["tokens_per_event"]["median"] <= 1
     assert result["first_token"]["p50_ms"] > 0
     assert overhead.markdown(result) in capsys.readouterr().out
-
-
-def test_a_process_that_is_not_there() -> None:
-    with pytest.raises(RuntimeError, match="no process matches"):
-        process_folder("no such command line is anywhere" + "!")
 
 
 def test_spreads() -> None:
