@@ -84,6 +84,7 @@ class Engine:
         self._end_broken(plan, verdict)
         return outcomes
 
+    @torch.inference_mode()
     def carry_out(self, plan: Plan) -> Verdict:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement).
 

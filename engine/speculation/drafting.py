@@ -14,7 +14,7 @@ Not for: running the draft model (`engine.drafters`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,9 +66,9 @@ def children(method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
     return torch.stack(tokens, 1)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _parents(num_parents: int, num_children: int, device: torch.device) -> Tensor:
-    """[N * K] the parent of every child."""
+    """[N * K] the parent of every child. Never forgotten, because recorded steps go on to read it where it is."""
     return torch.arange(num_parents, device=device).repeat_interleave(num_children)
 
 
