@@ -28,9 +28,15 @@ def broken_rows(plan: Plan, draft: Draft | None, largest: npt.NDArray[np.float64
     starts = draft.starts.tolist()
     of_target, of_draft = is_finite[: starts[-1]], is_finite[starts[-1] :]
     rows = plan.sampling_rows
-    broken = {number for number in range(len(rows)) if not all(of_target[starts[number] : starts[number + 1]])}
+    broken = {
+        number
+        for number, (start, tree) in enumerate(zip(starts, draft.trees, strict=False))
+        if not all(of_target[start : start + 1 + tree.num_nodes])
+    }
     for chain, row_L in enumerate(draft.chains.draft.row_CX.tolist()):
-        number = int(draft.layout.request_C[chain])
-        if number < len(rows) and not all(of_draft[row] for row in row_L[: rows[number].draft_length]):
+        number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
+        # A recorded step has chains that its requests do not draft, and such of no request.
+        is_drafted = number < len(rows) and rank < rows[number].num_drafts
+        if is_drafted and not all(of_draft[row] for row in row_L[: rows[number].draft_length]):
             broken.add(number)
     return frozenset(rows[number].sequence_id for number in broken)

@@ -26,6 +26,7 @@ from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.memory import MemoryPlan, lookahead, plan_memory
+from engine.recorded.inputs import RECORDED_RULES
 from engine.recorded.steps import buffer_bytes
 from engine.sampling.grammar import Grammars
 from engine.scheduling.controller import menu
@@ -149,9 +150,11 @@ def kind_of(_draft: LoadedModel) -> DrafterKind:
 def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
     """What steps are recorded for: plain decoding, what is configured, and what the controller chooses from."""
     wanted = config.speculation
-    if draft is None or wanted.rule == "off":
+    is_recorded = wanted.rule in RECORDED_RULES and wanted.draft_method in ("", "iid") and set(wanted.tree[1:]) <= {1}
+    if draft is None or not is_recorded:
         return [PLAIN]
-    return [PLAIN, *menu(wanted.num_drafts, wanted.draft_length, wanted.max_draft_length)]
+    num_drafts = min(wanted.num_drafts, RULES[wanted.rule].max_drafts or wanted.num_drafts)
+    return [PLAIN, *menu(num_drafts, wanted.draft_length, wanted.max_draft_length)]
 
 
 def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:

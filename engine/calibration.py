@@ -43,7 +43,7 @@ _WARM_UP_BELOW_S = 0.03
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""
-_FORMAT = 13
+_FORMAT = 14
 """Of the file: higher where the engine's steps, or what is measured of them, have changed."""
 _PLAIN = Speculation()
 

@@ -189,10 +189,9 @@ class Pair:
         idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
         around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
         of_pass, of_level, of_rest = _AROUND_PASS, LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
-        is_recorded = (1 << (requests - 1).bit_length()) * nodes <= MOST_UNMERGED
-        if is_recorded:
+        if requests * nodes <= MOST_UNMERGED:  # the step is recorded
             of_pass, of_level, of_rest = 0, 0, RECORDED_LAUNCHES
-        elif num_drafts and requests * nodes > MOST_UNMERGED:
+        elif num_drafts:
             around_s += _HOST_READ_S  # equal nodes are merged
         levels_s = sum(
             self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, of_pass)

@@ -36,6 +36,7 @@ from engine.execution.lean import LeanDecoder
 from engine.execution.loading import adopt
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan
+from engine.recorded.steps import RecordedStep
 from engine.sampling import fused
 from engine.speculation.verification import fused_block
 from loadtest.statistics import median_of_ratios
@@ -94,7 +95,9 @@ def build(options: argparse.Namespace, findings: Findings) -> Engine:
         model=ModelConfig(target="target", draft="draft", device=options.device),
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
         scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
-        speculation=SpeculationConfig(max_num_drafts=8, max_draft_length=8, observed_share=0.0),
+        speculation=SpeculationConfig(
+            num_drafts=8, draft_length=5, max_num_drafts=8, max_draft_length=8, observed_share=0.0
+        ),
     )
     engine = assemble(config, adopt(target, "target"), adopt(draft, "draft"), lambda text: print(text, flush=True))
     findings.add("pair", about)
@@ -311,25 +314,41 @@ def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
 def law(options: argparse.Namespace, findings: Findings) -> None:
     """First tokens of many answers against the target's own law, by a G-test."""
     engine = build(options, findings)
-    prompt = [random.Random(7).randrange(3, options.vocabulary) for _ in range(30)]
+    chance = random.Random(7)
+    # All but one token of the prompt fill blocks, which the answers share: so their first steps compute one token, as
+    # all steps do that are recorded.
+    prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
     num_answers = max(200, round(4000 * options.scale))
-    for name in ("off", "block:1x5", "bv_race:4x5"):
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("off", "block:1x5", "bv_race:4x5")]
+    cases += [("bv_race:2x3", {"top_p": 0.8}), ("bv_race:2x3", {"top_k": 20, "min_p": 0.01, "top_p": 0.9})]
+    for name, filters in cases:
         # Steps of few rows are recorded, or leave equal nodes apart; those of many do not: here all are of one kind.
-        for kind in ("equal nodes merged", "equal nodes apart", "recorded"):
+        for kind in ("recorded",) if filters else ("equal nodes merged", "equal nodes apart", "recorded"):
             few = max(200, num_answers // 8) if kind == "recorded" else num_answers
-            with steps_of(engine, kind):
-                check = check_law(engine, name, arms.speculation_of(name), prompt, few, 1.0)
-            findings.add(f"{name}, {kind}", asdict(check))
-            findings.require(not check.rejected, f"{name}, {kind}: not the target's law (p = {check.p_value:.2g})")
+            with steps_of(engine, kind) as served:
+                check = check_law(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
+            key = ", ".join([name, kind, *filters])
+            findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
+            findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
+            if kind == "recorded" and engine.recorded.num_recorded:
+                findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
 
 
 @contextmanager
-def steps_of(engine: Engine, kind: str) -> Iterator[None]:
-    """All steps of a kind; recorded ones have two requests, so that they have room for 4x5."""
+def steps_of(engine: Engine, kind: str) -> Iterator[list[bool]]:
+    """All steps of a kind; gives whether each was recorded. Recorded ones have two requests, to have room for 4x5."""
     is_recorded = kind == "recorded"
-    limits = engine.scheduler.config
+    limits, find = engine.scheduler.config, engine.recorded.find
+    served: list[bool] = []
+
+    def noting(plan: Plan) -> RecordedStep | None:
+        found = find(plan)
+        served.append(found is not None)
+        return found
+
     with (
         patch.object(engine.recorded, "serves", is_recorded),
+        patch.object(engine.recorded, "find", noting),
         patch.object(engine, "most_unmerged", 0 if kind == "equal nodes merged" else 10**6),
         patch.object(
             engine.scheduler,
@@ -337,7 +356,7 @@ def steps_of(engine: Engine, kind: str) -> Iterator[None]:
             msgspec.structs.replace(limits, max_num_seqs=2 if is_recorded else limits.max_num_seqs),
         ),
     ):
-        yield
+        yield served
 
 
 def record(options: argparse.Namespace, findings: Findings) -> None:

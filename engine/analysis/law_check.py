@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -213,17 +214,23 @@ def g_test(counts: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, i
 
 
 def check_law(
-    engine: Engine, name: str, speculation: Speculation, prompt: Sequence[int], num_answers: int, temperature: float
+    engine: Engine,
+    name: str,
+    speculation: Speculation,
+    prompt: Sequence[int],
+    num_answers: int,
+    temperature: float,
+    **filters: Any,
 ) -> Check:
-    """Answer a prompt many times and compare with the exact law."""
-    sampling = Sampling(temperature=temperature)
+    """Answer a prompt many times and compare with the exact law; filters: fields of `Sampling`."""
+    sampling = Sampling(temperature=temperature, **filters)
     cells = make_cells(engine, prompt, sampling)
     counts: Counter[Cell] = Counter()
     requests = [
         Request(
             request_id=str(seed),
             prompt_token_ids=tuple(prompt),
-            sampling=Sampling(temperature=temperature, seed=seed),
+            sampling=Sampling(temperature=temperature, seed=seed, **filters),
             limits=Limits(max_tokens=4, ignore_eos=True),
             speculation=speculation,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import torch
 from engine.drafters.draft import SCORE_PART, Layout, draw_numbers, method_of
 from engine.drafters.model import first_key, level_nodes
 from engine.plan import Plan, Row
+from engine.request import Sampling
 from engine.sampling.law import FILTERS
 from engine.speculation.topology import drawn_tree
 
@@ -34,11 +35,28 @@ NUM_TEXT = 2
 one that the rule has added."""
 MOST_TOP_K = 64
 """Requests with a larger top_k are not served by recorded steps: the number of tokens that are sorted is recorded."""
-FILTER_SETS: tuple[tuple[str, ...], ...] = ((), ("top_p",), ("min_p", "top_k", "top_p"))
-"""Steps are recorded with these filters of the law; each changes nothing of a request that does not ask for it."""
+
+
+class Laws(NamedTuple):
+    """How the laws of a step are made."""
+
+    greedy: Literal["none", "all", "some"]
+    """Which requests take the most likely token."""
+    filters: tuple[str, ...]
+    """Filters that change the law of any request."""
+
+    def can_make(self, other: Laws) -> bool:
+        """Whether the other laws can be made so: a filter changes nothing of a request that does not ask for it."""
+        return self.greedy in (other.greedy, "some") and set(self.filters) >= set(other.filters)
+
+
+LAWS = (Laws("none", ()), Laws("none", ("top_p",)), Laws("all", ()), Laws("some", ("min_p", "top_k", "top_p")))
+"""Steps are recorded for each of these; the last makes any law, with the most work."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
-_RULES = frozenset({"block", "bv_race"})
-_WORD = 64
+RECORDED_RULES = frozenset({"block", "bv_race"})
+"""Rules whose steps are recorded."""
+_MOST_NODES = 64
+"""Of a request: a row's word has a bit for each."""
 
 
 class StepShape(NamedTuple):
@@ -48,9 +66,7 @@ class StepShape(NamedTuple):
     num_drafts: int
     """Independent chains of each request; 0 in plain decoding."""
     draft_length: int
-    is_greedy: bool
-    """Whether all requests take the most likely token; else none does."""
-    filters: tuple[str, ...]
+    laws: Laws
 
     @property
     def fanout(self) -> tuple[int, ...]:
@@ -73,10 +89,9 @@ class StepShape(NamedTuple):
         return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
 
     def has_room(self, other: StepShape) -> bool:
-        """Whether a step of the other shape can run as one of this; without drafts there is no draft model's pass."""
+        """Whether a step of the other shape can run as one of this."""
         is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
-        has_laws = self.is_greedy == other.is_greedy and set(self.filters) >= set(other.filters)
-        return is_enough and self.num_drafts >= other.num_drafts and has_laws
+        return is_enough and self.num_drafts >= other.num_drafts and self.laws.can_make(other.laws)
 
 
 def shape_of(plan: Plan) -> StepShape | None:
@@ -84,17 +99,18 @@ def shape_of(plan: Plan) -> StepShape | None:
     rows = plan.rows
     if not rows or not all(map(_is_usual, rows)):
         return None
-    is_greedy = rows[0].sampling.is_greedy
-    if any(row.sampling.is_greedy != is_greedy for row in rows):
-        return None
-    wanted = {one.name for one in FILTERS if any(one.changes(getattr(row.sampling, one.name)) for row in rows)}
-    filters = next(names for names in FILTER_SETS if wanted <= set(names))
     # Where the draft model only reads, its first pass is needed all the same.
     least = int(any(row.draft_input_ids for row in rows))
     num_drafts, draft_length = (
         max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
     )
-    return StepShape(len(rows), num_drafts, draft_length, is_greedy, () if is_greedy else filters)
+    return StepShape(len(rows), num_drafts, draft_length, _laws_of([row.sampling for row in rows]))
+
+
+def _laws_of(samplings: Sequence[Sampling]) -> Laws:
+    drawn = [one for one in samplings if not one.is_greedy]
+    filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
+    return Laws("all" if not drawn else "none" if len(drawn) == len(samplings) else "some", filters)
 
 
 def _is_usual(row: Row) -> bool:
@@ -104,9 +120,11 @@ def _is_usual(row: Row) -> bool:
         return False
     if sampling.seed_stable or sampling.top_k > MOST_TOP_K or len(row.draft_input_ids) > NUM_TEXT:
         return False
+    if row.draft_input_ids and row.draft_first_index + len(row.draft_input_ids) != row.end:
+        return False  # the draft model reads on, and stays behind the text
     if not row.fanout:
         return True
-    is_exact = speculation.rule in _RULES and not speculation.over_acceptance
+    is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
     return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
 
 
@@ -141,8 +159,8 @@ class _Rows(NamedTuple):
 
 
 def _rows(queries: int, offsets: Ints, depths: Ints, seen_QN: Bools) -> _Rows:
-    """The given rows, and such that are not used."""
-    bits = np.zeros((queries, _WORD), dtype=np.bool_)
+    """Rows of a pass: the given ones, and behind them those without use, up to `queries`."""
+    bits = np.zeros((queries, _MOST_NODES), dtype=np.bool_)
     bits[: len(offsets), : seen_QN.shape[1]] = seen_QN
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)[:, 0]
     rest = (0, queries - len(offsets))
@@ -188,7 +206,7 @@ class _Tables(NamedTuple):
     lengths: Ints
     """[S, K] tokens of each chain."""
     is_dead: Bools
-    """[S, K] chains that a request does not draft; one of length 0 is left where it drafts none."""
+    """[S, K] chains that must not win. A request without drafts keeps chain 0, with length 0."""
 
 
 @lru_cache(maxsize=1024)
@@ -196,7 +214,7 @@ def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
     """Of one request, without the axis of requests."""
     used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, fanout), strict=True)
     tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
-    node_depths = np.zeros((2, _WORD), dtype=np.int64)
+    node_depths = np.zeros((2, _MOST_NODES), dtype=np.int64)
     node_depths[0, : tree.num_nodes] = np.repeat(np.arange(1, length + 1), num_drafts)
     node_depths[1, : tree.num_nodes] = tree.depths
     tokens = np.zeros(shape.num_nodes, dtype=np.int64)
@@ -235,7 +253,7 @@ class Field(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Its place in 64-bit words: each array begins at 16 bytes, as kernels are compiled for pointers that do."""
+        """Its size in 64-bit words, to a multiple of 16 bytes: kernels are compiled for arrays that begin at one."""
         return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
 
 
@@ -253,13 +271,15 @@ class StepInputs:
         self.fields = _fields(shape, self.passes, layout, most_pages)
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
+        self._filled = shape.sequences, most_pages
+        """(requests, blocks of the longest) in the table of pages."""
 
     def of(self, rows: Sequence[Row]) -> Array:
         """[words] the numbers of a step; until the next call."""
         v, count = self._views, self._shape.sequences
         count_S, first_S = (np.zeros(count, dtype=np.int64) for _ in range(2))
         end_S = np.ones(count, dtype=np.int64)
-        v["pages"][:] = self._spare_block
+        self._clear_pages(rows)
         for number, row in enumerate(rows):
             end_S[number] = row.end
             v["pages"][number, : len(row.block_ids)] = row.block_ids
@@ -272,11 +292,16 @@ class StepInputs:
         v["ends"][:], v["first keys"][:] = end_S, first_S
         v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
         if self._shape.num_drafts:
-            v["counts"][:] = count_S
             v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
         self._fill_chains(tables)
         self._fill_laws(rows, end_S, tables.is_dead.ravel())
         return self._flat
+
+    def _clear_pages(self, rows: Sequence[Row]) -> None:
+        """Take the last step's blocks out of the table, and make room for those of `rows`."""
+        count, width = self._filled
+        self._views["pages"][:count, :width] = self._spare_block
+        self._filled = len(rows), max((len(row.block_ids) for row in rows), default=0)
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Positions, slots and what is seen, of all rows of all passes."""
@@ -299,6 +324,7 @@ class StepInputs:
             start = part.stop
             for name, values in (("slots", slots), ("limits", limits), ("words", tables.words)):
                 v[f"{name} {number}"][:] = values[:, part]
+            v[f"counts {number}"][:] = is_used[:, part].sum(1)
             v[f"positions {number}"][:] = v[f"short positions {number}"][:] = positions[:, part]
             v[f"num keys {number}"][:] = end_S + tables.num_seen[:, number]
 
@@ -315,8 +341,8 @@ class StepInputs:
         """What laws and draws need of each request; padding gets what makes no trouble."""
         v, layout = self._views, self._layout
         v["temperature"][:] = 1.0
-        v["temperature"][: len(rows)] = [row.sampling.temperature for row in rows]
-        for name in self._shape.filters:
+        v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+        for name in self._shape.laws.filters:
             v[name][:] = _NEUTRAL[name]
             v[name][: len(rows)] = [getattr(row.sampling, name) for row in rows]
         seed_S = np.zeros(self._shape.sequences, dtype=np.int64)
@@ -332,18 +358,17 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
         Field("pages", np.int32, (count, most_pages)),
         Field("ends", np.int32, (count,)),
         Field("first keys", np.int32, (count,)),
-        Field("node positions", np.int32, (2, count, _WORD)),
+        Field("node positions", np.int32, (2, count, _MOST_NODES)),
         Field("root", np.int64, (count,)),
         Field("lengths", np.int64, (count, num_chains // count)),
         Field("nodes", np.int64, (count, num_chains // count, 1 + shape.draft_length)),
         Field("noise", np.float64, (6, num_chains, max(1, layout.max_length))),
         Field("temperature", np.float32, (count,)),
-        *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.filters),
+        *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.laws.filters),
     ]
     if shape.num_drafts:
         fields += [
             Field("text", np.int64, (count, NUM_TEXT)),
-            Field("counts", np.int32, (count,)),
             Field("wanted", np.int64, (count,)),
             Field("tokens", np.int64, (count, shape.num_nodes)),
         ]
@@ -356,6 +381,7 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
             Field(f"limits {number}", np.int32, of_rows),
             Field(f"words {number}", np.int64, of_rows),
             Field(f"num keys {number}", np.int32, (count,)),
+            Field(f"counts {number}", np.int32, (count,)),
         ]
     return fields
 

@@ -28,7 +28,7 @@ from engine.execution.graphs import recorder
 from engine.execution.paged import Paged
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan
-from engine.recorded.inputs import FILTER_SETS, MOST_TOP_K, StepInputs, StepShape, shape_of, views
+from engine.recorded.inputs import LAWS, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
 from engine.sampling import fused
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import Chains, LawTable
@@ -93,7 +93,7 @@ class RecordedStep:
             shape=self._layout.shape,
         )
         num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_laws
-        self._found = torch.zeros(num_found, dtype=torch.int64, device=target.device)
+        self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
@@ -119,7 +119,7 @@ class RecordedStep:
     def read(self, draft: Draft) -> Found:
         """What the step has found: here it waits for the device."""
         shape, num_rows = self._shape, len(draft.trees)
-        found = self._found.cpu().numpy()
+        found = self._result.cpu().numpy()
         verdict_3S, tokens_C, largest = np.split(
             found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
         )
@@ -179,14 +179,15 @@ class RecordedStep:
         )
         largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._law_NV) if len(one_NV))
         found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
-        self._found.copy_(torch.cat(found))
+        self._result.copy_(torch.cat(found))
 
     def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
         """[S] chain, accepted tokens, and the token behind them."""
         if not self._shape.num_drafts:
             token_S = fused.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
-        verify = verify_certain if self._shape.is_greedy else RULES["bv_race"].verify
+        # Where only some are certain the race serves them too: their chains are alike, and right or wrong as a whole.
+        verify = verify_certain if self._shape.laws.greedy == "all" else RULES["bv_race"].verify
         found = verify(self._chains, target, self._noise)
         return found.chain_B, found.accepted_B, found.next_token_B
 
@@ -198,7 +199,7 @@ class RecordedStep:
         paged = Paged(
             pages=v["pages"],
             starts=fixed.starts,
-            counts=v["counts"] if one.is_text else fixed.counts,
+            counts=v[f"counts {number}"],
             first_keys=fixed.zeros if is_target else v["first keys"],
             ends=v["ends"],
             num_keys=v[f"num keys {number}"],
@@ -220,7 +221,6 @@ class RecordedStep:
         device = self._shared.target.device
         return _Fixed(
             starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
-            counts=to_device(np.full(count, queries, dtype=np.int32), device),
             zeros=to_device(np.zeros(count, dtype=np.int32), device),
             rows=to_device(np.arange(count * queries), device),
             sequence_T=to_device(np.arange(count).repeat(queries), device),
@@ -228,17 +228,16 @@ class RecordedStep:
 
     def _parameters_of_rows(self) -> LawParameters:
         """Of the S requests, in the buffer."""
-        values = {name: self._views[name] for name in self._shape.filters}
-        is_greedy = self._shape.is_greedy
-        largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in values}
-        return LawParameters(self._views["temperature"], is_greedy, is_greedy, values, largest)
+        greedy, filters = self._shape.laws
+        values = {name: self._views[name] for name in filters}
+        largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in filters}
+        return LawParameters(self._views["temperature"], greedy != "none", greedy == "all", values, largest)
 
 
 class _Fixed(NamedTuple):
     """Arrays of a pass that no step changes."""
 
     starts: Tensor
-    counts: Tensor
     zeros: Tensor
     rows: Tensor
     sequence_T: Tensor
@@ -250,7 +249,9 @@ class RecordedSteps:
 
     def __init__(self) -> None:
         self._steps: dict[StepShape, RecordedStep] = {}
-        self._found: dict[StepShape, RecordedStep | None] = {}
+        self._chosen: dict[StepShape, RecordedStep | None] = {}
+        """By the smallest shape of a step, what carries it out."""
+        self._most_pages = 0
         self.serves = True
         """Whether steps run as recorded, where they have been."""
 
@@ -264,13 +265,12 @@ class RecordedSteps:
         if not self._steps or not self.serves:
             return None
         wanted = shape_of(plan)
-        if wanted is None:
+        if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
-        if wanted not in self._found:
-            have_room = [shape for shape in self._steps if shape.has_room(wanted)]
-            smallest = min(have_room, key=lambda shape: shape.num_rows, default=None)
-            self._found[wanted] = None if smallest is None else self._steps[smallest]
-        return self._found[wanted]
+        if wanted not in self._chosen:
+            best = min((shape for shape in self._steps if shape.has_room(wanted)), key=_work, default=None)
+            self._chosen[wanted] = None if best is None else self._steps[best]
+        return self._chosen[wanted]
 
     @torch.inference_mode()
     def record(
@@ -283,8 +283,9 @@ class RecordedSteps:
         progress: Callable[[str], None],
     ) -> None:
         """Record steps of these shapes (`menu`), as far as memory reaches; where one cannot be recorded, none is."""
-        shapes = menu(drafts, most_sequences)
+        shapes = menu(drafts, most_sequences, _laws_on(target.device))
         shared = _shared(target, draft, shapes, most_pages)
+        self._most_pages = most_pages
         if not _on_cuda(target):
             self._steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
@@ -300,6 +301,8 @@ class RecordedSteps:
                     step = RecordedStep(shape, shared)
                     step.record(record)
                     self._steps[shape] = step
+        except torch.cuda.OutOfMemoryError:
+            log.warning("recorded %d of %d shapes of steps: memory is short", len(self._steps), len(shapes))
         except Exception as error:  # an operation that cannot be recorded
             self._steps.clear()
             log.warning("steps run without CUDA graphs of their own: %s", error)
@@ -309,15 +312,30 @@ def _on_cuda(runner: ModelRunner) -> bool:
     return runner.device.type == "cuda"
 
 
-def menu(drafts: Sequence[tuple[int, int]], most_sequences: int) -> list[StepShape]:
+def _work(shape: StepShape) -> tuple[int, int, int]:
+    """What orders the shapes that have room for a step."""
+    return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
+
+
+def _laws_on(device: torch.device) -> Sequence[Laws]:
+    """The laws that steps are recorded for: on a device without the kernel, top_p needs the host."""
+    if device.type != "cuda" or fused.compiler_for(torch.empty((1, 1), device=device)) == "Triton":
+        return LAWS
+    return [laws for laws in LAWS if "top_p" not in laws.filters]
+
+
+def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[Laws] = LAWS) -> list[StepShape]:
     """The shapes that are recorded, steps of few requests first: where launches weigh most.
 
-    drafts: (chains, their length); (0, 0) is plain decoding.
+    drafts: (chains, their length); (0, 0) is plain decoding. Of each, powers of two of requests, and as many as there
+    are rows for.
     """
-    counts = [1 << power for power in range((most_sequences - 1).bit_length() + 1)]
-    laws = [(True, FILTER_SETS[0]), *((False, names) for names in FILTER_SETS)]
-    shapes = [StepShape(count, *draft, *of_law) for count in counts for draft in drafts for of_law in laws]
-    return [shape for shape in shapes if shape.num_rows <= MOST_UNMERGED]
+    shapes = []
+    for chains, length in drafts:
+        most = min(most_sequences, MOST_UNMERGED // (1 + chains * length))
+        counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
+        shapes += [StepShape(count, chains, length, of_laws) for count in counts for of_laws in laws]
+    return sorted(shapes, key=lambda shape: (shape.sequences, *_work(shape)))
 
 
 def buffer_bytes(drafts: Sequence[tuple[int, int]], most_sequences: int, vocab_size: int) -> int:

@@ -90,6 +90,7 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
         assert found["profile off"]["operations"][0]["us"] > 0
     if name == "law":
         assert found["bv_race:4x5, equal nodes apart"]["num_answers"] == 200
+        assert found["bv_race:2x3, recorded, top_p"]["recorded_steps"] == 0, "nothing is recorded on a CPU"
 
 
 def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

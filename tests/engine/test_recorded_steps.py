@@ -18,13 +18,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine import transfer
+from engine import building, transfer
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.errors import NON_FINITE
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan
 from engine.recorded import inputs, steps
-from engine.recorded.inputs import StepInputs, StepShape
+from engine.recorded.inputs import LAWS, Laws, StepInputs, StepShape
 from engine.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
 from engine.request import Request, Speculation
 from engine.sampling import fused
@@ -130,7 +131,7 @@ def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine
     shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
     assert (4, 4, 3) in {one[:3] for one in shapes if one}
     shapes = compared(both, asked(3, lambda i: wishes[i + 2], temperature=1.0, top_p=0.8))
-    assert {one.filters for one in shapes if one} == {("top_p",)}
+    assert {one.laws for one in shapes if one} == {Laws("none", ("top_p",))}
     assert sum(one is None for one in shapes) == 1
 
 
@@ -147,7 +148,7 @@ def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, 
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.7 + i / 4, seed=i, **wish)
         for i, wish in enumerate(wishes)
     ]
-    assert {one.filters for one in compared(both, requests) if one} == {("min_p", "top_k", "top_p")}
+    assert LAWS[-1] in {one.laws for one in compared(both, requests) if one}
 
 
 def test_logprobs_and_drafts_are_reported(both: tuple[Engine, Engine]) -> None:
@@ -184,13 +185,16 @@ def test_what_is_not_recorded_runs_as_it_is(both: tuple[Engine, Engine], name: s
     assert {one for one in shapes if one is None or one.num_drafts} == {None}
 
 
-def test_certain_and_uncertain_requests_of_one_step_run_as_they_are(both: tuple[Engine, Engine]) -> None:
+@pytest.mark.parametrize("shape", [(0, 0), (1, 2), (4, 3)], ids=str)
+def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine], shape: tuple[int, int]) -> None:
+    """A temperature so low that float32 could not scale by it is 0."""
     requests = [
-        tiny.request(str(i), range(5, 15), chains(1, 2), 6 + 8 * i, temperature=float(i), seed=i) for i in range(2)
+        tiny.request(str(i), range(5 + i, 15), chains(*shape), 9 + 2 * i, temperature=temperature, seed=i, top_p=0.8)
+        for i, temperature in enumerate((0.0, 1.0, 1e-7))
     ]
     shapes = compared(both, requests)
-    assert shapes[1] is None
-    assert shapes[-1] is not None, "the longer one alone"
+    assert None not in shapes[1:]
+    assert {one.laws for one in shapes if one} == {LAWS[-1], LAWS[2]}, "the longest answer ends alone"
 
 
 def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
@@ -198,13 +202,14 @@ def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, E
     with patch.object(RecordedSteps, "find", lambda _, plan: plans.append(plan)):
         tiny.run(both[1], asked(1, lambda _: chains(1, 2), temperature=1.0))
     (row,) = plans[2].rows
-    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, False, ())
+    assert inputs.shape_of(Plan((row,))) == StepShape(1, 1, 2, LAWS[0])
     for change in (
         {"copies": (TextDraft("prompt_lookup", (5, 6)),)},
         {"emits": False},
         {"prompt_next": (5,)},
         {"input_ids": (5, 6)},
         {"draft_input_ids": (5, 6, 7)},
+        {"draft_first_index": row.draft_first_index - 1, "fanout": ()},
         {"shifts": (MagicMock(),)},
         {"fanout": (2, 2)},
         {"speculation": msgspec.structs.replace(row.speculation, over_acceptance=0.1)},
@@ -230,7 +235,7 @@ def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Eng
         with noted() as shapes:  # as a measurement carries out a plan
             machine.carry_out(Plan((reading,)))
         found.append(runner.storage.keys[:, slot].clone())
-    assert shapes == [StepShape(1, 1, 2, False, ())]
+    assert shapes == [StepShape(1, 1, 2, LAWS[0])]
     assert found[0].abs().sum() > 0
     torch.testing.assert_close(*found)
 
@@ -328,7 +333,7 @@ WRONG_LAWS: dict[str, Callable[[dict[str, np.ndarray]], None]] = {
     "noise of the neighbour": lambda v: v["noise"].__setitem__(slice(None), np.roll(v["noise"], 1, axis=1)),
     "temperature of the neighbour": lambda v: v["temperature"].__setitem__(slice(None), np.roll(v["temperature"], 1)),
     "top_p is forgotten": lambda v: v["top_p"].fill(1),
-    "one token of the text too few": lambda v: v["counts"].fill(1),
+    "one token of the text too few": lambda v: v["counts 0"].fill(1),
     "logits of another token": lambda v: v["wanted"].fill(0),
 }
 
@@ -378,7 +383,7 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
     right = RecordedStep._logits
 
     def noting(self: RecordedStep, *operands: Any) -> torch.Tensor:
-        tensors = [*self._views.values(), self._found, self._logits_NV, self._law_NV, self._chains.tokens_CL]
+        tensors = [*self._views.values(), self._result, self._logits_NV, self._law_NV, self._chains.tokens_CL]
         seen.setdefault(self._shape, set()).add(tuple(one.data_ptr() for one in tensors))
         return right(self, *operands)
 
@@ -463,10 +468,78 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
 
+def test_a_text_of_more_blocks_than_the_table_has_runs_as_it_is(both: tuple[Engine, Engine]) -> None:
+    with patch.object(both[1].recorded, "_most_pages", 2):
+        shapes = compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
+    assert None in shapes[1:]
+    assert any(shapes)
+
+
+def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
+    """A request that drafts nothing has no rows in the draft model's passes, and one in the target's."""
+    machine = both[1]
+    wishes = [chains(2, 3), tiny.OFF, chains(1, 2)]
+    seen: list[dict[str, Any]] = []
+    right = StepInputs.of
+
+    def noting(self: StepInputs, rows: Any) -> Any:
+        result = right(self, rows)
+        seen.append({name: self._views[f"counts {name}"].tolist() for name in range(len(self.passes))})
+        return result
+
+    with patch.object(StepInputs, "of", noting):
+        tiny.run(machine, asked(3, lambda i: wishes[i], temperature=1.0))
+    assert {0: [1, 0, 1], 1: [2, 0, 1], 2: [2, 0, 0], 3: [7, 1, 3]} in [
+        {name: counts[:3] for name, counts in one.items()} for one in seen
+    ]
+
+
+def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
+    done = []
+
+    def record(work: Callable[[], None]) -> Recording:
+        done.append(work)
+        if len(done) > 6:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return Recording(work)
+
+    some = recorded_again(both[1], record=record, free=lambda: 1 << 30)
+    assert 0 < some.num_recorded < 6
+    assert "memory is short" in caplog.text
+
+
+def test_a_device_without_the_kernel_for_top_p_records_no_top_p() -> None:
+    assert steps._laws_on(torch.device("cpu")) == LAWS
+    with patch.object(fused, "compiler_for", lambda _: None), patch.object(steps.torch, "empty", MagicMock()):
+        assert [laws.filters for laws in steps._laws_on(torch.device("cuda"))] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("wish", "recorded"),
+    [
+        ({}, 4 * 5),
+        ({"rule": "block"}, 5),
+        ({"rule": "traversal"}, 0),
+        ({"draft_method": "without_replacement"}, 0),
+        ({"tree": (2, 2), "rule": "bv_race"}, 0),
+        ({"rule": "off"}, 0),
+    ],
+)
+def test_what_default_requests_draft_is_recorded(wish: dict[str, Any], recorded: int) -> None:
+    config = EngineConfig(model=ModelConfig(target="t"), speculation=SpeculationConfig(**wish))
+    drafts = building._drafts(config, MagicMock())
+    assert drafts[0] == (0, 0)
+    assert max(count * length for count, length in drafts) == recorded
+    assert building._drafts(config, None) == [(0, 0)]
+
+
 def test_the_menu_is_of_steps_with_few_rows() -> None:
-    shapes = menu([(0, 0), (1, 5), (4, 5), (8, 4)], 64)
+    shapes = menu([(0, 0), (1, 5), (4, 5), (8, 4), (8, 8)], 64)
     assert max(shape.num_rows for shape in shapes) <= 64
     assert {shape.sequences for shape in shapes if not shape.num_drafts} == {1, 2, 4, 8, 16, 32, 64}
-    assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2}
-    assert len(set(shapes)) == len(shapes) == 4 * (7 + 4 + 2 + 1)
-    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 42 + 2 * 17)
+    assert {shape.sequences for shape in shapes if shape.num_drafts == 1} == {1, 2, 4, 8, 10}
+    assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2, 3}
+    assert len(set(shapes)) == len(shapes) == 4 * (7 + 5 + 3 + 1)
+    assert shapes == sorted(shapes, key=lambda shape: shape.sequences), "those of few requests come first"
+    assert {shape.sequences for shape in menu([(0, 0)], 5)} == {1, 2, 4, 5}
+    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 63 + 3 * 17)
