@@ -5,7 +5,7 @@ of it. What follows from the shapes of the drafts alone is made once (`_Tables`)
 for all requests together.
 
 A request may draft less than the step has room for. Its own rows come first, in the places they have in every other
-step; rows that it has no use for compute something that nobody reads, and write their K/V where nobody reads either.
+step. The rows behind them see nothing, give numbers that nobody reads, and write K/V to a block that nobody reads.
 """
 
 from __future__ import annotations
