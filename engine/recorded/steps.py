@@ -123,7 +123,10 @@ class RecordedStep:
         verdict_3S, tokens_C, largest = np.split(
             found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
         )
-        chains, accepted, tokens = verdict_3S.reshape(3, -1)[:, :num_rows].tolist()
+        chain_R, accepted_R, token_R = verdict_3S.reshape(3, -1)[:, :num_rows]
+        # Of numbers that are not finite any chain may win, also one that the request has not: its verdict is not used.
+        rank_R = chain_R % self._layout.shape[1]
+        chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
         tokens_SKL = tokens_C.reshape(shape.sequences, -1, shape.draft_length) if shape.num_drafts else None
         if tokens_SKL is not None:
             of_trees = [
@@ -132,7 +135,9 @@ class RecordedStep:
                 for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
             ]
             draft = with_tokens(draft, of_trees)
-        verdict = HostVerdict(chains, accepted, tokens, [0.0] * num_rows, [()] * num_rows)
+        verdict = HostVerdict(
+            chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), [0.0] * num_rows, [()] * num_rows
+        )
         of_nodes, of_laws = np.split(largest.view(np.float64), [shape.num_rows])
         return Found(draft, verdict, np.concatenate([of_nodes[: draft.starts[-1]], of_laws]))
 

@@ -300,6 +300,25 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
     assert answers == expected
 
 
+def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> None:
+    """As it might among numbers that are not finite."""
+    machine = both[1]
+    for one in asked(2, lambda i: chains(2, 3) if i else tiny.OFF, temperature=1.0):
+        machine.submit(one)
+    for _ in range(2):
+        machine.run_step()
+    plan = machine.scheduler.last_plan
+    step = machine.recorded.find(plan)
+    assert step is not None
+    with torch.inference_mode():
+        draft = step.draw(plan)
+        step.forward()
+        step._result[:2] = torch.tensor([1, 3])
+        assert step.read(draft).verdict.chains == [0, 3]
+    for name in "01":
+        machine.abort(name)
+
+
 WRONG: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "chains that are not drafted race too": ("is_dead", np.zeros_like),
     "shorter chains are taken for longer ones": ("lengths", lambda lengths: np.full_like(lengths, 3)),
