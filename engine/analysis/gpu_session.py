@@ -48,8 +48,8 @@ class Section:
 
 PARTS: dict[int, Sequence[Section]] = {
     1: (
-        Section("tests", 240, "the tests of kernels and graphs"),
-        Section("trace", 290, "ceilings, the ways that are used, times of passes, and what a step consists of"),
+        Section("tests", 270, "the tests of kernels and graphs"),
+        Section("trace", 260, "ceilings, the ways that are used, times of passes, and what a step consists of"),
     ),
     2: (
         Section("variants", 420, "kernels, graphs and shapes against the same without them, in turns"),
