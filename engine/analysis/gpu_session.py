@@ -52,8 +52,8 @@ PARTS: dict[int, Sequence[Section]] = {
         Section("trace", 260, "ceilings, the ways that are used, times of passes, and what a step consists of"),
     ),
     2: (
-        Section("variants", 420, "kernels, graphs and shapes against the same without them, in turns"),
-        Section("law", 110, "the law of the output, drawn by the build that is measured"),
+        Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),
+        Section("law", 160, "the law of the output, drawn by the build that is measured"),
     ),
     3: (Section("record", 530, "tokens a second of every shape beside plain decoding, at 1, 4, 16 and 64 requests"),),
 }
