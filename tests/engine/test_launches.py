@@ -32,6 +32,7 @@ from engine.analysis.device_model import (
     RECORDED_LAUNCHES,
     VERDICT_LAUNCHES,
 )
+from engine.engine import Engine
 from engine.execution import lean
 from engine.execution.lean import LeanDecoder
 from engine.execution.probe import find_kv_shape
@@ -131,42 +132,52 @@ def counted_step() -> Iterator[Counter[str]]:
         yield launches
 
 
-def recorded_step(
-    speculation: Speculation, num_requests: int, num_logprobs: int | None, **sampling: Any
-) -> Counter[str]:
-    """What such a step launches in the middle of answers, where steps are recorded and kernels move accepted K/V."""
+@pytest.fixture(scope="module")
+def machine() -> Engine:
+    """With recorded steps, and kernels that move accepted K/V."""
     target = tiny.llama(1, layers=1)
     drafts = [(0, 0), (1, 5), (4, 5)]
     with tiny.with_paged_models(), patch("engine.building._drafts", lambda *_: drafts):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
-    for i in range(num_requests):
-        wish = {"temperature": 1.0, "seed": i, **sampling}
-        one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish)
-        engine.submit(msgspec.structs.replace(one, num_logprobs=num_logprobs))
-    for _ in range(2):
-        engine.run_step()
     assert engine.draft_runner is not None
     for runner in (engine.target, engine.draft_runner):
         runner.storage.has_kernel = True
+    return engine
+
+
+def recorded_step(
+    machine: Engine, speculation: Speculation, num_requests: int, num_logprobs: int | None, **sampling: Any
+) -> Counter[str]:
+    """What such a step launches in the middle of answers."""
+    for i in range(num_requests):
+        wish = {"temperature": 1.0, "seed": i, **sampling}
+        one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish)
+        machine.submit(msgspec.structs.replace(one, num_logprobs=num_logprobs))
+    for _ in range(2):
+        machine.run_step()
     with counted_step() as launches:
-        engine.run_step()
+        machine.run_step()
+    for i in range(num_requests):
+        machine.abort(str(i))
     return launches
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
 @pytest.mark.parametrize("wish", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("speculation", [tiny.OFF, CHAIN, CHAINS], ids=["plain", "chain", "chains"])
-def test_a_recorded_step_costs_ten_launches(speculation: Speculation, wish: dict[str, Any], num_requests: int) -> None:
+def test_a_recorded_step_costs_ten_launches(
+    machine: Engine, speculation: Speculation, wish: dict[str, Any], num_requests: int
+) -> None:
     """One copy to the device, two replays, one copy back; and for the K/V of each model a copy and two kernels."""
-    launches = recorded_step(speculation, num_requests, None, **wish)
+    launches = recorded_step(machine, speculation, num_requests, None, **wish)
     assert launches["fill"] == launches["cpu"] == 1
     assert launches["replay"] == (2 if speculation.num_drafts else 1)
     assert launches.total() <= RECORDED_LAUNCHES == 10, launches
 
 
-def test_logprobs_cost_a_few_more() -> None:
-    launches = recorded_step(CHAINS, 1, 3)
+def test_logprobs_cost_a_few_more(machine: Engine) -> None:
+    launches = recorded_step(machine, CHAINS, 1, 3)
     assert launches["replay"] == 2
     assert launches.total() <= 22, launches
 
