@@ -21,6 +21,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
+from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load
@@ -33,7 +34,7 @@ class Caller:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=600)
+        self.http = httpx.Client(base_url=url, headers=key_headers(), timeout=600)
         self.model = self.http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 
     def call(self, prompt: Prompt, **more: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
+from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
 
 _STALL_S = 0.1
@@ -172,7 +173,7 @@ async def run(url: str, options: argparse.Namespace) -> Findings:
     """Fuzz for so many minutes, four fifths of the time."""
     findings = Findings()
     limits = httpx.Limits(max_connections=options.concurrency + 1)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=120, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         tasks = [asyncio.create_task(neighbour(http, model, findings))]
         tasks += [

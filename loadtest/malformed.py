@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
+from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
 
@@ -83,7 +84,7 @@ async def send(host: str, port: int, rate: float, turns: Turns, first: int) -> N
 async def read(url: str, model: str, turns: Turns) -> None:
     """Streams, one after the other, and the gaps between their chunks; ends when it is cancelled."""
     body = {"model": model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=60) as client:
         while True:
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 last: float | None = None

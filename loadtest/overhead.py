@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from loadtest.bench import environment
 from loadtest.cli import counts
-from loadtest.client import closed_loop, metric
+from loadtest.client import closed_loop, key_headers, metric
 from loadtest.daemon import running_daemon
 from loadtest.workload import Prompt, load, random_prompts
 
@@ -47,7 +47,7 @@ def cpu_seconds(url: str) -> float:
 
 def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: int) -> dict[str, Any]:
     """Both arms in turn, `num_rounds` runs of each; and what lies before a first token."""
-    model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
+    model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
     cells = []
     for at_once in concurrency:
         prompts = list(islice(cycle(load("dialogues")), max(_LEAST_ANSWERS, _ANSWERS * at_once)))

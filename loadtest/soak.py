@@ -20,7 +20,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.bench import environment
-from loadtest.client import metric
+from loadtest.client import key_headers, metric
 from loadtest.daemon import running_daemon
 from loadtest.workload import load
 
@@ -53,7 +53,9 @@ async def batch(url: str, model: str, count: int, concurrency: int, generator: r
     faults: list[str] = []
     prompts = [str(prompt.body["prompt"]) for prompt in load("gutenberg")]
     left = count
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=concurrency)) as http:
+    async with httpx.AsyncClient(
+        base_url=url, headers=key_headers(), timeout=600, limits=httpx.Limits(max_connections=concurrency)
+    ) as http:
 
         async def worker() -> None:
             nonlocal left

@@ -11,34 +11,28 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import msgspec
 import torch
 from tqdm import tqdm
 
 from engine.analysis import arms
 from engine.analysis.law_check import check_law
 from engine.analysis.load import Load
+from engine.analysis.ways import steps_of, tiles, ways, without
 from engine.building import assemble
 from engine.calibration import made_up_plan, measure_points
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.demo import bench_pair
 from engine.engine import Engine
 from engine.execution.attention import HOOK, register
-from engine.execution.lean import LeanDecoder
 from engine.execution.loading import adopt
-from engine.execution.runner import ModelRunner
 from engine.plan import Plan
-from engine.recorded.steps import RecordedStep
 from engine.sampling import fused
-from engine.speculation.verification import fused_block
 from loadtest.statistics import median_of_ratios
 
 _SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
@@ -115,34 +109,6 @@ def require_all(findings: Findings, found: Mapping[str, bool]) -> None:
     """On a device every fast way must be used: a fall-back would be measured as if it were one."""
     for name, used in found.items():
         findings.require(used, f"{name}: not used")
-
-
-def ways(engine: Engine) -> dict[str, bool]:
-    """By name, whether each fast way is used."""
-    assert engine.draft_runner is not None
-    some = torch.empty((1, 1), device=engine.target.device)
-    compiler = fused.compiler_for(some)
-    found = {
-        "whole steps": engine.recorded.num_recorded > 0,
-        "kernels for rows": compiler is not None,
-        "kernels for verification": compiler is not None and fused_block.work_on(some.device, compiler),
-    }
-    for name, runner in (("target", engine.target), ("draft", engine.draft_runner)):
-        found |= {f"{name}: {way}": used for way, used in runner.fast_ways.items()}
-        found[f"{name}: kernels for layers"] = isinstance(runner.backend, LeanDecoder) and runner.backend.use_kernels
-    return found
-
-
-def tiles(engine: Engine) -> dict[str, int]:
-    """Columns of a program of each product that computes its norm: those that were measured to be faster so."""
-    assert engine.draft_runner is not None
-    backends = {"target": engine.target.backend, "draft": engine.draft_runner.backend}
-    return {
-        f"{name}, {'gate' if gated else 'q, k, v'}, {rows} rows": tile
-        for name, backend in backends.items()
-        if isinstance(backend, LeanDecoder)
-        for (gated, rows), tile in backend.tiles.items()
-    }
 
 
 def wait(device: torch.device) -> None:
@@ -245,30 +211,6 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def without(engine: Engine, variant: str) -> Iterator[None]:
-    """The engine without one of its fast ways."""
-    assert engine.draft_runner is not None
-    runners: list[ModelRunner] = [engine.target, engine.draft_runner]
-    with ExitStack() as stack:
-        if variant == "whole steps":
-            stack.enter_context(patch.object(engine.recorded, "serves", False))
-        elif variant == "kernels for verification":
-            stack.enter_context(patch.object(fused_block, "compiler_for", lambda *_: None))
-        elif variant == "kernels for rows":
-            stack.enter_context(patch.object(fused, "compiler_for", lambda _: None))
-        elif variant == "equal nodes apart":
-            stack.enter_context(patch.object(engine, "most_unmerged", 0))
-        for runner in runners:
-            if variant == "graphs":
-                stack.enter_context(patch.object(runner, "replays", False))
-            elif variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
-                stack.enter_context(patch.object(runner.backend, "use_kernels", False))
-            elif variant == "products with norms" and isinstance(runner.backend, LeanDecoder):
-                stack.enter_context(patch.object(runner.backend, "tiles", {}))
-        yield
-
-
 def variants(options: argparse.Namespace, findings: Findings) -> None:
     """How much longer a step takes without each fast way, in turns.
 
@@ -332,31 +274,6 @@ def law(options: argparse.Namespace, findings: Findings) -> None:
             findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
             if kind == "recorded" and engine.recorded.num_recorded:
                 findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
-
-
-@contextmanager
-def steps_of(engine: Engine, kind: str) -> Iterator[list[bool]]:
-    """All steps of a kind; gives whether each was recorded. Recorded ones have two requests, to have room for 4x5."""
-    is_recorded = kind == "recorded"
-    limits, find = engine.scheduler.config, engine.recorded.find
-    served: list[bool] = []
-
-    def noting(plan: Plan) -> RecordedStep | None:
-        found = find(plan)
-        served.append(found is not None)
-        return found
-
-    with (
-        patch.object(engine.recorded, "serves", is_recorded),
-        patch.object(engine.recorded, "find", noting),
-        patch.object(engine, "most_unmerged", 0 if kind == "equal nodes merged" else 10**6),
-        patch.object(
-            engine.scheduler,
-            "config",
-            msgspec.structs.replace(limits, max_num_seqs=2 if is_recorded else limits.max_num_seqs),
-        ),
-    ):
-        yield served
 
 
 def record(options: argparse.Namespace, findings: Findings) -> None:

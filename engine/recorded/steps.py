@@ -127,8 +127,8 @@ class RecordedStep:
         # Of numbers that are not finite any chain may win, also one that the request has not: its verdict is not used.
         rank_R = chain_R % self._layout.shape[1]
         chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
-        tokens_SKL = tokens_C.reshape(shape.sequences, -1, shape.draft_length) if shape.num_drafts else None
-        if tokens_SKL is not None:
+        if shape.num_drafts:
+            tokens_SKL = tokens_C.reshape(shape.sequences, shape.num_drafts, shape.draft_length)
             of_trees = [
                 token
                 for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False)
