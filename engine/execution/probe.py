@@ -8,7 +8,8 @@ its own eager attention. A difference means that the model would be served wrong
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ class _Kind(NamedTuple):
 
 
 BACKENDS = (
-    _Kind("lean decoder", is_lean, lambda model: LeanDecoder(model)),
+    _Kind("lean decoder", is_lean, LeanDecoder),
     _Kind("transformers", lambda _: True, TransformersBackend),
 )
 """The fastest first; the last takes any model."""
@@ -154,11 +155,16 @@ def probe(
     runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged, replayed=is_replayed(loaded, paged))
     runner.record(1, lambda _: None)
     computed = _paged_logits(runner, prompt, chains, rest[5])
-    worst = 0.0
     with _attention(loaded.model, "eager"), torch.inference_mode():
-        for path, logits_NV in computed:
-            plain_NV = _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size]
-            worst = max(worst, distance(logits_NV, plain_NV, loaded.model.dtype))
+        distances = [
+            distance(
+                logits_NV,
+                _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size],
+                loaded.model.dtype,
+            )
+            for path, logits_NV in computed
+        ]
+    worst = float(np.max(distances))  # NaN if one of them is, unlike Python's own
     if not worst <= 1:
         raise LoadError(
             f"{loaded.name}: logits through the paged path differ from plain transformers by {worst:.2g} times of what "
@@ -217,15 +223,11 @@ def _plain_forward(model: Any, tokens: list[int]) -> Tensor:
     return logits
 
 
-class _attention:
-    """Switches a model's attention implementation for a `with` block."""
-
-    def __init__(self, model: Any, implementation: str) -> None:
-        self.model = model
-        self.implementation = implementation
-
-    def __enter__(self) -> None:
-        self.model.set_attn_implementation(self.implementation)
-
-    def __exit__(self, *_: object) -> None:
-        self.model.set_attn_implementation(HOOK)
+@contextmanager
+def _attention(model: Any, implementation: str) -> Iterator[None]:
+    """A model with another attention implementation than the hook."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(HOOK)

@@ -45,8 +45,9 @@ _FEW = 4
 _EARLY = 64
 """For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
-"""Steps of a trial; steps of a trial of plain decoding, of which the first tell little (`step_time`); largest share of
-all steps that trials take (at the start more: the square root of the number of steps)."""
+"""Steps of a trial; steps of a trial of plain decoding behind the first ones, which tell little (`StepTimes.num_cold`);
+largest share of all steps that trials take (at the start more: the square root of the number of steps, twice). Trials
+of plain decoding have half of it."""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
@@ -116,7 +117,9 @@ class Controller:
         self._longest = longest
         self._trial_share = trial_share
         self._random = np.random.default_rng(seed)
-        self._step = self._learned = self._next = self._num_tried = self._num_trials = 0
+        self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
+        self._trial: Shape | None = None
+        """What is tried at present."""
         self._in_use = PLAIN
         """The shape that was chosen as the best; a trial may be made in its place."""
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
@@ -143,11 +146,15 @@ class Controller:
         if self._step <= _EARLY:
             self._learn()
         ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
-        if adaptive and (self._step >= self._next or self._has_changed(ids, beside)):
+        # Who comes during plain steps decodes plainly, too: a trial of them goes on until the caches are warm.
+        has_changed = self._trial != PLAIN and self._has_changed(ids, beside)
+        if adaptive and (self._step >= self._next or has_changed):
             self._learn()
             text = text_beside + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)
             self._chosen_for = ids, beside
+        self._num_plain_tried += self._trial == PLAIN
+        self._num_tried += self._trial not in (None, PLAIN)
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
@@ -166,35 +173,42 @@ class Controller:
         if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
             self.reads = self.choice.shape != PLAIN
         self._next = self._step + _CHOOSE_EVERY
-        trial = self._trial(options, best)
-        if trial is not None:
-            self.choice = _choice(load.adaptive, options, trial)
-            num_steps = _TRIAL_STEPS if trial else _PLAIN_TRIAL_STEPS
-            self._next = self._step + num_steps
-            self._num_tried += num_steps
+        tried, num_steps = self._next_trial(options, best)
+        self._trial = options.shapes[tried] if num_steps else None
+        if num_steps:
+            self.choice, self._next = _choice(load.adaptive, options, tried), self._step + num_steps
 
-    def _trial(self, options: _Options, best: int) -> int | None:
-        """A shape that is tried because its duration is uncertain; None for no trial now.
+    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
+        """(a shape that is tried because its duration is uncertain, for how many steps); no steps: no trial now.
 
-        Plain steps and samples (Thompson's) take turns.
+        Plain steps, by which speedup is reported, have half of the budget while they are uncertain; samples have the
+        rest (Thompson's).
         """
-        is_plain_next = self._num_trials % 2 == 0
-        num_steps = _PLAIN_TRIAL_STEPS if is_plain_next else _TRIAL_STEPS
-        budget = max(math.sqrt(self._step), self._step * self._trial_share) if self._trial_share else 0.0
-        if self._num_tried + num_steps > budget or len(options.shapes) == 1:
-            return None
-        self._num_trials += 1
+        budget = max(2 * math.sqrt(self._step), self._step * self._trial_share) if self._trial_share else 0.0
+        room = budget - self._num_tried - self._num_plain_tried
+        if room < _TRIAL_STEPS or len(options.shapes) == 1:
+            return best, 0
         covariance = self.times.log_covariance(options.works)
-        if is_plain_next and not options.works[0].drafting:
-            doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
-            return 0 if best and doubt > _PLAIN_STD**2 else None
+        doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
+        if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
+            num_steps = _PLAIN_TRIAL_STEPS
+            if self._num_plain_tried:  # the first trial only sees whether plain steps are much faster than measured
+                num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
+            kept_for_plain = max(0.0, budget / 2 - self._num_plain_tried)
+            if num_steps <= min(room, kept_for_plain):
+                return 0, num_steps
+            room -= kept_for_plain
+        found = self._sampled(options, covariance) if room >= _TRIAL_STEPS else best
+        return found, _TRIAL_STEPS if found != best else 0
+
+    def _sampled(self, options: _Options, covariance: Numbers) -> int:
+        """The shape that is the best in a sample of what the durations, and the worth of drafts, may be."""
         variances, directions = np.linalg.eigh(covariance)
         logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
         # How good the drafts of so many chains are is uncertain too, for all their lengths alike.
         by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
         logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
-        found = int((options.rates * np.exp(logs)).argmax())
-        return found if found != best else None
+        return int((options.rates * np.exp(logs)).argmax())
 
     def _options(self, load: _Load) -> _Options:
         """What every shape of the menu would give these requests."""

@@ -347,7 +347,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
         sequence.num_draft_computed += emission.num_draft_kept
-        if self.controller is not None and row.fanout and row.speculation.adaptive:
+        if self.controller is not None and row.fanout and row.speculation.adaptive and not row.copies:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = sequence.cut(emitted, self.eos_token_ids)

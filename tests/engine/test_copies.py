@@ -16,8 +16,11 @@ from engine.errors import RequestError
 from engine.execution.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
+from engine.scheduling.controller import Controller
+from engine.scheduling.step_time import StepTimes
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+from tests.scheduling.machine import Machine
 
 __all__ = ["pair"]
 
@@ -120,6 +123,25 @@ def test_a_useless_prediction_is_given_up() -> None:
     assert tokens == plain
     assert len(outcomes) <= len(steps) + 1
     assert sum(outcome.num_nodes for outcome in outcomes) <= sum(outcome.num_nodes for outcome in steps) + 10
+
+
+def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
+    """Else one client's predictions would make everybody's chains too long."""
+    plain, _ = answer(BV_RACE)
+    adaptive = msgspec.structs.replace(BV_RACE, adaptive=True)
+    seen = {}
+    for names in (("model",), ("model", "prediction")):
+        engine = build()
+        engine.scheduler.controller = controller = Controller(StepTimes(Machine(node_s=1e-6).points()), 5)
+        one = tiny.request("x", PROMPT_TOKENS, with_copies(adaptive, *names), 60)
+        copied = tuple(plain) if "prediction" in names else ()
+        with patch.object(controller, "observe", wraps=controller.observe) as observed:
+            run = tiny.run(engine, [msgspec.structs.replace(one, prediction=copied)])
+        drafted = [outcome for outcome in run.outcomes["x"] if outcome.draft_length and not outcome.copied]
+        assert observed.call_count == len(drafted)
+        seen[names] = observed.call_count
+    assert seen["model",] > 5
+    assert seen["model", "prediction"] < seen["model",]
 
 
 def test_the_text_is_looked_up() -> None:

@@ -175,7 +175,7 @@ def test_a_half_empty_target_config_is_not_a_model(tmp_path: Path) -> None:
         build_engine(engine_config(str(tmp_path)))
 
 
-@pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window"])
+@pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window", "not finite"])
 @pytest.mark.filterwarnings("ignore")
 def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     """Each part of the paged path that could be wrong makes the probe refuse."""
@@ -202,8 +202,9 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
         """Tree nodes numbered one after the other instead of by their depth."""
         return index_T
 
-    bias = groups.Group.bias
+    bias, forward = groups.Group.bias, runner.ModelRunner.forward
     patches = {
+        "not finite": patch.object(runner.ModelRunner, "forward", lambda self, *rest: forward(self, *rest) * torch.nan),
         "causal": patch.object(groups, "_visible", causal),
         "positions": patch.object(inputs, "_positions", flat),
         "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),

@@ -105,7 +105,9 @@ def below(
     index = torch.from_numpy(origin_C).to(device)
     offset = torch.from_numpy(np.where(lives_C, offset_C, 0)[origin_C]).to(device)
     lives = torch.from_numpy(lives_C[origin_C]).to(device)
-    kept, laws = chains.select(index), target.select(index)
+    counts = np.bincount(request_C[origin_C])
+    kept = chains.select(index, (int(np.count_nonzero(counts)), int(counts.max())))
+    laws = target.select(index)
 
     def shifted(values_CX: Tensor) -> Tensor:
         column_X = torch.arange(values_CX.shape[1], device=device)
