@@ -25,7 +25,7 @@ from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, 
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
-from engine.memory import MemoryPlan, lookahead, plan_memory
+from engine.memory import lookahead, plan_memory
 from engine.recorded.inputs import RECORDED_RULES
 from engine.recorded.steps import buffer_bytes
 from engine.sampling.grammar import Grammars
@@ -86,8 +86,19 @@ def assemble(
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     runners = [
-        _runner(model, shape, way, config, memory, target.vocab_size)
-        for model, shape, way in zip(models, shapes, ways, strict=True)
+        ModelRunner(
+            model.model,
+            shape,
+            memory.num_blocks,
+            config.cache.block_size,
+            target.vocab_size,
+            way.backend,
+            model.ranks,
+            way.paged,
+            replayed,
+            memory.most_blocks,
+        )
+        for model, shape, way, replayed in zip(models, shapes, ways, are_replayed, strict=True)
     ]
     for runner in runners:
         runner.record(most_sequences, progress)
@@ -120,28 +131,6 @@ def assemble(
     return engine
 
 
-def _runner(
-    loaded: LoadedModel,
-    shape: KVShape,
-    way: BackendChoice,
-    config: EngineConfig,
-    memory: MemoryPlan,
-    vocab_size: int,
-) -> ModelRunner:
-    return ModelRunner(
-        loaded.model,
-        shape,
-        memory.num_blocks,
-        config.cache.block_size,
-        vocab_size,
-        backend=way.backend,
-        ranks=loaded.ranks,
-        paged=way.paged,
-        replayed=is_replayed(loaded, way.paged),
-        most_blocks=memory.most_blocks,
-    )
-
-
 def kind_of(_draft: LoadedModel) -> DrafterKind:
     """What drafts with a draft model: any causal language model drafts from its own logits."""
     return DrafterKind(lambda runner, _: ModelDrafter(runner))
@@ -171,18 +160,12 @@ def _prepare(
     """(how a model is run, the memory its weights then take)."""
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size)
+    if loaded.ranks is not None:  # what is not split of it would be packed, and tried, on this rank alone
+        return way, loaded.weight_bytes
     progress(f"packing {loaded.name}")
-    choices = Choices(config.profile_cache, progress)
-    packed_bytes = _pack(loaded, shape, way, config, choices)
-    return way, packed_bytes + loaded.weight_bytes
-
-
-def _pack(loaded: LoadedModel, shape: KVShape, way: BackendChoice, config: EngineConfig, choices: Choices) -> int:
-    """Pack the weights a model is run by; the memory that takes."""
-    if loaded.ranks is not None:
-        return 0  # what is not split of it would be packed, and tried, here alone
     works = partial(runs, loaded, shape, way, config.cache.block_size)
-    return way.backend.pack(config.model.prepack, choices, works)
+    packed_bytes = way.backend.pack(config.model.prepack, Choices(config.profile_cache, progress), works)
+    return way, packed_bytes + loaded.weight_bytes
 
 
 def rule_facts() -> dict[str, RuleFacts]:

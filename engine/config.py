@@ -163,4 +163,4 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     rules: dict[str, RuleFacts]
     """What is known of every verification rule, by name."""
     memory_plan: dict[str, int]
-    """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace."""
+    """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace, graphs."""

@@ -58,3 +58,8 @@ class ConfigError(PolydraftError):
 
 class LoadError(PolydraftError):
     """A model that cannot be loaded, or would be served wrongly."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

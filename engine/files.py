@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 
 log = logging.getLogger("polydraft")
 
@@ -100,7 +100,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
         if not is_model:
             return None  # there are other formats
         raise ConfigError(f"{name}: {where} has it without {file}; choose a model in transformers format")
-    return _reason(answer) if isinstance(answer, Exception) else None
+    return first_line(answer) if isinstance(answer, Exception) else None
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:
@@ -130,8 +130,6 @@ def model_file(name: str, file: str, revision: str | None = None) -> Path | None
 
 
 def _cannot_fetch(name: str, file: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{name}: {file} cannot be fetched ({_reason(error)}); download the model and name its folder")
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ConfigError(
+        f"{name}: {file} cannot be fetched ({first_line(error)}); download the model and name its folder"
+    )

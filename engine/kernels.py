@@ -1,17 +1,15 @@
-"""Whether kernels do a piece of the work on a device: tried there once, beside the plain operations.
-
-Triton compiles them for CUDA, Numba for a CPU.
-"""
+"""Which compiled kernels a device uses: Triton's on CUDA, Numba's on a CPU, each tried once beside plain torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+
+from engine.errors import first_line
 
 log = logging.getLogger("polydraft")
 
@@ -27,17 +25,18 @@ def usable(
     *more: object,
     compiler: Compiler = "Triton",
 ) -> bool:
-    """Whether they do; where they fail, or give other numbers, a line says so and the plain operations serve.
+    """Whether the compiled kernels run on this device and give the numbers of the plain operations.
 
-    what: what is done, as a clause; find_fault: says what is wrong with them on a device, for the kinds in `more`.
+    Tried once in a process. On failure a warning is logged, and callers use the plain operations.
+    what: what the kernels do, as a clause for the log; find_fault: tries them on a device, for the kinds in `more`, and
+    says what is wrong, or None.
     """
     if device.type != _DEVICES[compiler]:
         return False
     try:
-        is_there = find_spec(compiler.lower()) is not None
-        fault = find_fault(device, *more) if is_there else f"{compiler} is not installed"
-    except Exception as error:  # a compiler or a device that cannot run them
-        fault = str(error) or type(error).__name__
+        fault = find_fault(device, *more)
+    except Exception as error:  # a compiler that is missing, or a device that cannot run them
+        fault = first_line(error)
     if fault is not None:
         log.warning("%s without %s kernels: %s", what, compiler, fault)
     return fault is None

@@ -47,9 +47,11 @@ def plan_memory(
     most_blocks = -(-(facts.max_model_len + lookahead(config)) // config.cache.block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
-        room = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
-        # More than every seat filled to the brim is never used.
-        num_blocks = min(room, most_blocks * config.scheduler.max_num_seqs)
+        num_blocks = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
+        is_asked_for = config.cache.memory_bytes or config.cache.device_share
+        if not (is_asked_for and config.cache.prefix_caching):
+            # Further blocks could only hold prefixes of requests that have ended: where the operator gave a size.
+            num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
     if num_blocks < most_blocks:
         raise ConfigError(
             f"the K/V cache has room for {num_blocks} blocks, but one request of {facts.max_model_len} tokens needs "

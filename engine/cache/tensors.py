@@ -18,7 +18,8 @@ from engine.kernels import usable
 KVMoves = Sequence[tuple[int, int]]
 """Slots (from, to) of a sequence."""
 _USUAL_MOVES = 32
-"""No more than these in usual steps, drafted or copied: one kernel for all of them."""
+"""The kernel is compiled for a padded number of moves a sequence. Usual steps have at most this many, and so share one
+compiled kernel."""
 
 
 def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:

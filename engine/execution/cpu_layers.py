@@ -45,18 +45,8 @@ class CpuLayer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """How positions rotate queries and keys."""
-
-    frequencies: Array
-    """[D / 2] radians a position, float32."""
-    factor: float
-    """Of all cosines and sines."""
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """Of a decoder."""
+    """Sizes and constants of a decoder."""
 
     num_heads: int
     num_kv_heads: int
@@ -65,6 +55,10 @@ class Sizes:
     """Of its norms."""
     scaling: float
     """Of the scores of attention."""
+    frequencies: Array
+    """[D / 2] radians by which a position rotates queries and keys, float32."""
+    rotation_scaling: float
+    """Of the cosines and sines of a rotation."""
 
 
 class _Memory:
@@ -120,11 +114,9 @@ class _Buffers(NamedTuple):
 class CpuLayers:
     """The layers of one model."""
 
-    def __init__(
-        self, embedding: Tensor, layers: Sequence[CpuLayer], last_norm: Tensor, rotation: Rotation, sizes: Sizes
-    ) -> None:
+    def __init__(self, embedding: Tensor, layers: Sequence[CpuLayer], last_norm: Tensor, sizes: Sizes) -> None:
         self._embedding, self._last_norm = array_of(embedding), array_of(last_norm)
-        self._layers, self._rotation, self._sizes = layers, rotation, sizes
+        self._layers, self._sizes = layers, sizes
         memory = _Memory(embedding.shape[1], layers[0].down.shape[1], sizes, embedding.dtype)
         self._buffers = [memory.buffers(num_rows) for num_rows in range(1, MOST_ROWS + 1)]
 
@@ -140,7 +132,7 @@ class CpuLayers:
         slots = np.arange(slots_T.start, slots_T.stop) if isinstance(slots_T, slice) else slots_T.numpy()
         numba_layer.embed(
             *(token_ids_T.contiguous().numpy(), positions_T.numpy(), self._embedding),
-            *(self._rotation.frequencies, self._rotation.factor, buffers.hidden, buffers.cosines, buffers.sines),
+            *(sizes.frequencies, sizes.rotation_scaling, buffers.hidden, buffers.cosines, buffers.sines),
         )
         product = buffers.hidden  # of no layer yet
         attention = _Attention(metadata, buffers, sizes)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from engine.execution.graphs import recorder
 from engine.kernels import usable
 
 _ROWS = (1, 16, 32, 64)
@@ -72,14 +73,17 @@ def fastest_tiles(
 ) -> Tiles:
     """The fastest tile for few rows of each kind of these products, which are alike but for being gated.
 
-    timer_of: makes a timer of some work on their device. Raises RuntimeError where the kernel gives other numbers.
+    timer_of: makes a timer of some work; None records it as a CUDA graph. Raises RuntimeError where the kernel gives
+    other numbers.
     """
     device, dtype = products[0].weight_ND.device, products[0].weight_ND.dtype
     if dtype == torch.float16:  # a row before its division may exceed the range
         return {}
+    if timer_of is None:
+        with recorder() as record:
+            return fastest_tiles(products, eps, lambda work: _timer(record(work)))
     if (fault := find_product_fault(device, dtype)) is not None:
         raise RuntimeError(fault)
-    timer_of = timer_of or partial(_recorded, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     tiles = {}
     for gated in (False, True):
         alike = [product for product in products if product.gated is gated]
@@ -102,19 +106,8 @@ def _run_all(products: Sequence[NormedProduct], hidden_TD: Tensor, eps: float, t
         product(hidden_TD, eps, tile)
 
 
-def _recorded(stream: torch.cuda.Stream, work: Callable[[], None]) -> Timer:
-    """A timer of the work on the device alone: recorded on a stream, and replayed."""
-    current = torch.cuda.current_stream()
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(current)
-    try:
-        with torch.cuda.stream(stream):
-            work()  # compiles and allocates what is not to be recorded
-        with torch.cuda.graph(graph, stream=stream):
-            work()
-    finally:
-        # A recording that fails leaves its stream in use.
-        torch.cuda.set_stream(current)
+def _timer(graph: torch.cuda.CUDAGraph) -> Timer:
+    """Times recorded work on the device alone."""
 
     def timer() -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -129,7 +122,7 @@ def _recorded(stream: torch.cuda.Stream, work: Callable[[], None]) -> Timer:
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether they do for a model of this dtype."""
+    """Whether Triton's kernels compute the layers of a model of this dtype."""
     return usable("layers are computed", find_fault, device, dtype)
 
 

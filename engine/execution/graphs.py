@@ -1,10 +1,10 @@
 """Small passes replayed as CUDA graphs: a few fixed shapes, recorded at start, into which every decode step is padded.
 
 A pass of R sequences with up to Q queries each runs as the smallest recorded shape that has room for it. Buffers never
-move: the host writes one array of numbers into them, and the recorded kernels run without Python. Sequences that are
-padding have no rows; rows that are padding see nothing, and their K/V goes to a block that nobody reads. Nothing is
-recorded while requests are served, as that would stop all of them: prompts, and steps too large for the recorded
-shapes, run as they are.
+move: the host writes two arrays into them (pages and masks; token ids, positions and slots), and the recorded kernels
+run without Python. Sequences that are padding have no rows; rows that are padding see nothing, and their K/V goes to a
+block that nobody reads. Nothing is recorded while requests are served, as that would stop all of them: prompts, and
+steps too large for the recorded shapes, run as they are.
 
 Without CUDA nothing is recorded and the same padded pass is computed: that is how padding is tested.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger("polydraft")
 
 _QUERIES = (1, 2, 4, 6, 8, 12, 16, 21, 24, 32, 48, 64)
 _WORD = 64
-# Every so many recordings are told of.
+# Progress is reported after every so many recordings.
 _TOLD = 16
 # Logits of a padded pass; larger steps gain nothing by being replayed.
 _LOGIT_BYTES = 256 << 20
@@ -83,7 +83,8 @@ class _Recorded:
 
 @contextmanager
 def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
-    """Gives what records work as a CUDA graph, all on one stream and in one memory: it is replayed one after the other.
+    """Gives a function that records work as a CUDA graph. All graphs share one stream and one memory pool, so that only
+    one may be replayed at a time.
 
     Work is done once before it is recorded, which compiles and allocates what must not be recorded.
     """

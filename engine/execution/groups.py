@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Group:
     """Which of the B * Q queries are no padding; None for all."""
     _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def real_rows(self) -> Tensor | slice:
         """Rows of the flat pass that the group's results belong to."""
         return self.rows if self.real is None or isinstance(self.rows, slice) else self.rows[self.real]

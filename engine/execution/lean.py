@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.config import Prepack
+from engine.errors import first_line
 from engine.execution.attention import AttentionMetadata, attend
 from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_cpu_kernels, use_kernels
 from engine.execution.packing import Choices, pack
@@ -42,19 +43,12 @@ class _Layer:
     layer_idx: int
     attention_norm: Tensor
     qkv: PackedLinear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    norms: tuple[Tensor, Tensor] | None
+    """Those of q and k, where the layer has them."""
     output: PackedLinear
     mlp_norm: Tensor
     gate_up: PackedLinear
     down: PackedLinear
-
-    @property
-    def norms(self) -> tuple[Tensor, Tensor] | None:
-        """Those of q and k, where the layer has them."""
-        if self.query_norm is None or self.key_norm is None:
-            return None
-        return self.query_norm, self.key_norm
 
     @property
     def normed_qkv(self) -> NormedProduct:
@@ -92,11 +86,14 @@ class LeanDecoder:
 
     def _cpu_layers(self) -> CpuLayers:
         """The same layers for `cpu_layers.py`."""
-        from engine.execution.cpu_layers import CpuLayer, CpuLayers, Rotation, Sizes  # Numba is there
+        from engine.execution.cpu_layers import CpuLayer, CpuLayers, Sizes  # Numba is there
 
         rotary = self._body.rotary_emb
-        rotation = Rotation(rotary.inv_freq.float().numpy(), float(rotary.attention_scaling))
-        sizes = Sizes(self._num_heads, self._num_kv_heads, self._head_dim, self._eps, self._scaling)
+        sizes = Sizes(
+            *(self._num_heads, self._num_kv_heads, self._head_dim, self._eps, self._scaling),
+            frequencies=rotary.inv_freq.float().numpy(),
+            rotation_scaling=float(rotary.attention_scaling),
+        )
         layers = [
             CpuLayer(
                 array_of(layer.attention_norm),
@@ -110,7 +107,7 @@ class LeanDecoder:
             for layer in self._layers
         ]
         embedding, last_norm = self._body.embed_tokens.weight.detach(), self._body.norm.weight.detach()
-        return CpuLayers(embedding, layers, last_norm, rotation, sizes)
+        return CpuLayers(embedding, layers, last_norm, sizes)
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
         """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model.
@@ -130,7 +127,7 @@ class LeanDecoder:
             self.tiles = fastest_tiles(products, self._eps)
             fault = "logits differ from those of plain transformers" if self.tiles and not works() else None
         except Exception as error:  # a kernel that cannot be compiled or recorded here
-            fault = str(error) or type(error).__name__
+            fault = first_line(error)
         if fault is not None:
             self.tiles = {}
             log.warning("norms and gates run apart from their products: %s", fault)
@@ -144,8 +141,9 @@ class LeanDecoder:
             layer_idx=number,
             attention_norm=layer.input_layernorm.weight.detach(),
             qkv=_joined(parts, torch.cat(biases) if biases else None),
-            query_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-            key_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+            norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+            if hasattr(attention, "q_norm")
+            else None,
             output=_joined((attention.o_proj,), attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
@@ -223,10 +221,11 @@ class LeanDecoder:
         heads_THD = joined_TX.view(len(joined_TX), -1, self._head_dim)
         num_rotated = self._num_heads + self._num_kv_heads
         rotated_THD, value_THD = heads_THD[:, :num_rotated], heads_THD[:, num_rotated:]
-        if layer.query_norm is not None and layer.key_norm is not None:
+        if layer.norms is not None:
+            query_norm, key_norm = layer.norms
             query_THD, key_THD = rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :]
-            query_THD = rms_norm(query_THD, query_THD.shape[-1:], layer.query_norm, self._eps)
-            key_THD = rms_norm(key_THD, key_THD.shape[-1:], layer.key_norm, self._eps)
+            query_THD = rms_norm(query_THD, query_THD.shape[-1:], query_norm, self._eps)
+            key_THD = rms_norm(key_THD, key_THD.shape[-1:], key_norm, self._eps)
             rotated_THD = torch.cat([query_THD, key_THD], 1)
         # Rotating by halves: roll puts each half in the other's place, the sign is in `sin`.
         rotated_THD = torch.addcmul(rotated_THD * cos_T1D, rotated_THD.roll(self._head_dim // 2, -1), sin_T1D)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.config import ModelConfig
-from engine.errors import ConfigError, LoadError
+from engine.errors import ConfigError, LoadError, first_line
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
 from engine.files import check_source, model_file
@@ -111,8 +110,7 @@ def load(
     config = _read_config(name, revision)
     check_config(name, config)
     # On a device the weights go there one by one, never through this process's memory as a whole.
-    one_by_one = device.type != "cpu" and find_spec("accelerate") is not None
-    placed = {"tp_plan": "auto"} if split else {"device_map": {"": device}} if one_by_one else {}
+    placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         with warnings.catch_warnings():
             # Newer versions have another word for `tp_plan`, which the older ones do not know.
@@ -126,7 +124,7 @@ def load(
                 **placed,
             )
     except Exception as error:  # transformers and safetensors raise many kinds
-        raise LoadError(f"{name}: the weights cannot be loaded: {_first_line(error)}") from error
+        raise LoadError(f"{name}: the weights cannot be loaded: {first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
             some = ", ".join(sorted(str(key) for key in report[kind])[:3])
@@ -134,7 +132,7 @@ def load(
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
-    return replace(adopt(model if split or one_by_one else model.to(device), name), is_share=split)
+    return replace(adopt(model, name), is_share=split)
 
 
 def adopt(model: Any, name: str) -> LoadedModel:
@@ -186,7 +184,7 @@ def _read_config(name: str, revision: str | None) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{name}: no readable transformers config: {_first_line(error)}") from error
+        raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
 
 
 def check_config(name: str, config: Any) -> None:
@@ -255,7 +253,3 @@ def _load_split(config: ModelConfig, dtype: torch.dtype | str, device: torch.dev
     check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
     ranks = start_ranks(config, device)
     return replace(load(config.target, config.revision, dtype, device, split=True), ranks=ranks)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

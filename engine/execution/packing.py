@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engine.config import Prepack
+from engine.execution.fused_layer import made_up_rows
 from engine.execution.products import (
     FEW,
     SIZE_OF,
@@ -44,9 +45,9 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 25
 _MEASURED_BYTES = 128 << 20
 # Weights that are laid out at once; large pieces of memory get large pages.
 _PIECE_BYTES = 64 << 20
-# A weight kept in one form only is worth so much of a product's time.
+# Keeping one form of a weight saves memory: it is chosen even where it is up to 5 % slower than keeping both.
 _ONE_FORM = 1.05
-# And so much more filling few rows up further than to the next number.
+# Filling few rows up to a later number than the next one must gain at least 8 %.
 _FURTHER = 1.08
 _FORMAT = 2
 """Of what is kept of a measurement."""
@@ -83,9 +84,7 @@ class Choices:
 
     def __init__(self, folder: str, progress: Callable[[str], None]) -> None:
         """folder: where measurements are kept (`engine.kept`)."""
-        # Without Numba other forms are the fastest.
-        has_numba = find_spec("numba") is not None
-        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads(), has_numba]
+        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads()]
         self._file = kept_file(folder, described, progress)
         self._progress = progress
         known = read_kept(self._file)
@@ -180,13 +179,13 @@ def _has_blocks(weight: Tensor) -> bool:
     return numba_product.takes(weight)
 
 
-def _find_block_fault(_device: torch.device) -> str | None:
+def _find_block_fault(device: torch.device) -> str | None:
     from engine.execution import numba_product
 
-    weight = _made_up(3 * numba_product.BLOCK, torch.empty(0, 40))
+    weight = made_up_rows(device, torch.float32, 3 * numba_product.BLOCK, 40)
     (blocks,) = numba_product.in_blocks([weight])
     for num_rows in range(1, 2 * numba_product.MOST_ROWS + 2):
-        rows = _made_up(num_rows, weight)
+        rows = made_up_rows(device, torch.float32, num_rows, 40)
         found = torch.from_numpy(numba_product.product(rows.numpy(), blocks))
         if not torch.allclose(found, linear(rows, weight), atol=1e-4):
             return f"products of {num_rows} rows differ"
@@ -199,25 +198,19 @@ _KINDS = {"onednn": _has_onednn, "blocks": _has_blocks}
 
 def _agrees(weight: Tensor, kind: str) -> bool:
     """Whether a form gives a weight's numbers; lays out the whole weight."""
-    rows = _made_up(9, weight)
+    rows = made_up_rows(weight.device, weight.dtype, 9, weight.shape[1])
     plain = linear(rows, weight)
     (form,) = Choice(kind, 1).forms([weight])
     packed = form.product(rows, len(rows), None)
     return bool((plain - packed).abs().max() <= _TOLERANCE[weight.dtype] * plain.abs().max())
 
 
-def _made_up(num_rows: int, weight: Tensor) -> Tensor:
-    """Rows to try a weight on: no two alike, the same every time, drawn from no generator."""
-    width = weight.shape[1]
-    return torch.arange(1, num_rows * width + 1).sqrt().sin().view(num_rows, width).to(weight.dtype)
-
-
 @torch.inference_mode()
 def _fastest(alike: Sequence[PackedLinear]) -> Choice:
     """How weights of one shape are run fastest."""
-    count = max(1, min(len(alike), _MEASURED_BYTES // alike[0].weight.nbytes))
-    plain = [product.weight for product in alike[:count]]
-    rows = {size: _made_up(size, plain[0]) for size in sorted({*_NUM_ROWS, *FEW})}
+    plain = [product.weight for product in alike[: max(1, _MEASURED_BYTES // alike[0].weight.nbytes)]]
+    made_up = partial(made_up_rows, plain[0].device, plain[0].dtype)
+    rows = {size: made_up(size, plain[0].shape[1]) for size in sorted({*_NUM_ROWS, *FEW})}
     few_rows = {size: rows[size] for size in _NUM_ROWS}
     plain_s = _middle_s(linear, few_rows, plain)
     choice, most = Choice(), 0.0

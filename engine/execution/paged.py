@@ -7,8 +7,7 @@ bit is set in its words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,11 @@ Integers = npt.NDArray[np.integer[Any]]
 _WORD = 64
 
 
-@dataclass(frozen=True)
-class PagedInput:
+class PagedInput(NamedTuple):
     """R sequences of a pass of T tokens, on the host; 32-bit integers unless said."""
 
+    words: Integers
+    """[T, W] 64-bit words: which nodes a query sees."""
     pages: Integers
     """[R, P] block ids, padded with 0."""
     starts: Integers
@@ -41,16 +41,14 @@ class PagedInput:
     """[R, N] positions of the nodes' keys."""
     limits: Integers
     """[T] a query sees the keys below."""
-    words: Integers
-    """[T, W] 64-bit words: which nodes it sees."""
     positions: Integers
     """[T]"""
 
 
-@dataclass(frozen=True)
-class Paged:
+class Paged(NamedTuple):
     """The same on the device."""
 
+    words: Tensor
     pages: Tensor
     starts: Tensor
     counts: Tensor
@@ -59,7 +57,6 @@ class Paged:
     num_keys: Tensor
     node_positions: Tensor
     limits: Tensor
-    words: Tensor
     positions: Tensor
     page_size: int
     most_queries: int
@@ -79,34 +76,14 @@ class Paged:
         flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int, is_padded: bool = False
     ) -> Paged:
         """Views of a buffer that holds `packed(host)`, or other passes of its shapes with no more queries and keys."""
-        arrays = _parts(host)
-        pieces = torch.split(flat, [_room(array) for array in arrays])
-        words = pieces[0][: arrays[0].nbytes // 4].view(torch.int64).view(host.words.shape)
-        others = (piece[: array.size].view(array.shape) for piece, array in zip(pieces[1:], arrays[1:], strict=True))
+        pieces = torch.split(flat, [_room(array) for array in host])
+        words = pieces[0][: host.words.nbytes // 4].view(torch.int64).view(host.words.shape)
+        others = (piece[: array.size].view(array.shape) for piece, array in zip(pieces[1:], host[1:], strict=True))
         pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = others
         return Paged(
-            pages=pages,
-            starts=starts,
-            counts=counts,
-            first_keys=first_keys,
-            ends=ends,
-            num_keys=num_keys,
-            node_positions=node_positions,
-            limits=limits,
-            words=words,
-            positions=positions,
-            page_size=page_size,
-            most_queries=most_queries,
-            most_keys=most_keys,
-            is_padded=is_padded,
+            *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
+            *(page_size, most_queries, most_keys, is_padded),
         )
-
-
-def _parts(host: PagedInput) -> list[Integers]:
-    return [
-        *(host.words, host.pages, host.starts, host.counts, host.first_keys, host.ends, host.num_keys),
-        *(host.node_positions, host.limits, host.positions),
-    ]
 
 
 def _room(array: Integers) -> int:
@@ -117,10 +94,9 @@ def _room(array: Integers) -> int:
 
 def packed(host: PagedInput) -> npt.NDArray[np.int32]:
     """All of it in one array."""
-    arrays = _parts(host)
-    result = np.zeros(sum(map(_room, arrays)), dtype=np.int32)
+    result = np.zeros(sum(map(_room, host)), dtype=np.int32)
     start = 0
-    for array in arrays:
+    for array in host:
         own = array.reshape(-1).view(np.int32)
         result[start : start + len(own)] = own
         start += _room(array)
@@ -157,4 +133,4 @@ def pages_of(batch: PassInput) -> PagedInput:
             batch.positions_T,
         )
     )
-    return PagedInput(pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions)
+    return PagedInput(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions)

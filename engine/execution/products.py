@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -43,20 +43,6 @@ def array_of(numbers: Tensor) -> Array:
     """The array over a tensor's memory, as kernels that Numba compiles take it."""
     array: Array = (numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers).numpy()
     return array
-
-
-class Form(Protocol):
-    """A weight laid out anew."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes."""
-
-    def product(self, rows: Tensor, num_rows: int, bias: Tensor | None) -> Tensor:
-        """`rows @ weight.T + bias` of [..., in]; num_rows: of all dimensions but the last."""
-
-    def to_weight(self) -> Tensor:
-        """The plain weight."""
 
 
 class OneDnnForm:
@@ -117,6 +103,10 @@ class BlockForm:
         from engine.execution import numba_product
 
         return numba_product.to_weight(self._blocks)
+
+
+Form = OneDnnForm | BlockForm
+"""A weight laid out anew."""
 
 
 class PackedLinear:

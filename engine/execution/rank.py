@@ -10,12 +10,11 @@ import sys
 
 import torch
 
-from engine.cache.tensors import KVShape
 from engine.config import ModelConfig
 from engine.execution.host import cpu_threads, keep_freed_memory
 from engine.execution.loading import choose_device, choose_dtype, load
 from engine.execution.parallel import join
-from engine.execution.probe import BackendChoice, find_kv_shape, probe_ways
+from engine.execution.probe import find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
 
 
@@ -26,8 +25,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
 
 
-def main() -> int:
-    """Run until the standard input ends."""
+def main() -> None:
+    """Run until the standard input ends; the engine first says "probe", then "runner", then what its runner does."""
     end_with_parent()
     calls = sys.stdin.buffer
     config, store = pickle.load(calls)
@@ -36,33 +35,17 @@ def main() -> int:
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
-    shape: KVShape | None = None
-    way: BackendChoice | None = None
-    runner: ModelRunner | None = None
-    while True:
-        try:
-            name, *arguments = pickle.load(calls)
-        except EOFError:
-            return 0
-        if name == "probe":
-            shape = find_kv_shape(loaded)
-            way = probe_ways(loaded, shape, *arguments)
-            continue
-        assert shape is not None
-        assert way is not None
-        if name == "runner":
-            num_blocks, block_size, vocab_size = arguments
-            runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
-            continue
-        assert runner is not None
-        if name == "forward":
-            runner.forward(*arguments)
-        else:
-            assert name in ("keep", "wipe"), name
+    with contextlib.suppress(EOFError):  # the engine has ended
+        _probe, block_size = pickle.load(calls)
+        shape = find_kv_shape(loaded)
+        way = probe_ways(loaded, shape, block_size)
+        _runner, num_blocks, block_size, vocab_size = pickle.load(calls)
+        runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
+        while True:
+            name, *arguments = pickle.load(calls)  # forward, keep or wipe
             getattr(runner, name)(*arguments)
 
 
 if __name__ == "__main__":
-    code = main()
+    main()
     torch.distributed.destroy_process_group()
-    sys.exit(code)

@@ -22,7 +22,7 @@ def scaled_attention(
 ) -> Tensor:
     """query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
-    mask: bool (True: seen) or what is added to the scores. Where H_kv heads of folded queries come instead of H, the
+    mask: what is added to the scores. Where H_kv heads of folded queries come instead of H, the
     sinks' heads are counted in the order of the folded queries.
     """
     if kind.softcap is not None or kind.sinks is not None:
@@ -42,7 +42,7 @@ def _explicit(
     if kind.softcap is not None:
         scores = torch.tanh(scores / kind.softcap) * kind.softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores + mask
     if kind.sinks is None:
         return scores.softmax(-1).to(value.dtype) @ value
     # [H] -> [H_kv, Q of this call]: folded queries lie group by group.

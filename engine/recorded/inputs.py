@@ -147,7 +147,7 @@ class _Rows(NamedTuple):
     """A request's rows in one pass."""
 
     is_used_Q: Bools
-    """Whether it has a use for the row."""
+    """Whether the request uses the row; the others are padding."""
     offset_Q: Ints
     """Where the row's token lies behind the end of the text (the root at -1)."""
     depth_Q: Ints

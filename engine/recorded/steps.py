@@ -41,9 +41,9 @@ from engine.verdicts import HostVerdict
 log = logging.getLogger("polydraft")
 
 _TOLD = 16
-"""Every so many recordings are told of."""
+"""Progress is reported after every so many recordings."""
 _LEAST_FREE = 0.6
-"""Share of the memory that is free at the start which recordings leave free."""
+"""Recording stops when less than this share of the memory that was free before it is left."""
 
 
 class Found(NamedTuple):

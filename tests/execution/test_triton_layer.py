@@ -253,7 +253,7 @@ def test_products_are_tried_before_they_are_used(dtype: torch.dtype) -> None:
 def test_a_device_that_records_nothing_computes_them_apart(caplog: pytest.LogCaptureFixture) -> None:
     with patch.object(lean, "use_kernels", lambda *_: True):
         decoder = LeanDecoder(randomised(LEAN["llama"], seed=5).model)
-    with patch.object(fused_layer.torch.cuda, "Stream", side_effect=RuntimeError("no recording")):
+    with patch.object(torch.cuda, "current_stream", side_effect=RuntimeError("no recording")):
         decoder.pack("auto", Choices(NOWHERE, print), lambda: True)
     assert decoder.tiles == {}
     assert "no recording" in caplog.text
