@@ -12,7 +12,7 @@ WORKDIR /src
 ARG EXTRAS=
 RUN python -m venv /opt/polydraft
 COPY constraints.txt pyproject.toml README.md ./
-# All dependencies, by an install of Polydraft without its packages: a layer that edits of the source keep.
+# All dependencies, by an install of Polydraft without its packages: this layer is cached while only the source changes.
 RUN if [ -n "$TORCH_INDEX_URL" ]; then \
         /opt/polydraft/bin/pip install --index-url "$TORCH_INDEX_URL" --no-deps -c constraints.txt torch; \
     fi \
@@ -24,13 +24,13 @@ COPY deploy/*.py deploy/
 RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
-# On a CUDA device Triton compiles launchers as it meets kernels: EXTRA_PACKAGES="gcc libc6-dev".
+# On a CUDA device Triton needs a C compiler at run time: EXTRA_PACKAGES="gcc libc6-dev".
 ARG EXTRA_PACKAGES=
 # hadolint ignore=DL3008,SC2086
 RUN if [ -n "$EXTRA_PACKAGES" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $EXTRA_PACKAGES && rm -rf /var/lib/apt/lists/*; \
     fi
-# A volume on .cache (models, profiles, compiled kernels) takes over its owner.
+# A new volume mounted at .cache (models, profiles, compiled kernels) inherits its owner.
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft \
     && install -d -o 10001 -g 10001 /home/polydraft/.cache
 COPY --from=build /opt/polydraft /opt/polydraft
@@ -43,5 +43,5 @@ WORKDIR /home/polydraft
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=600s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"POLYDRAFT_PORT\"]}/ready', timeout=2)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; e = os.environ; tls = 'POLYDRAFT_SSL_CERTFILE' in e; r.urlopen(f'http{\"s\" * tls}://127.0.0.1:{e[\"POLYDRAFT_PORT\"]}/ready', timeout=2, context=ssl._create_unverified_context() if tls else None)"]
 ENTRYPOINT ["polydraft", "serve"]

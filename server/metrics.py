@@ -95,6 +95,7 @@ class ServerMetrics:
         return self._add(Histogram, name, text, *labels, buckets=buckets)
 
     def _define_state(self) -> None:
+        self._up = self._gauge("engine_up", "1 while the engine lives and its steps end; 0 where /health is 503.")
         self._running = self._gauge("num_requests_running", "Requests that hold cache blocks.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.")
@@ -293,8 +294,9 @@ class ServerMetrics:
         if rejection is not None:
             self._rejections.of(rejection).inc()
 
-    def render(self) -> bytes:
-        """The text exposition."""
+    def render(self, is_healthy: bool = True) -> bytes:
+        """The text exposition; is_healthy: whether /health is 200."""
+        self._up.set(is_healthy)
         return generate_latest(self.registry)
 
 

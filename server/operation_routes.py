@@ -68,7 +68,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
-        return Response(server.metrics.render(), media_type=_METRICS_TYPE)
+        return Response(server.metrics.render(client.is_alive and not client.is_stalled), media_type=_METRICS_TYPE)
 
 
 def _add_models(router: APIRouter, server: Server) -> None:

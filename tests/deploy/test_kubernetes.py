@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 VERSION = "1.32"
 # Resources of operators, whose schemas come with them.
-OF_OPERATORS = {"ServiceMonitor"}
+OF_OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 # Where others than the daemon write.
 FOLDERS = {"hf_home", "numba_cache_dir", "triton_cache_dir"}
 LABELS = {"app.kubernetes.io/name": "polydraft"}
@@ -76,7 +76,8 @@ def test_the_daemon_takes_its_arguments(overlay: str) -> None:
     drains_s = float(words[words.index("--shutdown-timeout") + 1])
     assert float(waits_s) + drains_s < pod["terminationGracePeriodSeconds"]
     values = {one["name"]: one.get("value", "") for one in container["env"]}
-    assert {name.removeprefix("POLYDRAFT_").lower() for name in values} - FOLDERS <= set(Serve.model_fields)
+    own = {name.removeprefix("POLYDRAFT_").lower() for name in values} - FOLDERS - {"hf_token"}
+    assert own <= set(Serve.model_fields)
     assert all(values[name.upper()].startswith("/cache/") for name in FOLDERS)
     assert pod["enableServiceLinks"] is False, "a Service's variable POLYDRAFT_PORT would be read as --port"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -96,6 +97,11 @@ def test_the_autoscaler_counts_waiting_requests_and_alone_says_how_many() -> Non
     assert found["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == LABELS
     ports = {port["name"] for port in found["Service"]["spec"]["ports"]}
     assert found["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
+
+
+def test_the_operators_alerts_are_those_of_prometheus() -> None:
+    alerts = yaml.safe_load((FOLDER.parent / "prometheus/alerts.yml").read_text())
+    assert rendered("autoscaled")["PrometheusRule"]["spec"] == alerts
 
 
 class Strict(BaseModel):
