@@ -57,7 +57,7 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
         )
     if len(request.prediction) > facts.max_model_len:
         raise RequestError(
-            f"the prediction has {len(request.prediction)} tokens, the model's context {facts.max_model_len}",
+            f"the prediction has {len(request.prediction)} tokens, more than the context of {facts.max_model_len}",
             "prediction",
         )
     if bad := [token for token in request.prediction if not 0 <= token < facts.vocab_size]:
@@ -87,7 +87,9 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
     if sampling.seed_stable and request.speculation.over_acceptance:
         raise RequestError("seed_stable is exact and does not go with over_acceptance", "speculation.over_acceptance")
     if sampling.grammar and limits.ignore_eos:
-        raise RequestError("ignore_eos does not go with structured output, which ends by itself", "ignore_eos")
+        raise RequestError(
+            "ignore_eos cannot be combined with structured output, whose grammar ends the answer", "ignore_eos"
+        )
     for name, count in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)
@@ -177,7 +179,9 @@ def check_speculation(speculation: Speculation, facts: EngineFacts, limits: Spec
     if not speculation.num_drafts:
         return
     if not facts.has_draft:
-        raise RequestError("the server runs without a draft model; speculation cannot be enabled", "speculation")
+        raise RequestError(
+            "the server runs without a draft model; only prompt_lookup and predictions can draft", "speculation"
+        )
     rules = facts.rules
     if speculation.rule not in rules:
         raise unknown_rule(speculation.rule, facts)
@@ -211,8 +215,8 @@ def _check_tree(speculation: Speculation, known: RuleFacts) -> None:
         )
     if max(tree[1:], default=1) > 1 and not known.trees:
         raise RequestError(
-            f"rule {speculation.rule!r} would be biased with chains that share drafted tokens by construction; let "
-            "the tree branch at the root only, or choose traversal or a rule that decides position by position",
+            f"rule {speculation.rule!r} would be biased with chains that share drafted tokens, as this tree's do; let "
+            "it branch at the root only, or choose traversal or a rule that decides position by position",
             "speculation.tree",
         )
 
@@ -229,8 +233,8 @@ def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts
     most = _MOST_CHILDREN_OF_METHOD.get(method, known.max_drafts)
     if most is not None and widest > most:
         raise RequestError(
-            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most} chains, not {widest}; "
-            "lower num_drafts or choose bv_race",
+            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most} drafts below one "
+            f"position, not {widest}; lower num_drafts or choose bv_race",
             "speculation.num_drafts",
         )
     if widest > facts.vocab_size:

@@ -254,7 +254,7 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
     config = uvicorn.Config(
         build_app(server),
         log_config=None,
-        # Whoever may say for whom a request comes must be named, as anyone could say so else.
+        # A proxy's headers count where it is named; otherwise any client could forge its address.
         proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
         access_log=False,

@@ -130,7 +130,7 @@ def http_error(status: int, message: str, headers: dict[str, str] | None = None)
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
     problems = error.errors()
-    # Each branch of a union has its complaint about the field: the one that looked furthest in says most.
+    # Each branch of a union has its complaint about the field: the one with the longest path is the most specific.
     of_field = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
     first: dict[str, Any] = max(of_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "json_invalid":

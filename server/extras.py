@@ -48,7 +48,7 @@ class Neutral:
         # 1 and 1.0 are one value to those who read it.
         distinct = [one for number, one in enumerate(self.values) if one not in self.values[:number]]
         served = " or ".join(json.dumps(one) for one in distinct)
-        but = f", only the value {served} is" if served else ""
+        but = f" (only {served} is accepted)" if served else ""
         raise RequestError(f"{name} is not supported by this server{but}; {self.way_out}", name, "unsupported_value")
 
 

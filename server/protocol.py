@@ -102,7 +102,8 @@ class Body(Wire):
             try:
                 json.dumps({name: value}, ensure_ascii=False, default=str).encode()
             except (UnicodeEncodeError, RecursionError) as error:
-                reason = "half of a surrogate pair, or objects nested too deeply"
+                is_deep = isinstance(error, RecursionError)
+                reason = "objects nested too deeply" if is_deep else "half of a surrogate pair"
                 raise RequestError(f"{name} holds {reason}".encode(errors="replace").decode(), name) from error
         return checked
 
@@ -115,7 +116,7 @@ class GenerationFields(Body):
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`; counts where both are there."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Keep so many tokens of the prompt; -1: as many as leave room for the answer (vLLM's field)."""
+    """Keep this many tokens of the prompt; -1: as many as leave room for the answer (vLLM's field)."""
     truncation_side: Literal["left", "right"] | None = None
     """Where a prompt is cut; left when left out, so that its end stays."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -113,9 +113,13 @@ class Serve(BaseSettings):
     dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
     device: Device = Field("auto", description="where the models run")
     num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
-    tensor_parallel_size: Positive = Field(1, description="devices (on a CPU: processes) the target is split over")
+    tensor_parallel_size: Positive = Field(
+        1, description="devices (on a CPU: processes) over which the target is split"
+    )
     prepack: Prepack = Field(
-        "auto", description="weights in oneDNN's layout, on CUDA norms within products; auto: where faster"
+        "auto",
+        description="on a CPU repack weights (oneDNN's layout, or own kernels), on CUDA fuse norms into products; "
+        "auto: where that is measured to be faster",
     )
     max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
     max_num_seqs: Positive = Field(64, description="requests that run at once")
@@ -140,12 +144,15 @@ class Serve(BaseSettings):
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
     spec_shape: str = Field(
         "adaptive",
-        description="adaptive: up to K chains of L by load and acceptance; fixed, or fixed:K,L: always those",
+        description="adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L; "
+        "fixed:4,5: always 4 of 5",
     )
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
     seed_shape: str | None = Field(
-        None, description="K,L at most for requests with a seed where shapes adapt; default: 1,4 on a CPU, else all"
+        None,
+        description="K,L of requests with a seed, which keep one shape; default: 1,4 on a CPU, else num-drafts and "
+        "draft-length",
     )
     draft_method: str | None = Field(None, description="how children of a node are drawn; default: the rule's own")
     draft_tree: str | None = Field(
@@ -156,8 +163,8 @@ class Serve(BaseSettings):
     )
     draft_window: NotNegative = Field(
         0,
-        description="tokens of the text that the draft model sees, and computes of a long prompt; 0: all. With a "
-        "window, what a seed gives may depend on what else is served",
+        description="last tokens of the text that the draft model sees, which is also the most it reads of a prompt; "
+        "0: all. With a window the answer to a seed may depend on what else is served",
     )
     spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
     max_copied_tokens: NotNegative = Field(
@@ -168,7 +175,9 @@ class Serve(BaseSettings):
     )
     max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for")
     max_draft_length: Positive = Field(16, description="highest draft_length a request may ask for")
-    calibrate: bool = Field(True, description="measure plain decoding at start, so that answers report a speedup")
+    calibrate: bool = Field(
+        True, description="measure step times at start; without them shapes are fixed and answers report no speedup"
+    )
     profile_cache: str = Field(
         "~/.cache/polydraft", description="folder that keeps what was measured for the next start; off: measure always"
     )
@@ -196,17 +205,17 @@ class Serve(BaseSettings):
     )
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
     request_timeout: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="seconds a request may take, waiting included; then it ends with 504; 0: any"
+        0.0, description="seconds a request may take, waiting included; then it ends with 504; 0: no limit"
     )
     send_timeout: Annotated[float, Field(ge=0)] = Field(
-        60.0, description="seconds for which a client may read nothing of its answer; then it is let go; 0: any"
+        60.0, description="seconds a client may leave its answer unread before its requests are ended; 0: no limit"
     )
     rate_limit: str | None = Field(
         None,
-        description="requests that one key, without keys one address, may send, such as 60/minute,5/second",
+        description="POSTs under /v1/ that one key (without keys: one address) may send, such as 60/minute,5/second",
     )
     max_num_queued_tokens: NotNegative = Field(
-        0, description="prompt tokens of requests that have no token yet; more get 429 unless none wait; 0: no limit"
+        0, description="prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit"
     )
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
         15.0, description="seconds of silence after which a stream sends a comment; 0: never"

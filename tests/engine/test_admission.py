@@ -34,8 +34,8 @@ FACTS = EngineFacts(
         ({"rule": "greedy", "draft_method": "iid"}, "would be biased with drafts drawn by 'iid'"),
         ({"rule": "ot_lp"}, "vocabularies up to 12"),
         ({"rule": "nss", "tree": (4, 4, 4)}, "num_drafts must be between 1 and 16, not 64"),
-        ({"rule": "block", "tree": (2, 1)}, "takes at most 1 chains"),
-        ({"rule": "nss", "draft_method": "spechub", "tree": (3,)}, "takes at most 2 chains"),
+        ({"rule": "block", "tree": (2, 1)}, "takes at most 1 drafts below one position"),
+        ({"rule": "nss", "draft_method": "spechub", "tree": (3,)}, "takes at most 2 drafts below one position"),
     ],
 )
 def test_default_speculation_that_would_be_biased_is_refused(changes: dict, words: str) -> None:
