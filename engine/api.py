@@ -25,7 +25,6 @@ from engine.config import (
     GrammarConfig,
     ModelConfig,
     Prepack,
-    RuleFacts,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -35,15 +34,13 @@ from engine.errors import (
     DeadlineExceeded,
     EngineBusy,
     EngineStopped,
-    LoadError,
     PolydraftError,
     RequestError,
 )
 from engine.files import check_source, model_file
 from engine.logs import log_fields, set_up_log
-from engine.metrics import PHASES, StepStats
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
-from engine.scheduling.outcome import Outcome
+from engine.scheduling.outcome import PHASES, Outcome, StepStats
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
 # as anything else runs on one of their cores.
@@ -184,7 +181,6 @@ __all__ = [
     "FromEngine",
     "GrammarConfig",
     "Limits",
-    "LoadError",
     "Loading",
     "ModelConfig",
     "Outcome",
@@ -194,7 +190,6 @@ __all__ = [
     "Refused",
     "Request",
     "RequestError",
-    "RuleFacts",
     "Sampling",
     "SchedulerConfig",
     "Speculation",

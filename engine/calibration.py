@@ -34,7 +34,7 @@ _TEXT = 256
 _PROMPT_CHUNKS = (32, 128)
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
-_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.04, 4, 8
+_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.16, 4, 8
 """Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
 _NUM_WARM, _NUM_TIMED = 4, 3
 """A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
@@ -121,14 +121,11 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
     return times
 
 
-@torch.inference_mode()
 def _plain_s_now(engine: Engine, num_rows: int) -> float:
     """A plain step of so many requests with short texts."""
-    context = next(_contexts(engine, num_rows))
-    return middle_steps(engine, [made_up_plan(engine, num_rows, context)])[0][0]
+    return usual_s(engine, made_up_plan(engine, num_rows, next(_contexts(engine, num_rows))))
 
 
-@torch.inference_mode()
 def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:
     """Steps of many sizes: plain ones, with prompts, and with the drafts that requests may have."""
     plans = list(_plans(engine, speculation))
@@ -222,7 +219,6 @@ def usual_s(engine: Engine, plan: Plan) -> float:
     return middle_steps(engine, [plan])[0][0]
 
 
-@torch.inference_mode()
 def middle_steps(
     engine: Engine, plans: Sequence[Plan], tell: Tell = lambda _: None
 ) -> list[tuple[float, dict[str, float]]]:

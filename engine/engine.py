@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from engine.admission import check_request
-from engine.broken import ERROR, broken_rows
+from engine.cache.tensors import KVMoves, slot_moves
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
 from engine.drafters.draft import MOST_UNMERGED, Draft
 from engine.drafters.drafter import Drafter
 from engine.errors import RequestError
+from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
-from engine.metrics import StepStats
-from engine.passes import kept_paths, target_inputs, target_moves
-from engine.plan import Plan, Verdict
+from engine.plan import Emission, Plan, Verdict
 from engine.recorded.steps import RecordedSteps
 from engine.reporting import observe_gap, split_prompts
 from engine.request import Request
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
-from engine.scheduling.outcome import Outcome
+from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry import Telemetry
+from engine.verdicts import BROKEN, broken_rows
 from engine.verifying import verify_chains
 
 Failures = Sequence[tuple[str, RequestError]]
@@ -74,7 +74,6 @@ class Engine:
         self.recorded = RecordedSteps()
         self._broken: list[str] = []
 
-    @torch.inference_mode()
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
         plan = self.scheduler.plan()  # who, how many tokens, which blocks
@@ -97,13 +96,12 @@ class Engine:
             logits_NV = self._forward(plan, draft) if recorded is None else recorded.forward()
         prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # the exact rule of each request
-            winners, largest = verify_chains(plan, draft, logits_NV, recorded)
+            emissions, largest = verify_chains(plan, draft, logits_NV, recorded)
         with phase("keep"):  # move the accepted paths' K/V to where it stays
-            self.target.keep(target_moves(plan, draft, winners, self.facts.block_size))
+            self.target.keep(target_moves(plan, draft, emissions, self.facts.block_size))
             if self.drafter is not None:
-                self.drafter.keep(plan, kept_paths(winners))
-        emissions = tuple(winner.emission for winner in winners)
-        verdict = Verdict(emissions, prompt_logprobs, broken_rows(plan, draft, largest))
+                self.drafter.keep(plan, emissions)
+        verdict = Verdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
         if verdict.broken:
             return verdict
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
@@ -119,7 +117,7 @@ class Engine:
         """One step with its measurements."""
         self.telemetry.begin_step()
         outcomes = self.step()
-        failed = [*self._end_followed(outcomes), *((request_id, ERROR) for request_id in self._broken)]
+        failed = [*self._end_followed(outcomes), *((request_id, BROKEN) for request_id in self._broken)]
         self._broken = []
         stats = self.telemetry.end_step(self.following.num_waiting)
         gone = {request_id for request_id, _ in failed}
@@ -187,3 +185,32 @@ class Engine:
             if outcome.finish_reason is not None:
                 self.following.end(outcome.request_id)
         return failed
+
+
+def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
+    """The target's pass: logits at the root and the nodes of every sampling row, and at prompt tokens if asked for."""
+    trees = iter(draft.trees if draft is not None else ())
+    parts = []
+    for row in plan.rows:
+        nodes, wanted = NO_NODES, slice(0, 0)
+        if row.emits:
+            tree = next(trees)
+            if tree.num_nodes:
+                nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+            wanted = slice(len(row.input_ids) - 1, None)
+        if row.prompt_next:
+            wanted = slice(0, None)
+        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
+    return parts
+
+
+def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:
+    """What makes the target's K/V of accepted paths contiguous, by row."""
+    if draft is None:
+        return []
+    moves = []
+    for row, tree, emission in zip(plan.sampling_rows, draft.trees, emissions, strict=True):
+        path = tree.paths[emission.rank][1 : len(emission.accepted) + 1]
+        pairs = [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]
+        moves.append(slot_moves(pairs, row.block_ids, block_size))
+    return moves

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 NON_FINITE = "non_finite_logits"
-"""Code of a request that a model gave no finite numbers for: the server's fault, not the caller's."""
+"""Error code of a request that was ended because a model computed NaN or infinity: the server's fault."""
 
 
 class PolydraftError(Exception):

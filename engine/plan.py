@@ -160,11 +160,6 @@ class Plan:
         """The rows that will emit tokens, in order."""
         return tuple(row for row in self.rows if row.emits)
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether any row drafts."""
-        return any(row.fanout or row.copies for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Emission:
@@ -188,14 +183,8 @@ class Emission:
     """Distance from the target law that lossy acceptance allowed at these tokens, summed over positions."""
     chains: tuple[tuple[int, ...], ...] = ()
     """What was drafted, where the row reports it: drawn chains first, then copied ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Winner:
-    """The chain (by rank within its request) that a row follows, and what the row emits."""
-
-    rank: int
-    emission: Emission
+    rank: int = 0
+    """Which of the row's chains the accepted path follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,13 +148,14 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         from engine.analysis.law_check import short_check  # scipy.stats takes a while to import
 
         short_check(engine, speculation, progress)
-    _search_for_garbage_from_now_on()
+    _restart_garbage_collection()
     mailbox.send(Ready(engine.facts))
     return engine
 
 
-def _search_for_garbage_from_now_on() -> None:
-    """A search of all that is loaded takes a quarter of a second, in which no step would be made."""
+def _restart_garbage_collection() -> None:
+    """Collect once, exempt all that is loaded from later collections (they would take a quarter of a second, in which
+    no step is made), and switch the collector on again."""
     gc.collect()
     gc.freeze()
     gc.enable()

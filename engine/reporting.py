@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.drafters.draft import Draft, method_of
-from engine.plan import Plan, Row, Verdict, Winner
+from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import TokenLogprob
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
-from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
@@ -49,22 +48,20 @@ def split_prompts(
     return tuple(_logprobs(logits_NV[of_prompts], wanted)), logits_NV[nodes]
 
 
-def with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, winners: list[Winner]) -> list[Winner]:
-    """The winners, with the logprobs of what they emit where their rows ask for them."""
+def with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, emissions: list[Emission]) -> list[Emission]:
+    """The emissions with their logprobs, where their rows ask for them."""
     if all(row.num_logprobs is None for row in rows):
-        return winners
+        return emissions
     nodes: list[int] = []
     wanted: list[tuple[Sequence[int], int]] = []
-    for row, tree, start, winner in zip(rows, draft.trees, draft.starts[:-1].tolist(), winners, strict=True):
+    for row, tree, start, emission in zip(rows, draft.trees, draft.starts[:-1].tolist(), emissions, strict=True):
         emitted: tuple[int, ...] = ()
         if row.num_logprobs is not None:
-            emitted = (*winner.emission.accepted, winner.emission.next_token)
-            nodes += [start + node for node in tree.paths[winner.rank][: len(emitted)]]
+            emitted = (*emission.accepted, emission.next_token)
+            nodes += [start + node for node in tree.paths[emission.rank][: len(emitted)]]
         wanted.append((emitted, row.num_logprobs or 0))
-    return [
-        replace(winner, emission=replace(winner.emission, logprobs=logprobs))
-        for winner, logprobs in zip(winners, _logprobs(logits_NV[nodes], wanted), strict=True)
-    ]
+    of_rows = _logprobs(logits_NV[nodes], wanted)
+    return [replace(emission, logprobs=logprobs) for emission, logprobs in zip(emissions, of_rows, strict=True)]
 
 
 def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) -> list[tuple[TokenLogprob, ...]]:
@@ -72,6 +69,24 @@ def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) ->
     tokens = [token for of_row, _ in wanted for token in of_row]
     found = iter(token_logprobs(logits_NV, tokens, [count for of_row, count in wanted for _ in of_row]))
     return [tuple(itertools.islice(found, len(of_row))) for of_row, _ in wanted]
+
+
+def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Each token's logprob under its row, and the likeliest tokens of the row, so many as its `num_top`.
+
+    All of it comes to the host in one copy.
+    """
+    scores_NV = logits_NV.float().log_softmax(-1)
+    token_N1 = torch.tensor(tokens, dtype=torch.int64).to(logits_NV.device, non_blocking=True).unsqueeze(1)
+    most = min(max(num_top, default=0), scores_NV.shape[1])
+    top = scores_NV.topk(most, dim=1)
+    # Token ids and float32 numbers are exact in float64.
+    found = torch.cat([scores_NV.gather(1, token_N1).double(), top.values.double(), top.indices.double()], 1).tolist()
+    result = []
+    for (score, *rest), count in zip(found, num_top, strict=True):
+        values, ids = rest[:most], rest[most:]
+        result.append(TokenLogprob(score, tuple(zip(map(int, ids[:count]), values[:count], strict=True))))
+    return result
 
 
 @lru_cache(maxsize=2)

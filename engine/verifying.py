@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.drafters.draft import Draft
-from engine.plan import Emission, Plan, Row, Winner
+from engine.plan import Emission, Plan, Row
 from engine.recorded.steps import RecordedStep
 from engine.reporting import with_logprobs
 from engine.request import DrafterCount
@@ -39,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 # Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
 _CHAIN_BYTES = 32
-# Rules that keep sums of tiles only, where kernels serve them.
+# Rules that on CUDA keep a sum for each tile of the vocabulary, in place of arrays [chains, vocabulary].
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 
 
@@ -66,7 +65,7 @@ class _Task:
 
 def verify_chains(
     plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: RecordedStep | None = None
-) -> tuple[list[Winner], Floats]:
+) -> tuple[list[Emission], Floats]:
     """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
 
     recorded: the step that has verified its chains already, if there is one.
@@ -76,36 +75,36 @@ def verify_chains(
     if draft is None:
         return [], np.zeros(0)
     rows = plan.sampling_rows
-    verify = _verify if recorded is None else partial(_read, recorded)
-    draft, winners, largest_N = verify(rows, draft, logits_NV)
-    return with_logprobs(rows, draft, logits_NV, winners), largest_N
+    if recorded is None:
+        draft, emissions, largest_N = _verify(rows, draft, logits_NV)
+    else:
+        draft, emissions, largest_N = _read(rows, draft, recorded)
+    return with_logprobs(rows, draft, logits_NV, emissions), largest_N
 
 
-def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Winner], Floats]:
+def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
     target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.copies for row in rows):
         token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
         tokens, largest_N = to_host([token_C, largest])
-        return draft, [Winner(0, Emission((), token, 0)) for token in tokens.tolist()], largest_N
+        return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
     task = _follow_copies(rows, draft, target)
     parts = list(_verdicts(rows, draft, task))
     draft, verdicts, largest_N = read_verdicts(draft, [part.verdict for part in parts], largest)
     found = [
         one
         for part, verdict in zip(parts, verdicts, strict=True)
-        for one in zip(part.numbers, _winners(rows, draft, task.copied, verdict, part.chosen), strict=True)
+        for one in zip(part.numbers, _emissions(rows, draft, task.copied, verdict, part.chosen), strict=True)
     ]
-    return draft, [winner for _, winner in sorted(found, key=itemgetter(0))], largest_N
+    return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
 
-def _read(
-    step: RecordedStep, rows: Sequence[Row], draft: Draft, _logits_NV: Tensor
-) -> tuple[Draft, list[Winner], Floats]:
+def _read(rows: Sequence[Row], draft: Draft, step: RecordedStep) -> tuple[Draft, list[Emission], Floats]:
     draft, verdict, largest_N = step.read(draft)
     every = np.arange(draft.layout.num_chains)
     copied = _Copied(every, {}, np.ones(len(rows), dtype=np.bool_))
-    return draft, list(_winners(rows, draft, copied, verdict, every)), largest_N
+    return draft, list(_emissions(rows, draft, copied, verdict, every)), largest_N
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,9 @@ def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
     return RULES[speculation.rule].verify
 
 
-def _winners(
+def _emissions(
     rows: Sequence[Row], draft: Draft, copied: _Copied, verdict: HostVerdict, chosen: Ints
-) -> Iterator[Winner]:
+) -> Iterator[Emission]:
     """What a rule's verdict gives, behind the copied tokens; `chosen`: which of the chains the rule saw."""
     for i, (local_chain, accepted, next_token) in enumerate(
         zip(verdict.chains, verdict.accepted, verdict.next_tokens, strict=True)
@@ -232,19 +231,17 @@ def _winners(
             accepted += followed.depth
             if not copied.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
-        yield Winner(
-            rank,
-            Emission(
-                accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]),
-                next_token=next_token,
-                num_nodes=tree.num_nodes,
-                # The draft model never ran on the last token of a chain.
-                num_draft_kept=min(accepted, num_draft_kept),
-                copied=() if followed is None else _copied(row, tree, followed),
-                shifts=verdict.shifts[i],
-                bias=verdict.bias[i],
-                chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
-            ),
+        yield Emission(
+            accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]),
+            next_token=next_token,
+            num_nodes=tree.num_nodes,
+            # The draft model never ran on the last token of a chain.
+            num_draft_kept=min(accepted, num_draft_kept),
+            copied=() if followed is None else _copied(row, tree, followed),
+            shifts=verdict.shifts[i],
+            bias=verdict.bias[i],
+            chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
+            rank=rank,
         )
 
 

@@ -33,9 +33,11 @@ wait for the drafted tokens: so few rows are expected to take about as long as o
 Ints = npt.NDArray[np.int64]
 
 _DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
+"""Purposes that need a number for each chain and depth."""
 _ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
+"""Purposes that need a number for each chain."""
 SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
-"""Of `draw_numbers`: the numbers with which chains race."""
+"""Index, on the first axis of `draw_numbers`, of the numbers that decide the race of scores."""
 
 
 class ChainShape(NamedTuple):
@@ -309,7 +311,7 @@ class Draft:
     @cached_property
     def nodes(self) -> NodeTable:
         """The table of its trees: the layout's own, where no nodes were merged and none copied."""
-        # Merging makes other lists, also of the same parents.
+        # Merged trees have lists of their own: `is` tells them from drawn ones, also where the parents are equal.
         are_drawn = all(own.parents is drawn.parents for own, drawn in zip(self.trees, self.layout.trees, strict=True))
         return self.layout.nodes if are_drawn else NodeTable.of(self.trees, self.layout)
 

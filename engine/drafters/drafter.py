@@ -13,16 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.execution.runner import ModelRunner
-from engine.plan import Plan
-
-
-class KeptPath(NamedTuple):
-    """What a sampling row keeps of its drafted chains."""
-
-    chain: int
-    """Which of its chains."""
-    num_drafted: int
-    """How many of its first tokens are kept for which a drafter may have K/V."""
+from engine.plan import Emission, Plan
 
 
 class DrafterKind(NamedTuple):
@@ -55,5 +46,6 @@ class Drafter(Protocol):
         token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
         """
 
-    def keep(self, plan: Plan, kept: Sequence[KeptPath]) -> None:
-        """After the step: make the K/V of what each sampling row has kept the K/V of its text."""
+    def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
+        """After the step: make the K/V of what each sampling row has kept the K/V of its text: of its chain `rank` the
+        first `num_draft_kept` tokens."""

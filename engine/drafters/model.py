@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.cache.tensors import slot_moves
-from engine.drafters.drafter import KeptPath
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner, Pass
-from engine.plan import Plan, Row, level_widths
+from engine.plan import Emission, Plan, Row, level_widths
 
 
 class ModelDrafter:
@@ -38,11 +37,11 @@ class ModelDrafter:
         """[N, V] logits below the nodes of a depth."""
         return self.runner.run(self._passes[depth], token_N)
 
-    def keep(self, plan: Plan, kept: Sequence[KeptPath]) -> None:
+    def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of kept paths contiguous."""
         moves = []
-        for row, path in zip(plan.sampling_rows, kept, strict=True):
-            pairs = [(_node_index(row, path.chain, depth + 1), row.end + depth) for depth in range(path.num_drafted)]
+        for row, one in zip(plan.sampling_rows, emissions, strict=True):
+            pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
             moves.append(slot_moves(pairs, row.block_ids, self.runner.block_size))
         self.runner.keep(moves)
 

@@ -44,9 +44,9 @@ class LawParameters:
         for one in FILTERS:
             of_rows = [getattr(s, one.name) for s in samplings]
             if any(map(one.changes, of_rows)):
-                values[one.name] = _moved(torch.tensor(of_rows), device)
+                values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
                 largest[one.name] = max(of_rows)
-        temperature_N = _moved(torch.tensor(temperatures, dtype=torch.float32), device)
+        temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
         return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest)
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
@@ -54,11 +54,6 @@ class LawParameters:
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
         temperature_N = self.temperature_N[index_N]
         return LawParameters(temperature_N, self.any_greedy, self.all_greedy, values, self.largest)
-
-
-def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host on `device`, without waiting for the copy."""
-    return values if device.type == "cpu" else values.to(device, non_blocking=True)
 
 
 def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:

@@ -13,6 +13,8 @@ _BELIEF, _BELIEF_WEIGHT, _BELIEF_STD, _GROWTH = 0.7, 6.0, 0.15, 0.25
 deviation of the logarithm of a step's tokens; exponent of K by which acceptance grows (`with_chains`)."""
 _KEEP = 0.998
 """Share of the observations' weight that a step leaves."""
+SUREST = 0.995
+"""The largest acceptance that is believed."""
 _ANSWER, _KEEP_ANSWERS = 128.0, 0.95
 """Tokens of an answer before any has ended; share of the answers' weight that another one leaves."""
 
@@ -87,11 +89,11 @@ class Acceptance:
     def _estimated(self, num_drafts: int) -> Numbers:
         belief = with_chains(self._of_one_chain(), num_drafts)
         if num_drafts not in self._tried:
-            return np.full(self._longest, min(0.995, belief))
+            return np.full(self._longest, min(SUREST, belief))
         result = []
         for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
             # A position seldom reached is like the one before it: texts that are easy stay so for a while.
-            belief = min(0.995, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
+            belief = min(SUREST, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
             result.append(belief)
         return np.array(result)
 
@@ -100,7 +102,7 @@ class Acceptance:
         for num_drafts, tried in self._tried.items():
             count = float(tried.sum())
             if count > 0:
-                mean = min(0.995, float(self._taken[num_drafts].sum()) / count)
+                mean = min(SUREST, float(self._taken[num_drafts].sum()) / count)
                 total += count * (1.0 - (1.0 - mean) ** (num_drafts**-_GROWTH))
                 weight += count
         return total / weight

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.plan import level_widths
-from engine.scheduling.acceptance import Acceptance
+from engine.scheduling.acceptance import SUREST, Acceptance
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_time import MIXED, PLAIN, Shape, StepTimes, Work, draft_passes
 
@@ -42,12 +42,10 @@ _CHOOSE_EVERY = 8
 """Steps between choices for the same requests."""
 _FEW = 4
 """The controller chooses again when more than one in this many requests has come or gone."""
-_EARLY = 64
-"""For so many steps from the start, acceptance is learned after every step."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
 """Steps of a trial; steps of a trial of plain decoding behind the first ones, which tell little (`StepTimes.num_cold`);
-largest share of all steps that trials take (at the start more: the square root of the number of steps, twice). Trials
-of plain decoding have half of it."""
+largest share of all steps that trials take. Early it is more: the square root of the number of steps for samples, twice
+that for plain decoding."""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
@@ -143,8 +141,6 @@ class Controller:
         """
         began = time.perf_counter()
         self._step += 1
-        if self._step <= _EARLY:
-            self._learn()
         ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
         # Who comes during plain steps decodes plainly, too: a trial of them goes on until the caches are warm.
         has_changed = self._trial != PLAIN and self._has_changed(ids, beside)
@@ -184,9 +180,12 @@ class Controller:
         Plain steps, by which speedup is reported, have half of the budget while they are uncertain; samples have the
         rest (Thompson's).
         """
-        budget = max(2 * math.sqrt(self._step), self._step * self._trial_share) if self._trial_share else 0.0
-        room = budget - self._num_tried - self._num_plain_tried
-        if room < _TRIAL_STEPS or len(options.shapes) == 1:
+        early, share = math.sqrt(self._step), self._step * self._trial_share
+        if not share or len(options.shapes) == 1:
+            return best, 0
+        room = max(early, share - min(self._num_plain_tried, share / 2)) - self._num_tried
+        room_for_plain = max(2 * early, share / 2) - self._num_plain_tried
+        if max(room, room_for_plain) < _TRIAL_STEPS:
             return best, 0
         covariance = self.times.log_covariance(options.works)
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
@@ -194,10 +193,9 @@ class Controller:
             num_steps = _PLAIN_TRIAL_STEPS
             if self._num_plain_tried:  # the first trial only sees whether plain steps are much faster than measured
                 num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
-            kept_for_plain = max(0.0, budget / 2 - self._num_plain_tried)
-            if num_steps <= min(room, kept_for_plain):
+            if num_steps <= room_for_plain:
                 return 0, num_steps
-            room -= kept_for_plain
+            room = max(early, share / 2) - self._num_tried
         found = self._sampled(options, covariance) if room >= _TRIAL_STEPS else best
         return found, _TRIAL_STEPS if found != best else 0
 
@@ -260,7 +258,7 @@ class Controller:
         room: drafted tokens that the answer has room for, [requests].
         """
         by_position = self.acceptance.by_position(num_drafts)[:, None]
-        accepted = np.minimum(0.995, skill * by_position) * (np.arange(self._longest)[:, None] < room)
+        accepted = np.minimum(SUREST, skill * by_position) * (np.arange(self._longest)[:, None] < room)
         expected = np.ones((self._longest + 1, len(skill)))
         expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
         return expected

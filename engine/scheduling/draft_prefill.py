@@ -27,8 +27,8 @@ class DraftPrefill:
         sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
         self.draft_window = draft_window
         self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
-        """Most tokens that the draft model catches up on in a step: one less than prompts are sure to get, so that the
-        target can compute a token as well."""
+        """Most tokens that the draft model may catch up on in a step: one less than a prompt is guaranteed, so that the
+        target advances too."""
         self._share = self.most_lag
 
     @property

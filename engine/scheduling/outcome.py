@@ -1,10 +1,12 @@
-"""What a step gave one request: the message that leaves the engine."""
+"""What a step gave, in the message that leaves the engine: to each request, and of the engine itself."""
 
 from __future__ import annotations
 
 import msgspec
 
 from engine.request import DrafterCount, TokenLogprob
+
+PHASES = ("draft", "target", "verify", "keep", "host")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,3 +42,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """The chains of the step, where the request asked for them; none of a plain step."""
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the engine after a step; times in seconds, counts since start unless said."""
+
+    wall_s: float
+    """Duration of this step."""
+    plain_s: float | None
+    """What a plain decoding step of the rows that emit takes, at their contexts; None where no steps were measured."""
+    prompt_s: float
+    """How much of this step went into prompts, which plain decoding would have to read as well; by chance below 0."""
+    phases_s: dict[str, float]
+    """Duration of this step by phase (`PHASES`)."""
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_preemptions: int
+    num_cache_queries: int
+    """Tokens of admitted texts."""
+    num_cache_hits: int
+    """Those of them whose K/V was there."""
+    num_steps: int

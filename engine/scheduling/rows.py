@@ -56,9 +56,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
     most = max(0, sequence.num_remaining - 1)
     fanout = fanout[:most]
     copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
-    nodes = sum(level_widths(fanout)) if fanout else 0
-    for copy in copies:
-        nodes += len(copy.tokens)
+    nodes = sum(level_widths(fanout)) + sum(len(copy.tokens) for copy in copies)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by that many.

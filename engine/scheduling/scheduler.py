@@ -60,8 +60,9 @@ class Scheduler:
         self._sequence_ids: dict[str, int] = {}
         self.last_plan = Plan(())
         self._read_along = 0
-        """How many tokens more than the target the draft model computes of an adaptive prompt in this step; 0: it reads
-        none. Set before the controller chooses: draft K/V that is already published must be computed in this step."""
+        """How many tokens beyond the target's chunk the draft model may compute of an adaptive prompt in this step; 0:
+        it computes none. Set before the controller chooses: by then `_publish` has promised other requests the draft
+        K/V of these blocks."""
         self._next_id = 0
         self._step = 0
 
@@ -86,10 +87,10 @@ class Scheduler:
 
     def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow.
-        fixed_draft_law: as `Sequence.see` has it."""
+        fixed_draft_law: as `Sequence` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
-        sequence = Sequence(self._next_id, request, time.monotonic(), grammar)
-        sequence.see(self.draft_prefill.draft_window, fixed_draft_law)
+        window = self.draft_prefill.draft_window
+        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window, fixed_draft_law)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=urgency)
@@ -247,7 +248,7 @@ class Scheduler:
     @staticmethod
     def _in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
         """The most urgent first, among equals those that have waited longest for a row."""
-        return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.arrival))
+        return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
     def _part(self, sequence: Sequence, budget: int) -> Part:
         """What of a sequence fits the budget: where the controller decides what it drafts, its text alone."""

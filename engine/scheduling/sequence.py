@@ -9,6 +9,8 @@ from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
 """Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""
+_KEEP_DRAFTS = 0.95
+"""Share of the drafts' weight that a further step leaves."""
 
 
 class Sequence:
@@ -20,7 +22,6 @@ class Sequence:
         "_drafts_taken",
         "_keys",
         "_was_admitted",
-        "arrival",
         "block_ids",
         "copier",
         "draft_start",
@@ -42,9 +43,19 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, sequence_id: int, request: Request, arrived_s: float, grammar: Grammar | None = None) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        arrived_s: float,
+        grammar: Grammar | None = None,
+        draft_window: int = 0,
+        fixed_draft_law: bool = False,
+    ) -> None:
+        """sequence_id: they count up, so that their order is that of arrival; draft_window: the server's, 0 is none;
+        fixed_draft_law: whether the draft law below a text must be the same in every step, which a window does not give
+        because it begins somewhere else in each."""
         self.sequence_id = sequence_id
-        self.arrival = sequence_id
         self.request = request
         self.grammar = grammar
         self.copier = TextDraftFinder(request)
@@ -53,9 +64,9 @@ class Sequence:
         self.num_draft_computed = 0
         self.draft_start = 0
         """Index from which on the computed draft K/V has no gap."""
-        self.draft_window = 0
+        self.draft_window = 0 if fixed_draft_law else draft_window
         """Tokens before its drafts that the draft model sees; 0 is all."""
-        self.shares_blocks = True
+        self.shares_blocks = self.draft_window == draft_window
         """Whether it uses the prefix cache. False where the server has a draft window, but this request must draft
         without one: cached draft K/V was computed with the window."""
         self.fanout = request.speculation.fanout
@@ -75,12 +86,6 @@ class Sequence:
         self.queue_s = 0.0
         """How long it waited for its first admission."""
         self._was_admitted = False
-
-    def see(self, draft_window: int, fixed_draft_law: bool) -> None:
-        """What the draft model sees of it: the server's window, unless the draft law below a text must be the same in
-        every step (a window begins somewhere else in each)."""
-        self.draft_window = 0 if fixed_draft_law else draft_window
-        self.shares_blocks = self.draft_window == draft_window
 
     @property
     def num_emitted(self) -> int:
@@ -109,8 +114,8 @@ class Sequence:
 
     def note_drafts(self, num_taken: int, expected: float) -> None:
         """Drafts have been verified: so many tokens were accepted, so many were expected; older drafts count less."""
-        self._drafts_taken = 0.95 * self._drafts_taken + num_taken
-        self._drafts_expected = 0.95 * self._drafts_expected + expected
+        self._drafts_taken = _KEEP_DRAFTS * self._drafts_taken + num_taken
+        self._drafts_expected = _KEEP_DRAFTS * self._drafts_expected + expected
 
     def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
         """(the emitted tokens that the answer takes, why it ends with them: `stop`, `length` or None)."""
@@ -148,9 +153,9 @@ class Sequence:
 
 def urgency(sequence: Sequence) -> tuple[int, int]:
     """Order of admission."""
-    return sequence.request.priority, sequence.arrival
+    return sequence.request.priority, sequence.sequence_id
 
 
 def expendability(sequence: Sequence) -> tuple[int, int, int]:
     """The largest is preempted first: the least urgent, of these the one that loses least, of these the latest."""
-    return sequence.request.priority, -sequence.num_target_computed, sequence.arrival
+    return sequence.request.priority, -sequence.num_target_computed, sequence.sequence_id

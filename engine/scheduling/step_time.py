@@ -29,7 +29,7 @@ Shape = tuple[int, int]
 
 PLAIN: Shape = (0, 0)
 MIXED: Shape = (0, 1)
-"""Stands for steps whose requests draft different shapes."""
+"""Stands for steps whose requests draft different shapes, trees or copied chains."""
 
 _KNOTS = 2.0 ** np.arange(11)
 """Rows of a pass between which its duration grows linearly."""
@@ -44,7 +44,7 @@ _COLD_STEPS, _COLD_S, _COLD_STD = 4, 0.2, 1.0
 """For so many steps after drafting began or stopped, and with plain steps for so many seconds, the processor's caches
 hold other weights. On processors with 480 MB of cache plain steps took up to 9 % longer in that time: what they tell
 has less weight."""
-_MUCH_FASTER = 0.9
+_MUCH_FASTER = 0.75
 """But a cold step that takes less than this share of what was predicted tells as much as any other."""
 _SHORT_TEXT = 256
 """Tokens of a text beyond which each further one may add more: on a CPU 2.7 microseconds before, 6 behind it."""

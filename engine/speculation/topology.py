@@ -79,7 +79,7 @@ def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
 @lru_cache(maxsize=1024)
 def drawn_tree(fanout: tuple[int, ...]) -> Tree:
     """The tree of draws where every node of depth d has `fanout[d]` children, without tokens; equal ones stay apart."""
-    num_chains = prod(fanout) if fanout else 1
+    num_chains = prod(fanout)
     chains: list[list[int]] = [[] for _ in range(num_chains)]
     width = 1
     for count in fanout:

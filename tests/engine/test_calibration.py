@@ -15,11 +15,11 @@ from engine.calibration import measure, measure_points, middle_steps
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.kept import read_kept
-from engine.metrics import Overhead, Stopwatch
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.step_time import StepTimes, Work
+from engine.telemetry import Overhead, Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
 
@@ -326,7 +326,7 @@ def test_plans_are_measured_in_turns() -> None:
     assert engine.num_runs == 5
     # The wrong variant measures one plan after the other.
     apart: list[float] = []
-    engine = FakeSteps(range(30))
+    engine = FakeSteps(range(40))
     for plan in plans:
         apart.append(middle_steps(engine, [plan])[0][0])
     assert apart[0] > 2 * 0.001

@@ -14,9 +14,8 @@ import torch
 
 from engine import transfer
 from engine.drafters.chains import draw_chains
-from engine.engine import Engine
+from engine.engine import Engine, target_inputs
 from engine.execution import lean
-from engine.passes import target_inputs
 from engine.request import Speculation
 from engine.sampling import fused
 from tests.engine import tiny

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.execution.attention import HOOK
+from engine.reporting import token_logprobs
 from engine.request import Speculation
-from engine.sampling.logprobs import token_logprobs
 from tests.engine import tiny
 
 

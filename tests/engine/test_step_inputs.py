@@ -25,7 +25,7 @@ from engine.drafters import draft as draft_module
 from engine.drafters.draft import Draft, method_of, with_tokens
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
-from engine.plan import Emission, Plan, Row, Verdict, Winner
+from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
 from engine.sampling.edits import NodeContext
 from engine.sampling.noise import Purpose, uniform
@@ -119,15 +119,15 @@ class Checked:
             text[row.first_index :] = row.input_ids
             assert row.text is None or list(row.text.tokens) == text[: len(row.text.tokens)]
 
-    def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, winners: Sequence[Winner]) -> None:
+    def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, emissions: Sequence[Emission]) -> None:
         rows = plan.sampling_rows
         target = target_laws.target_laws(rows, draft, logits_NV.clone())
         noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
         assert (chains.leads_CL is not None) == any(max(row.fanout[1:], default=1) > 1 for row in rows)
-        self.walks(draft, rows, target, winners)
+        self.walks(draft, rows, target, emissions)
         first = 0
-        for number, (row, winner) in enumerate(zip(rows, winners, strict=True)):
+        for number, (row, emission) in enumerate(zip(rows, emissions, strict=True)):
             count, length = max(1, row.num_drafts), row.draft_length
             mine = slice(first, first + count)
             assert chains.request_C[mine].tolist() == [number] * count
@@ -142,21 +142,21 @@ class Checked:
             self.tokens_are_drawn(draft, row, first)
             self.shifts(draft, row, mine)
             self.tree(draft, row, number, tokens)
-            self.emission(draft, row, number, winner)
+            self.emission(draft, row, number, emission)
             if not row.copies:
-                self.verdict(chains, target, noise, row, mine, winner)
-            self.texts[row.sequence_id] += [*winner.emission.accepted, winner.emission.next_token]
+                self.verdict(chains, target, noise, row, mine, emission)
+            self.texts[row.sequence_id] += [*emission.accepted, emission.next_token]
             self.seen[f"{row.speculation.rule} {row.fanout} {len(row.copies)}"] += 1
             first += count
         assert first == chains.num_chains
 
-    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, winners: Sequence[Winner]) -> None:
+    def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, emissions: Sequence[Emission]) -> None:
         """Copied chains are followed by their laws and numbers; what was refused is not emitted."""
         starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
         found = verifying._walks(rows, draft, target.law_NV, starts)
         assert list(found) == [number for number, row in enumerate(rows) if row.copies]
         for number, taken in found.items():
-            row, tree, emission = rows[number], draft.trees[number], winners[number].emission
+            row, tree, emission = rows[number], draft.trees[number], emissions[number]
             probability: dict[int, float] = {}
             for path in tree.paths[row.first_copy :]:
                 tokens = [tree.tokens[node - 1] for node in path[1:]]
@@ -172,7 +172,7 @@ class Checked:
             begun = [tree.tokens[node - 1] for node in taken.path[1:]]
             drawn = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths[: row.first_copy]]
             is_alive = any(chain[: taken.depth] == begun and len(chain) > taken.depth for chain in drawn)
-            assert (winners[number].rank < row.first_copy) == is_alive, "drawn chains are verified below the walk"
+            assert (emission.rank < row.first_copy) == is_alive, "drawn chains are verified below the walk"
             self.seen["walked"] += taken.depth > 0
 
     @staticmethod
@@ -251,15 +251,15 @@ class Checked:
         paths = [[tree.tokens[node - 1] for node in path[1:]] for path in tree.paths]
         assert paths == [*tokens, *(list(copy.tokens) for copy in row.copies)]
 
-    def emission(self, draft: Draft, row: Row, number: int, winner: Winner) -> None:
-        tree, emission = draft.trees[number], winner.emission
-        path = tree.paths[winner.rank][: len(emission.accepted) + 1]
+    def emission(self, draft: Draft, row: Row, number: int, emission: Emission) -> None:
+        tree = draft.trees[number]
+        path = tree.paths[emission.rank][: len(emission.accepted) + 1]
         assert [tree.tokens[node - 1] for node in path[1:]] == list(emission.accepted)
         law = self.laws(self.target, row, emission.accepted)[-1]
         assert law[emission.next_token] > 0 or row.speculation.over_acceptance
         nodes = {tuple(path[: i + 1]) for path in tree.paths for i in range(1, len(path))}
         assert emission.num_nodes == tree.num_nodes == len(nodes)
-        if winner.rank < row.first_copy:
+        if emission.rank < row.first_copy:
             assert emission.num_draft_kept <= max(0, row.draft_length - 1)
             if not row.copies:
                 assert emission.num_draft_kept == min(len(emission.accepted), max(0, row.draft_length - 1))
@@ -270,7 +270,7 @@ class Checked:
             assert len(emission.logprobs) == len(emission.accepted) + 1
 
     @staticmethod
-    def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, winner: Winner) -> None:
+    def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, emission: Emission) -> None:
         """What the row's rule says of its chains alone."""
         index, asked = torch.arange(mine.start, mine.stop), row.speculation
         name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
@@ -279,7 +279,7 @@ class Checked:
         alone = verify(chains.select(index), target.select(index), noise.select(index))
         rank, accepted = int(alone.chain_B[0]), int(alone.accepted_B[0])
         tokens = chains.tokens_CL[mine][rank, :accepted].tolist()
-        emission, shifts = winner.emission, alone.shifts
+        shifts = alone.shifts
         assert (list(emission.accepted), emission.next_token) == (tokens, int(alone.next_token_B[0]))
         assert emission.bias == (0.0 if alone.bias_B is None else float(alone.bias_B[0]))
         parts = () if shifts is None else (shifts.remaining_CM[0], shifts.state_CM4[0], shifts.num_chains_CM[0])
@@ -335,11 +335,11 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
 
     def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: None) -> Any:
         one.plan(plan)
-        winners, largest = verify(plan, draft, logits_NV, recorded)
+        emissions, largest = verify(plan, draft, logits_NV, recorded)
         if draft is not None:
             one.seen["not merged"] += draft.tokens_M is not None
-            one.step(plan, known(draft), logits_NV, winners)
-        return winners, largest
+            one.step(plan, known(draft), logits_NV, emissions)
+        return emissions, largest
 
     def observing_checked(
         plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, _: float

@@ -75,8 +75,8 @@ def test_many_requests_draft_less_than_few() -> None:
         nodes.append(sum(work.nodes / work.rows for work in drafted) / 64)
     assert nodes[0] > 1.5
     assert nodes[2] < 0.5
-    assert nodes[0] == pytest.approx(nodes[4], rel=0.2)
-    assert nodes[1] == pytest.approx(nodes[3], rel=0.2)
+    assert nodes[0] == pytest.approx(nodes[4], rel=0.3)
+    assert nodes[1] == pytest.approx(nodes[3], rel=0.3)
 
 
 # -- what is tried ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,9 @@ def test_trials_are_few_and_short() -> None:
     plain = [len(list(run)) for shape, run in groupby(shapes) if shape == PLAIN]
     assert plain, "plain steps say what speedup is reported"
     assert plain[0] == 8, "the first trial"
-    assert max(plain) == 8 + StepTimes.num_cold(0.01), "later ones also wait until the caches are warm"
+    assert 8 + StepTimes.num_cold(0.011) <= max(plain) <= 8 + StepTimes.num_cold(0.009), (
+        "later ones wait for the caches"
+    )
     assert sum(plain) < 4000 / 32
 
 
@@ -196,7 +198,7 @@ def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long() 
     num_plain = {}
     for drift in (0.03, 0.0):
         machine = Machine(node_s=0.003)
-        server = Server(machine, {1: 0.8}, Controller(StepTimes(machine.points(), drift=drift), 16))
+        server = Server(machine, {1: 0.8}, Controller(StepTimes(machine.points(), drift=drift), 16, 0.0))
         server.run(200)
         machine.times = 2.5
         num_plain[drift] = server.run(300).count(PLAIN)

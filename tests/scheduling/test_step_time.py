@@ -248,7 +248,7 @@ def test_a_cold_step_that_is_much_faster_than_expected_is_believed() -> None:
     serve(times, machine, [USUAL], 100)
     assert errors(times, machine, [USUAL.plain])[0] > 0.5
     serve(times, machine, [USUAL.plain], 8)
-    assert errors(times, machine, [USUAL.plain])[0] < 0.3
+    assert errors(times, machine, [USUAL.plain])[0] < 0.35
 
 
 @pytest.mark.parametrize("pause_s", [60.0, 0.0])

@@ -127,8 +127,8 @@ def step(rows: Sequence[Row], most_unmerged: int = 0) -> tuple[Draft, list[Emiss
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             nodes.append((*nodes[parent], token))
         paths += nodes
-    winners, _ = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
-    return draft, [winner.emission for winner in winners]
+    emissions, _ = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
+    return draft, emissions
 
 
 def law_below(path: Path, sampling: dict[str, Any]) -> Law:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engine.speculation import theory
+from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification.block import verify_block
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
@@ -26,7 +27,7 @@ from engine.speculation.verification.token import verify_token
 from engine.speculation.verification.traversal import verify_traversal
 from engine.speculation.verification.weighted_race import weighted_race
 
-_EVERY_METHOD = ("iid", "without_replacement", "greedy", "spechub")
+_EVERY_METHOD = tuple(DRAFT_METHODS)
 
 _ALL = (
     Rule("token", verify_token, theory.accept_token, max_drafts=1, by_tiles=True),

@@ -68,10 +68,9 @@ class TopDown:
         alive_BK, running_B = exists_BK, torch.ones_like(lead_B, dtype=torch.bool)
         accepted_B, token_B, winner_B = torch.zeros_like(lead_B), torch.zeros_like(lead_B), lead_B
         for depth in range(chains.max_length + 1):
-            depth_B = torch.full_like(lead_B, depth)
-            target_BV = target.select(winner_B).rows(depth_B).double()
+            target_BV = target.select(winner_B).rows_at(depth).double()
             if depth < chains.max_length:
-                draft_BV = chains.draft.select(winner_B).rows(depth_B).double()
+                draft_BV = chains.draft.select(winner_B).rows_at(depth).double()
                 drafted_BK = chains.tokens_CL[chain_BK, depth]
                 present_BK = alive_BK & (depth < chains.length_C[chain_BK])
                 leads_BK = True if chains.leads_CL is None else chains.leads_CL[chain_BK, depth]

@@ -16,15 +16,9 @@ from engine.speculation.verification.rule import ChainVerdict, draw_residual
 
 def token_acceptance(chains: Chains, target: LawTable) -> Tensor:
     """[C, L] probability that each drafted token is accepted once those before it are; 0 past the end."""
-    accept_CL = torch.zeros(chains.tokens_CL.shape, dtype=torch.float64, device=chains.tokens_CL.device)
-    for depth in range(chains.max_length):
-        depth_C = torch.full_like(chains.length_C, depth)
-        token_C = chains.tokens_CL[:, depth]
-        target_C = target.probability(depth_C, token_C)
-        draft_C = chains.draft.probability(depth_C, token_C)
-        ratio_C = (target_C / draft_C).clamp(max=1.0)
-        accept_CL[:, depth] = torch.where(depth < chains.length_C, ratio_C, 0.0)
-    return accept_CL
+    ratio_CL = (target.along(chains.tokens_CL) / chains.draft.along(chains.tokens_CL)).clamp(max=1.0)
+    depth_L = torch.arange(chains.max_length, device=ratio_CL.device)
+    return torch.where(depth_L < chains.length_C.unsqueeze(1), ratio_CL, 0.0)
 
 
 def verify_token(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
