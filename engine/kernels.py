@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from engine.errors import first_line
-
 log = logging.getLogger("polydraft")
 
 Compiler = Literal["Triton", "Numba"]
@@ -36,7 +34,7 @@ def usable(
     try:
         fault = find_fault(device, *more)
     except Exception as error:  # a compiler that is missing, or a device that cannot run them
-        fault = first_line(error)
+        fault = str(error) or type(error).__name__
     if fault is not None:
         log.warning("%s without %s kernels: %s", what, compiler, fault)
     return fault is None

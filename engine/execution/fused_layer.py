@@ -127,7 +127,7 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels that Numba compiles (`cpu_layers.py`) do on a CPU."""
+    """Whether kernels that Numba compiles (`cpu_layers.py`) compute the layers on a CPU."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     return usable("layers are computed", _find_cpu_fault, device, dtype, compiler="Numba")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
 from engine.config import Prepack
-from engine.errors import first_line
 from engine.execution.attention import AttentionMetadata, attend
 from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_cpu_kernels, use_kernels
 from engine.execution.packing import Choices, pack
@@ -127,7 +126,7 @@ class LeanDecoder:
             self.tiles = fastest_tiles(products, self._eps)
             fault = "logits differ from those of plain transformers" if self.tiles and not works() else None
         except Exception as error:  # a kernel that cannot be compiled or recorded here
-            fault = first_line(error)
+            fault = str(error) or type(error).__name__
         if fault is not None:
             self.tiles = {}
             log.warning("norms and gates run apart from their products: %s", fault)

@@ -7,6 +7,7 @@ import ctypes
 import pickle
 import signal
 import sys
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 
@@ -25,7 +26,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run until the standard input ends; the engine first says "probe", then "runner", then what its runner does."""
     end_with_parent()
     calls = sys.stdin.buffer
@@ -35,17 +36,25 @@ def main() -> None:
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
     loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
-    with contextlib.suppress(EOFError):  # the engine has ended
-        _probe, block_size = pickle.load(calls)
-        shape = find_kv_shape(loaded)
-        way = probe_ways(loaded, shape, block_size)
-        _runner, num_blocks, block_size, vocab_size = pickle.load(calls)
-        runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
-        while True:
-            name, *arguments = pickle.load(calls)  # forward, keep or wipe
-            getattr(runner, name)(*arguments)
+    _probe, block_size = next_call(calls)
+    shape = find_kv_shape(loaded)
+    way = probe_ways(loaded, shape, block_size)
+    _runner, num_blocks, block_size, vocab_size = next_call(calls)
+    runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
+    while True:
+        name, *arguments = next_call(calls)  # forward, keep or wipe
+        getattr(runner, name)(*arguments)
+
+
+def next_call(calls: BinaryIO) -> tuple[Any, ...]:
+    """What rank 0 says next; ends this process where the engine has ended."""
+    try:
+        call: tuple[Any, ...] = pickle.load(calls)
+    except EOFError:
+        torch.distributed.destroy_process_group()
+        sys.exit(0)
+    return call
 
 
 if __name__ == "__main__":
     main()
-    torch.distributed.destroy_process_group()

@@ -142,20 +142,22 @@ class Controller:
         began = time.perf_counter()
         self._step += 1
         ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
-        # Who comes during plain steps decodes plainly, too: a trial of them goes on until the caches are warm.
-        has_changed = self._trial != PLAIN and self._has_changed(ids, beside)
+        has_changed = self._has_changed(ids, beside)
         if adaptive and (self._step >= self._next or has_changed):
             self._learn()
             text = text_beside + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)
             self._chosen_for = ids, beside
-        self._num_plain_tried += self._trial == PLAIN
-        self._num_tried += self._trial not in (None, PLAIN)
+        if adaptive:
+            self._num_plain_tried += self._trial == PLAIN
+            self._num_tried += self._trial not in (None, PLAIN)
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
         """Whether these are other requests than those chosen for."""
         chosen_for, beside = self._chosen_for
+        if self._trial == PLAIN:  # goes on until the caches are warm; who comes meanwhile decodes plainly, too
+            return others != beside or len(ids) > 2 * len(chosen_for)
         return others != beside or len(ids ^ chosen_for) > min(len(ids), len(chosen_for)) // _FEW
 
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
@@ -196,17 +198,20 @@ class Controller:
             if num_steps <= room_for_plain:
                 return 0, num_steps
             room = max(early, share / 2) - self._num_tried
-        found = self._sampled(options, covariance) if room >= _TRIAL_STEPS else best
+        found = self._sampled(options, covariance, best) if room >= _TRIAL_STEPS else best
         return found, _TRIAL_STEPS if found != best else 0
 
-    def _sampled(self, options: _Options, covariance: Numbers) -> int:
+    def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
         """The shape that is the best in a sample of what the durations, and the worth of drafts, may be."""
         variances, directions = np.linalg.eigh(covariance)
         logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
         # How good the drafts of so many chains are is uncertain too, for all their lengths alike.
         by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
         logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
-        return int((options.rates * np.exp(logs)).argmax())
+        rates = options.rates * np.exp(logs)
+        if best:  # plain decoding has trials of its own
+            rates[0] = 0.0
+        return int(rates.argmax())
 
     def _options(self, load: _Load) -> _Options:
         """What every shape of the menu would give these requests."""

@@ -348,7 +348,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
         sequence.num_draft_computed += emission.num_draft_kept
-        if self.controller is not None and row.fanout and row.speculation.adaptive and not row.copies:
+        is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.copied)
+        if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
         emitted = [*emission.accepted, emission.next_token]
         kept, finish_reason = sequence.cut(emitted, self.eos_token_ids)

@@ -40,10 +40,10 @@ _RATE_STD, _SHAPE_STD = 0.3, 0.07
 """A rate before calibration, and the factor by which served steps of a shape differ from calibrated ones."""
 _POINT_STD, _STEP_STD = 0.03, 0.15
 """The noise of a calibrated step, and of a served one: neighbouring steps err alike, so that one alone tells less."""
-_COLD_STEPS, _COLD_S, _COLD_STD = 4, 0.2, 1.0
-"""For so many steps after drafting began or stopped, and with plain steps for so many seconds, the processor's caches
-hold other weights. On processors with 480 MB of cache plain steps took up to 9 % longer in that time: what they tell
-has less weight."""
+_COLD_STEPS, _COLD_S, _COLD_STD = (4, 32), 0.2, 1.0
+"""For so many steps after drafting began or stopped, and with plain steps for so many seconds (within these limits),
+the processor's caches hold other weights. On processors with 480 MB of cache plain steps took up to 9 % longer in that
+time: what they tell has less weight."""
 _MUCH_FASTER = 0.75
 """But a cold step that takes less than this share of what was predicted tells as much as any other."""
 _SHORT_TEXT = 256
@@ -137,10 +137,15 @@ def _ramps(rows: float) -> Numbers:
 
 _NUM_RAMPS = len(_KNOTS) - 1
 # Places of the terms; those of texts are filled in by `sizes_of`.
-_TEXT, _SHARED_TEXT, _LONG_TEXT, _NODE_TEXT, _PROMPT_TEXT = range(_NUM_RAMPS + 7, _NUM_RAMPS + 12)
-_NUM_REST = _NUM_RAMPS + 12
-_DRAFT_TEXT, _SHARED_DRAFT_TEXT = range(_NUM_REST + _NUM_RAMPS + 4, _NUM_REST + _NUM_RAMPS + 6)
-_NUM_TERMS = _SHARED_DRAFT_TEXT + 1
+_TEXTS = _NUM_RAMPS + 7
+_NUM_REST = _TEXTS + 5
+_DRAFT_TEXTS = _NUM_REST + _NUM_RAMPS + 4
+_NUM_TERMS = _DRAFT_TEXTS + 2
+
+
+def _is_shared(passes: tuple[int, ...]) -> bool:
+    """Whether the draft model computes several texts in a pass."""
+    return bool(passes) and passes[0] > 1
 
 
 @lru_cache(maxsize=4096)
@@ -150,11 +155,11 @@ def _sizes_without_texts(
     sizes = np.zeros(_NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
-    sizes[1 + _NUM_RAMPS : _TEXT] = rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt)
+    sizes[1 + _NUM_RAMPS : _TEXTS] = rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt)
     if passes or read:
-        of_passes = sizes[_NUM_REST:_DRAFT_TEXT]
+        of_passes = sizes[_NUM_REST:_DRAFT_TEXTS]
         of_passes[0] = 1.0
-        of_passes[1:4] = read, len(passes), len(passes) * (drafting > 1)
+        of_passes[1:4] = read, len(passes), len(passes) * _is_shared(passes)
         for rows_of_pass in passes:
             of_passes[4:] += _ramps(rows_of_pass)
     return sizes
@@ -166,14 +171,14 @@ def sizes_of(work: Work, window: int) -> Numbers:
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
     drafted_from = len(work.passes) * work.drafting * seen
-    sizes[_TEXT:_NUM_REST] = (
+    sizes[_TEXTS:_NUM_REST] = (
         work.text,
         work.text * (work.rows > 1),  # a lone text is attended to in a way of its own
         work.rows * max(0.0, length - _SHORT_TEXT),
         work.nodes * length,
         work.prompt_text,
     )
-    sizes[_DRAFT_TEXT:] = drafted_from, drafted_from * (work.drafting > 1)
+    sizes[_DRAFT_TEXTS:] = drafted_from, drafted_from * _is_shared(work.passes)
     return sizes
 
 
@@ -227,8 +232,8 @@ class StepTimes:
         """Places of the shapes' factors in the state."""
         self._started: float | None = None
         self._last_shape: Shape | None = None
-        self._num_since, self._since = 0, -math.inf
-        """Steps since drafting began or stopped, and when that was."""
+        self._num_since = 0
+        """Steps since drafting began or stopped."""
         num_states = 1 + _NUM_TERMS + _MOST_SHAPES
         self._rates = np.zeros(_NUM_TERMS)
         self._state = np.zeros(num_states)
@@ -277,7 +282,8 @@ class StepTimes:
     @staticmethod
     def num_cold(step_s: float) -> int:
         """How many steps of this duration have less weight after drafting has stopped."""
-        return max(_COLD_STEPS, math.ceil(_COLD_S / step_s))
+        fewest, most = _COLD_STEPS
+        return min(most, max(fewest, math.ceil(_COLD_S / step_s)))
 
     def log_covariance(self, works: Sequence[Work]) -> Numbers:
         """[steps, steps] covariance of the logarithms of the steps' durations."""
@@ -324,14 +330,14 @@ class StepTimes:
         self._started = started
         before, self._last_shape = self._last_shape, work.shape
         is_first = work.shape != before
-        self._num_since += 1
-        if is_first and PLAIN in (work.shape, before):
-            self._num_since, self._since = 0, started
-        is_cold = self._num_since < _COLD_STEPS or (work.shape == PLAIN and started - self._since < _COLD_S)
-        if not is_first and work.rows:
-            # Nothing makes a cold step faster than a warm one.
-            is_news = draft_s + rest_s < _MUCH_FASTER * float(self.step_s([work])[0] - self.host_s)
-            self._learn(work, draft_s, rest_s, self._cold_std if is_cold and not is_news else _STEP_STD)
+        self._num_since = 0 if is_first and PLAIN in (work.shape, before) else self._num_since + 1
+        if is_first or not work.rows:
+            return
+        predicted_s = float(self.step_s([work])[0]) - self.host_s
+        is_cold = self._num_since < (self.num_cold(predicted_s) if work.shape == PLAIN else _COLD_STEPS[0])
+        # Nothing makes a cold step faster than a warm one.
+        is_news = draft_s + rest_s < _MUCH_FASTER * predicted_s
+        self._learn(work, draft_s, rest_s, self._cold_std if is_cold and not is_news else _STEP_STD)
 
     def _pass_time(self, seconds: float) -> None:
         """The machine drifts; of all else a little more gives way to what calibration found."""

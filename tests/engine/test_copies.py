@@ -137,8 +137,8 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
         copied = tuple(plain) if "prediction" in names else ()
         with patch.object(controller, "observe", wraps=controller.observe) as observed:
             run = tiny.run(engine, [msgspec.structs.replace(one, prediction=copied)])
-        drafted = [outcome for outcome in run.outcomes["x"] if outcome.draft_length and not outcome.copied]
-        assert observed.call_count == len(drafted)
+        taken = [sum(part.num_accepted for part in outcome.copied) for outcome in run.outcomes["x"]]
+        assert observed.call_count <= taken.count(0)
         seen[names] = observed.call_count
     assert seen["model",] > 5
     assert seen["model", "prediction"] < seen["model",]

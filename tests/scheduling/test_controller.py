@@ -136,6 +136,26 @@ def test_a_trial_of_plain_steps_goes_on_while_requests_come_and_go() -> None:
     assert max(len(list(run)) for shape, run in groupby(shapes) if shape == PLAIN) > 20
 
 
+def test_a_trial_of_plain_steps_ends_where_others_draft() -> None:
+    """Such steps would tell nothing of plain ones; and a burst of requests need not wait for the caches."""
+    for others, more in (([(1, 1)], []), ([], [sequence(1), sequence(2)])):
+        server = Server(Machine(), {0: 0.8})
+        while server.controller.choice.shape != PLAIN:
+            server.step()
+        server.controller.choose([*server.sequences, *more], others)
+        assert server.controller.choice.shape != PLAIN
+
+
+def test_steps_without_adaptive_requests_are_no_trial() -> None:
+    """The wrong variant counts them, and tries nothing for a long time afterwards."""
+    server = Server(Machine(), {0: 0.8})
+    while server.controller.choice.shape != PLAIN:
+        server.step()
+    for _ in range(1000):
+        server.controller.choose([])
+    assert server.run(3000).count(PLAIN) > 20
+
+
 def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None:
     controller = controller_of()
     one = sequence(1)
