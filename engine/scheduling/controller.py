@@ -45,7 +45,7 @@ _FEW = 4
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
 """Steps of a trial; steps of a trial of plain decoding behind the first ones, which tell little (`StepTimes.num_cold`);
 largest share of all steps that trials take. Early it is more: the square root of the number of steps for samples, twice
-that for plain decoding."""
+that for plain decoding behind its first trial."""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
@@ -186,7 +186,7 @@ class Controller:
         if not share or len(options.shapes) == 1:
             return best, 0
         room = max(early, share - min(self._num_plain_tried, share / 2)) - self._num_tried
-        room_for_plain = max(2 * early, share / 2) - self._num_plain_tried
+        room_for_plain = max(early * (2 if self._num_plain_tried else 1), share / 2) - self._num_plain_tried
         if max(room, room_for_plain) < _TRIAL_STEPS:
             return best, 0
         covariance = self.times.log_covariance(options.works)

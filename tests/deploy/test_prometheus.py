@@ -134,7 +134,7 @@ def test_the_alerts_can_be_evaluated(watching: Prometheus) -> None:
         return list(watching.get("rules")["groups"][0]["rules"])
 
     wait_until(lambda: all(rule["lastEvaluation"] > "0002" for rule in rules()), "the alerts are not evaluated")
-    assert len(rules()) == 10
+    assert len(rules()) == 13
     assert {rule["health"] for rule in rules()} == {"ok"}, rules()
 
 

@@ -28,6 +28,6 @@ def test_every_field_of_the_metrics_has_its_row(part: type) -> None:
 
 
 def test_the_families_on_the_page_are_those_that_are_served() -> None:
-    paragraph = PAGE[PAGE.index("Families, by the `model_type`") :].partition("\n\n")[0]
-    lists = re.findall(r":((?:\s[a-z0-9_-]+,?)+)\.", paragraph)
+    paragraph = PAGE[PAGE.index("Families, by the `model_type`") :].partition("\n## ")[0]
+    lists = re.findall(r":((?:\s+[a-z0-9_-]+,?)+)\.", paragraph)
     assert frozenset(re.findall(r"[a-z0-9_-]+", " ".join(lists))) == FITTING_MODEL_TYPES
