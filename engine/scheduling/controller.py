@@ -142,8 +142,7 @@ class Controller:
         began = time.perf_counter()
         self._step += 1
         ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
-        has_changed = self._has_changed(ids, beside)
-        if adaptive and (self._step >= self._next or has_changed):
+        if adaptive and (self._step >= self._next or self._has_changed(ids, beside)):
             self._learn()
             text = text_beside + sum(len(one.tokens) for one in adaptive)
             self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)

@@ -333,11 +333,16 @@ class StepTimes:
         self._num_since = 0 if is_first and PLAIN in (work.shape, before) else self._num_since + 1
         if is_first or not work.rows:
             return
+        self._learn(work, draft_s, rest_s, self._cold_std if self._tells_little(work, draft_s + rest_s) else _STEP_STD)
+
+    def _tells_little(self, work: Work, seconds: float) -> bool:
+        """Whether a step was made while the caches were cold, and is no news: nothing makes a cold step fast."""
+        fewest, most = _COLD_STEPS
+        if self._num_since >= (most if work.shape == PLAIN else fewest):
+            return False
         predicted_s = float(self.step_s([work])[0]) - self.host_s
-        is_cold = self._num_since < (self.num_cold(predicted_s) if work.shape == PLAIN else _COLD_STEPS[0])
-        # Nothing makes a cold step faster than a warm one.
-        is_news = draft_s + rest_s < _MUCH_FASTER * predicted_s
-        self._learn(work, draft_s, rest_s, self._cold_std if is_cold and not is_news else _STEP_STD)
+        is_cold = work.shape != PLAIN or self._num_since < self.num_cold(predicted_s)
+        return is_cold and seconds >= _MUCH_FASTER * predicted_s
 
     def _pass_time(self, seconds: float) -> None:
         """The machine drifts; of all else a little more gives way to what calibration found."""
