@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import MagicMock
 
 import msgspec
@@ -67,6 +68,20 @@ def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pyte
     assert sum(plan.pool_bytes) == pytest.approx(room, rel=1e-3)
     with pytest.raises(ConfigError, match="gpu-memory-utilization"):
         plan_memory(half, facts, [130_000, 110_000], 1 << 28, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> None:
+    """Blocks beyond what the running requests can fill are of use to the prefix cache alone."""
+
+    def num_blocks(**cache: Any) -> int:
+        one = msgspec.structs.replace(
+            CONFIG, cache=CacheConfig(**cache), scheduler=SchedulerConfig(max_num_seqs=1, max_model_len=4096)
+        )
+        return plan_memory(one, facts, [1000], 0, torch.device("cpu")).num_blocks  # type: ignore[arg-type]
+
+    assert num_blocks(memory_bytes=8 * GIB) == 8 * GIB // 16_000
+    running = num_blocks(memory_bytes=8 * GIB, prefix_caching=False)
+    assert num_blocks() == running < 400
 
 
 def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
