@@ -5,9 +5,7 @@ Flag names are vLLM's wherever the meaning is the same. Precedence: flag, enviro
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +20,6 @@ from pydantic_settings import (
 
 from engine.api import (
     CacheConfig,
-    ConfigError,
     Device,
     Dtype,
     EngineConfig,
@@ -33,6 +30,7 @@ from engine.api import (
     SpeculationConfig,
 )
 from server.call_formats import CallFormat
+from server.config_file import ConfigFileSource
 
 EMBEDDED_NAME = "polydraft-demo"
 _DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
@@ -287,7 +285,7 @@ class Serve(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003  (named by pydantic-settings)
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, _FileSource(settings_cls))
+        return (init_settings, env_settings, ConfigFileSource(settings_cls))
 
     def served_name(self) -> str:
         """The model's name in metrics and logs."""
@@ -372,31 +370,3 @@ def pair_of(shape: str) -> tuple[int, int]:
     """The numbers of `K,L`."""
     num_drafts, draft_length = shape.split(",")
     return int(num_drafts), int(draft_length)
-
-
-class _FileSource(PydanticBaseSettingsSource):
-    """Settings from the file that `--config` or POLYDRAFT_CONFIG names."""
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError
-
-    def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("config")
-        return read_config_file(str(path)) if path else {}
-
-
-def read_config_file(path: str) -> dict[str, Any]:
-    """Settings in a TOML or JSON file; keys with dashes or underscores. Raises ConfigError."""
-    try:
-        text = Path(path).read_text()
-        values = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path}: not valid ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must hold a table of settings")
-    known = {key.replace("-", "_"): value for key, value in values.items()}
-    if unknown := sorted(set(known) - set(Serve.model_fields)):
-        raise ConfigError(f"--config {path}: unknown setting {unknown[0]!r}")
-    return known

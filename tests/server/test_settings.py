@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from engine.api import ConfigError
-from server.settings import Serve, read_config_file
+from server.config_file import read_config_file
+from server.settings import Serve
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: str, words: s
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """The message names the file and the reason."""
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file"):
-        read_config_file(str(tmp_path / "none.toml"))
+        read_config_file(str(tmp_path / "none.toml"), Serve.model_fields)
 
 
 def test_a_bad_value_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
