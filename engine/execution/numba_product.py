@@ -18,19 +18,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-_LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""Of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+_LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
 """Numbers of a vector."""
 _VECTORS = 2
 """Of a row's sums: as many multiplications for each number of a row that is read."""

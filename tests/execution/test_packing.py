@@ -12,7 +12,7 @@ from engine.execution import packing, products
 from engine.execution.lean import LeanDecoder
 from engine.execution.packing import Choice, choose_from, choose_sizes, pack
 from engine.execution.probe import find_kv_shape, probe, probe_ways
-from engine.execution.products import OneDnnForm, PackedLinear, take_over
+from engine.execution.products import BlockForm, OneDnnForm, PackedLinear, take_over
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.execution.test_architectures import CONFIGS
@@ -74,12 +74,20 @@ def test_wrong_packed_numbers_keep_a_model_plain(monkeypatch: pytest.MonkeyPatch
     assert product.weight.shape == (16, 8)
 
 
-def test_without_the_operators_a_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onednn_weights_lie_in_blocks_or_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit blocks if the number of columns is a multiple of a block's, which depends on the processor."""
+
     def missing(weight: torch.Tensor) -> torch.Tensor:
         raise AttributeError("no such operator")
 
+    numba_product = pytest.importorskip("engine.execution.numba_product")
     monkeypatch.setattr(packing, "reorder", missing)
-    assert pack([PackedLinear(torch.randn(16, 8))], "always") == 0
+    for num_columns, form in ((3 * numba_product.BLOCK, BlockForm), (numba_product.BLOCK + 1, type(None))):
+        product = PackedLinear(torch.randn(num_columns, 8))
+        expected = product(torch.ones(1, 3, 8))
+        assert (pack([product], "always") > 0) == (form is BlockForm)
+        assert type(product._form) is form
+        assert torch.allclose(product(torch.ones(1, 3, 8)), expected, atol=1e-5)
 
 
 @CPU
