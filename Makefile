@@ -1,5 +1,6 @@
 # make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
-# make test    set up and run the whole gate: format, lint, types, import contracts, tests
+# make test    set up and run the gate: format, lint, types, import contracts, tests (at most 8 minutes on two idle cores)
+# make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
 # make gpu-check  half an hour on a CUDA device: tests, times, figures, by a Python that has one (GPU_PYTHON=python3)
@@ -31,7 +32,7 @@ endif
 
 GPU_PYTHON ?= python3
 
-.PHONY: serve test bench papers gpu-check mutants npm-check clean
+.PHONY: serve test test-all bench papers gpu-check mutants npm-check clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -39,6 +40,9 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	./check $(ARGS)
+
+test-all: $(VENV)/.dev
+	./check --rest $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/polydraft bench --short $(ARGS)

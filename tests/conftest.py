@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
 
 gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +26,15 @@ else:
     _phases = [phase for phase in Phase if phase != Phase.shrink or "MUTANT_UNDER_TEST" not in os.environ]
     settings.register_profile("polydraft", derandomize=True, database=None, deadline=None, phases=_phases)
     settings.load_profile("polydraft")
+
+# The files that take longest, in this order before all others: none of them is left for one core at the end.
+LONG = ("deploy/test_image", "deploy/test_ray", "engine/test_output_law", "execution/test_graphs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files by how long they take; tests of a file keep their order."""
+    place = {f"{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(str(item.path.relative_to(FOLDER)), len(LONG)))
 
 
 def pytest_collection_finish() -> None:

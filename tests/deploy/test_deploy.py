@@ -105,6 +105,7 @@ def test_every_metric_of_an_alert_is_exported(exported: str) -> None:
             assert re.search(rf"^{name}{{", exported, re.MULTILINE), f"{rule['alert']}: {name} is not exported"
 
 
+@pytest.mark.slow  # the schema may have to be fetched
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_files_fit_the_specification(name: str) -> None:
     """By the schema that comes with Debian's docker-compose, which is older than the project's `name`."""

@@ -64,6 +64,7 @@ def packages(text: str) -> dict[str, str]:
     return {re.sub("[-_.]+", "-", name).lower(): version for name, version in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(
     "more",
@@ -80,6 +81,7 @@ def test_the_index_has_what_is_pinned(python: str, more: tuple[str, ...], index:
     assert {name: pinned.get(name) for name in found} == found
 
 
+@pytest.mark.slow
 def test_a_pin_that_torch_does_not_allow_is_found(index: dict[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "constraints.txt"
     wrong.write_text(re.sub("(?m)^triton==.*", "triton==3.6.0", (ROOT / "constraints.txt").read_text()))

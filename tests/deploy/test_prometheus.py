@@ -17,6 +17,8 @@ from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.tiny_models import write_pair
 
 DASHBOARD = json.loads((DEPLOY.parent / "grafana/dashboards/polydraft.json").read_text())
+# Prometheus may have to be fetched, and takes seconds to gather samples.
+pytestmark = pytest.mark.slow
 WINDOW = "15s"
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 # What the dashboard that vLLM publishes asks for.

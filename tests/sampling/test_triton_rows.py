@@ -230,6 +230,7 @@ def test_a_row_is_drawn_from_by_the_kernels_or_without_them(kernels: None, monke
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper() -> None:
     """Without a device: down to the machine code of an H100, by the compiler that Triton brings."""
     script = Path(__file__).parent.parent / "compile_kernels.py"

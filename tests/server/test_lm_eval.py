@@ -51,6 +51,7 @@ def evaluate(daemon: Daemon, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_speculation(
     daemon: Daemon, daemons: Daemons, pair_arguments: list[str], tmp_path: Path
 ) -> None:
