@@ -114,10 +114,10 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
     )
 
 
-def step(rows: Sequence[Row], most_unmerged: int = 0) -> tuple[Draft, list[Emission]]:
+def step(rows: Sequence[Row], most_unmerged: int = 0, world: Model = WORLD) -> tuple[Draft, list[Emission]]:
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
-    drafter = ModelDrafter(LookedUp(WORLD))  # type: ignore[arg-type]
+    drafter = ModelDrafter(LookedUp(world))  # type: ignore[arg-type]
     draft = draw_chains(plan, drafter, VOCABULARY, CPU, most_unmerged)
     assert draft is not None
     assert (draft.tokens_M is None) == (most_unmerged == 0)
@@ -127,7 +127,7 @@ def step(rows: Sequence[Row], most_unmerged: int = 0) -> tuple[Draft, list[Emiss
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             nodes.append((*nodes[parent], token))
         paths += nodes
-    emissions, _ = verifying.verify_chains(plan, draft, logarithms(WORLD.target, paths))
+    emissions, _ = verifying.verify_chains(plan, draft, logarithms(world.target, paths))
     return draft, emissions
 
 

@@ -1,0 +1,314 @@
+"""Sampled chains that are verified below accepted text drafts: the joint distribution of what a step serves.
+
+(accepted tokens, next token) are compared with an enumeration that knows no chains and no shifted arrays. The walk down
+the text drafts ends at a node with a known probability. A number of sampled nodes, whose distribution is known, stand
+at the same text. Below it a step of the rule begins whose first target law is the node's own without the refused
+tokens. The emitted text alone would not notice everything: a rule that overlooks drafts is still lossless, only slower.
+
+Rules that decide node by node are enumerated themselves, too, up to 1e-12. All are sampled through `verify_chains`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import verifying
+from engine.analysis.enumeration import EveryChain, Model, Path, draft_tuples, drafted_trees, joint, rule_outcomes
+from engine.plan import level_widths
+from engine.request import Speculation
+from engine.sampling import fused
+from engine.speculation.drafting import ChainNoise, LawTable
+from engine.speculation.verification import RULES, fused_block, node
+from engine.speculation.verification.copies import Below, below, refuse
+from engine.text_drafters import TextDraft
+from tests.speculation.exact import from_prefix
+from tests.speculation.served import Fit, fit, small_world
+from tests.speculation.test_served_steps import VOCABULARY, row_of, step
+
+ALPHA = 1e-6
+NUM_ROWS = 3_000
+COPIES = (TextDraft("prediction", (0, 1, 2)), TextDraft("prompt_lookup", (1, 0)))
+Ends = dict[tuple[Path, int], float]
+"""Probability of every (accepted tokens, next token)."""
+
+
+def world_of_likely_copies(vocabulary: int) -> Model:
+    """A generic world, in which text drafts and sampled chains begin alike in most steps."""
+    world = small_world("generic", vocabulary, 11)
+    target, draft = np.full((2, vocabulary), 0.2 / (vocabulary - 2))
+    target[:2], draft[:2] = (0.45, 0.35), (0.5, 0.3)
+    return replace(world, target={**world.target, (): target}, draft={**world.draft, (): draft})
+
+
+WORLD, SMALL = world_of_likely_copies(VOCABULARY), world_of_likely_copies(3)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How the rows of a case are drafted and verified."""
+
+    rule: str
+    method: str
+    fanout: tuple[int, ...]
+    """Children by depth; a tree where a node below the root has several."""
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation(
+            rule=self.rule,
+            num_drafts=prod(self.fanout),
+            draft_length=len(self.fanout),
+            draft_method=self.method,
+            tree=self.fanout if max(self.fanout[1:], default=1) > 1 else (),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.method}-{'x'.join(map(str, self.fanout))}"
+
+
+CHAINS = [
+    Drafting("token", "iid", (1, 1, 1)),
+    Drafting("block", "iid", (1, 1, 1)),
+    Drafting("bv_race", "iid", (3, 1, 1)),
+]
+TRAVERSALS = [Drafting("traversal", "without_replacement", (2, 1)), Drafting("traversal", "iid", (1, 3))]
+BY_NODES = [
+    Drafting("nss", "iid", (1, 2, 1)),
+    Drafting("nss", "greedy", (2, 2)),
+    Drafting("rrs", "iid", (1, 2, 1)),
+    Drafting("rrs_without_replacement", "without_replacement", (1, 2, 1)),
+    Drafting("kseq", "iid", (1, 2, 1)),
+    Drafting("spechub", "spechub", (2, 2)),
+    Drafting("greedy", "greedy", (1, 2, 1)),
+    Drafting("weighted_race", "iid", (1, 2, 1)),
+]
+LINEAR_PROGRAM = Drafting("ot_lp", "iid", (1, 2))
+
+
+def walk_ends(world: Model) -> Iterator[tuple[Path, float, list[int]]]:
+    """(text, probability, refused tokens) of every node where the walk down the text drafts can end."""
+    nodes: list[tuple[Path, float]] = [((), 1.0)]
+    for path, probability in nodes:
+        refused = sorted({copy.tokens[len(path)] for copy in COPIES if copy.tokens[: len(path)] == path != copy.tokens})
+        law = np.asarray(world.target[path])
+        nodes += [((*path, token), probability * float(law[token])) for token in refused]
+        yield path, probability * float(1 - law[refused].sum()), refused
+
+
+def nodes_at(path: Path, world: Model, drafting: Drafting) -> Mapping[int, float]:
+    """Probability of each number of sampled nodes that stand at a text."""
+    counts: dict[int, float] = {1: 1.0}
+    for depth, token in enumerate(path):
+        deeper: dict[int, float] = defaultdict(float)
+        for count, probability in counts.items():
+            number = count * drafting.fanout[depth]
+            drawn = (
+                draft_tuples(drafting.method, np.asarray(world.draft[path[:depth]]), number) if number else {(): 1.0}
+            )
+            for tokens, chance in drawn.items():
+                deeper[tokens.count(token)] += probability * chance
+        counts = deeper
+    return counts
+
+
+@cache
+def expected(drafting: Drafting, vocabulary: int = VOCABULARY) -> Ends:
+    """The enumeration."""
+    law: Ends = defaultdict(float)
+    world = WORLD if vocabulary == VOCABULARY else SMALL
+    for path, probability, refused in walk_ends(world):
+        fanout = drafting.fanout[len(path) :]
+        rest = from_prefix(world, path, len(fanout))
+        root = np.where(np.isin(np.arange(vocabulary), refused), 0.0, rest.target[()])
+        rest = replace(rest, target={**rest.target, (): root / root.sum()})
+        for count, chance in (nodes_at(path, world, drafting) if fanout else {0: 1.0}).items():
+            if not count:
+                for token, share in enumerate(root / root.sum()):
+                    law[path, token] += probability * chance * float(share)
+                continue
+            for end in rule_outcomes(drafting.rule, rest, (count * fanout[0], *fanout[1:]), drafting.method):
+                law[(*path, *end.accepted), end.next_token] += probability * chance * end.probability
+    return law
+
+
+EVERY = [*CHAINS, *TRAVERSALS, *BY_NODES, LINEAR_PROGRAM]
+
+
+def test_the_cases_are_of_every_rule_that_goes_with_text_drafts() -> None:
+    assert {case.rule for case in EVERY} == {name for name, rule in RULES.items() if not rule.changes_targets}
+
+
+@pytest.mark.parametrize("drafting", EVERY, ids=str)
+def test_the_enumeration_is_the_target_s_law(drafting: Drafting) -> None:
+    texts: dict[Path, float] = defaultdict(float)
+    for (accepted, token), probability in expected(drafting, SMALL.vocabulary).items():
+        ends = {(*accepted, token): probability}
+        for depth in range(len(accepted) + 1, 4):
+            ends = {
+                (*text, x): p * SMALL.target[text][x]  # type: ignore[index, misc]
+                for text, p in ends.items()
+                for x in range(3)
+                if len(text) == depth
+            }
+        for text, share in ends.items():
+            texts[text] += share
+    for path in SMALL.paths(4):
+        assert texts[path] == pytest.approx(joint(SMALL.target, path), abs=1e-12)
+
+
+def moved(part: str, right: Below, drafted: Below) -> Below:
+    """The rest of the chains with one part where it was drafted."""
+    if part in ("leads_CL", "tokens_CL", "draft"):
+        return replace(right, chains=replace(right.chains, **{part: getattr(drafted.chains, part)}))
+    root, rest = (right, drafted) if part == "target" else (drafted, right)
+    row_CX = torch.cat([root.target.row_CX[:, :1], rest.target.row_CX[:, 1:]], 1)
+    return replace(right, target=LawTable(right.target.law_NV, row_CX))
+
+
+def unshifted(part: str) -> Callable[..., Below]:
+    """A wrong `below` that shifts all but one part."""
+
+    def wrong(chains: Any, target: LawTable, noise: ChainNoise, *where: Any) -> Below:
+        right = below(chains, target, noise, *where)
+        index = torch.from_numpy(right.origin_C)
+        return moved(part, right, replace(right, chains=chains.select(index), target=target.select(index)))
+
+    return wrong
+
+
+PARTS = ("leads_CL", "tokens_CL", "draft", "target", "root")
+
+
+class Branches:
+    """In place of `categorical`: every row takes the script's next token, and the product of the chances is counted."""
+
+    def __init__(self, script: tuple[int, ...]) -> None:
+        self.script = list(script)
+        self.chance: Any = 1.0
+
+    def __call__(self, law_BV: Tensor, _: Tensor) -> Tensor:
+        token = self.script.pop(0)
+        self.chance = self.chance * law_BV[:, token].numpy()
+        return torch.full((len(law_BV),), token)
+
+
+def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> Ends:
+    """`RULES[name].verify` behind `below`: every drafted tree, every end of the walk, every token of every node."""
+    law: Ends = defaultdict(float)
+    length = len(drafting.fanout)
+    trees = drafted_trees(SMALL, drafting.fanout, drafting.method)
+    tree_C = np.repeat(np.arange(len(trees)), prod(drafting.fanout))
+    leaves = [leaf for _, tree in trees for leaf in tree]
+    every = EveryChain.among(from_prefix(SMALL, (), length), leaves, torch.from_numpy(tree_C))
+    below_L = prod(drafting.fanout) // np.array(level_widths(drafting.fanout))
+    leads_CL = torch.from_numpy(np.arange(len(leaves))[:, None] % prod(drafting.fanout) % below_L == 0)
+    chains = replace(every.chains, leads_CL=leads_CL)
+    number = torch.zeros(len(leaves), dtype=torch.float64)
+    numbers_CL = number.unsqueeze(1).expand(-1, length)
+    noise = ChainNoise(numbers_CL, number, number, numbers_CL, number)
+    for path, probability, refused in walk_ends(SMALL):
+        alive = {leaf for leaf in leaves if leaf[: len(path)] == path and len(leaf) > len(path)}
+        lives_C = np.array([leaf in alive for leaf in leaves])
+        law_NV = torch.cat([every.target.law_NV, torch.from_numpy(SMALL.target[path]).unsqueeze(0)])
+        refuse(law_NV, [len(law_NV) - 1], [refused])
+        rest = rest_of(
+            chains,
+            LawTable(law_NV, every.target.row_CX),
+            noise,
+            np.full(len(leaves), len(path)),
+            lives_C,
+            np.full(len(leaves), len(law_NV) - 1),
+        )
+        for script in itertools.product(range(3), repeat=length + 1):
+            branches = Branches(script)
+            with patch.object(node, "categorical", branches):
+                verdict = RULES[drafting.rule].verify(rest.chains, rest.target, rest.noise)
+            found = zip(verdict.chain_B.tolist(), verdict.accepted_B.tolist(), branches.chance, strict=True)
+            for (weight, _), (chain, accepted, chance) in zip(trees, found, strict=True):
+                kept = leaves[rest.origin_C[chain]][len(path) :][:accepted]
+                law[(*path, *kept), script[accepted]] += probability * weight * chance
+    return law
+
+
+def distance(found: Ends, drafting: Drafting) -> float:
+    """Largest difference from the enumeration."""
+    right = expected(drafting, SMALL.vocabulary)
+    return max(abs(found.get(end, 0.0) - right.get(end, 0.0)) for end in {*found, *right})
+
+
+def in_gate(drafting: Drafting, cheap: bool) -> Any:
+    return drafting if cheap else pytest.param(drafting, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("drafting", [in_gate(one, one.rule != "kseq") for one in BY_NODES], ids=str)
+def test_rules_by_nodes_have_the_exact_law_below_text_drafts(drafting: Drafting) -> None:
+    assert distance(enumerated(drafting), drafting) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["leads_CL", *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS[1:])])
+@pytest.mark.parametrize(
+    "drafting", [in_gate(one, one.rule not in ("kseq", "weighted_race")) for one in BY_NODES], ids=str
+)
+def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, part: str) -> None:
+    """`nss` alone reads neither draft laws nor leaders."""
+    is_read = drafting.rule != "nss" or part not in ("leads_CL", "draft")
+    found = distance(enumerated(drafting, unshifted(part)), drafting)
+    assert found > 1e-4 if is_read else found < 1e-12
+
+
+def sampled(drafting: Drafting, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
+    """How well the ends of many rows' steps fit the enumeration."""
+    fields = {"speculation": drafting.speculation, "fanout": drafting.fanout, "copies": COPIES}
+    emissions = step([row_of(seed + i, fields) for i in range(num_rows)], world=WORLD)[1]
+    return fit([(emission.accepted, emission.next_token) for emission in emissions], expected(drafting))
+
+
+def plain() -> AbstractContextManager[Any]:
+    """No kernels."""
+    return patch.object(fused, "compiler_for", lambda _: None)
+
+
+@pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
+def test_what_a_step_serves_is_the_enumerated_law(drafting: Drafting) -> None:
+    with plain():
+        assert sampled(drafting).p_value > ALPHA
+
+
+@pytest.mark.parametrize("drafting", CHAINS, ids=str)
+def test_kernels_serve_the_enumerated_law(drafting: Drafting) -> None:
+    """Those of the device: Numba's on a CPU."""
+    assert sampled(drafting, seed=NUM_ROWS).p_value > ALPHA
+
+
+@pytest.mark.slow
+def test_triton_s_race_serves_the_enumerated_law() -> None:
+    """On a CPU in its interpreter."""
+    pytest.importorskip("triton")
+    with plain(), patch.object(fused_block, "compiler_for", lambda *_: "Triton"):
+        assert sampled(CHAINS[-1], num_rows=300).p_value > ALPHA
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: bool) -> None:
+    """`leads_CL` is not among its operands: rules by nodes read it."""
+    with nullcontext() if kernels else plain(), patch.object(verifying, "below", unshifted(part)):
+        assert sampled(CHAINS[-1], num_rows=1_000).p_value < ALPHA
+
+
+def test_a_step_whose_leaders_are_not_shifted_is_rejected() -> None:
+    with plain(), patch.object(verifying, "below", unshifted("leads_CL")):
+        assert sampled(Drafting("greedy", "greedy", (1, 3))).p_value < ALPHA
