@@ -1,89 +1,67 @@
-"""Formats of calls that are known without a response template of the tokenizer's own, in transformers' words for one.
+"""Formats in which models write calls, besides those that a tokenizer's response template describes.
 
-Each begins a region at a tag, which may hold the function's name, and ends it at another; between them are arguments as
-JSON or as XML-like parameters, whose types come from the function's schema.
+All but one write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`); `qwen3_coder` writes
+XML-like parameters (`xml_calls.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 CallFormat = Literal[
     "hermes", "llama3_json", "mistral", "mistral_v11", "qwen3_coder", "deepseek_v3", "deepseek_v31", "response_template"
 ]
+HERMES, LLAMA3_JSON, QWEN3_CODER, RESPONSE_TEMPLATE = "hermes", "llama3_json", "qwen3_coder", "response_template"
 
-_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_TEXT = {"content": "text", "content_args": {"strip": False}}
-_BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_SEPARATOR = "<｜tool▁sep｜>"
-_CALL_MARK = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?"
-_FIRST = r"(?:\s*<｜tool▁calls▁begin｜>\s*)?"
-_AFTER = {"open": "<｜tool▁calls▁end｜>", **_TEXT}
-"""Behind all calls there is nothing to say."""
+_SPACE = r"\s{0,99}"
+_NAME = r"(?P<name>[\w.-]{1,64})"
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCE = "```"
 
 
-def _template(calls: dict[str, Any], **more: dict[str, Any]) -> dict[str, Any]:
-    fields = {"content": _TEXT, "tool_calls": {"repeats": True, **calls}, **more}
-    return {"start_anchor": "<|assistant|>", "fields": fields}
+@dataclass(frozen=True)
+class JsonFormat:
+    """Marks around a call's JSON. Patterns are regular expressions that must match from where the last part ended."""
+
+    opens: Mapping[str, str]
+    """Marks that begin a call, each with the pattern of what follows up to the object's first bracket."""
+    behind: str = ""
+    """Pattern of what follows the object; a group `more` stands for what follows up to another object's bracket."""
+    close: str | None = None
+    """Mark that ends a call whose JSON is broken."""
+    last: str | None = None
+    """Mark behind all calls."""
+    is_named: bool = field(default=False)
+    """Whether the opening pattern holds the function's name, so that the object is the arguments alone."""
 
 
-HERMES_TEMPLATE = _template({"open": "<tool_call>", "close": "</tool_call>", **_TEXT})
+def _deepseek(head: str, before_end: str) -> JsonFormat:
+    opens = {_CALLS_BEGIN: f"{_SPACE}{_BEGIN}{head}", _BEGIN: head}
+    return JsonFormat(opens, f"{_SPACE}{before_end}{_END}", _END, _CALLS_END, is_named=True)
 
-TEMPLATES: dict[str, dict[str, Any]] = {
+
+JSON_FORMATS: dict[str, JsonFormat] = {
+    HERMES: JsonFormat({"<tool_call>": rf"{_SPACE}\{{"}, f"{_SPACE}</tool_call>", "</tool_call>"),
     # Mistral's tokenizers up to version 7: one list of calls.
-    "mistral": _template(
-        {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)",
-            "close_pattern": r"(?<=\])\s*\Z",
-            "content": "json",
-            "transform_each": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-        }
+    "mistral": JsonFormat(
+        {"[TOOL_CALLS]": rf"{_SPACE}\[{_SPACE}\{{"}, rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\])", is_named=False
     ),
     # From version 11 on: each call has its mark, name and arguments.
-    "mistral_v11": _template(
-        {
-            "open_pattern": rf"{_CALL_MARK}(?=\s*\{{)",
-            # The mark alone may be in an argument's text.
-            "close_pattern": rf"(?<=\}})\s*(?={_CALL_MARK}\s*\{{)|(?<=\}})\s*\Z",
-            "content": "json",
-            "transform": _CALL,
-        }
+    "mistral_v11": JsonFormat(
+        {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
-    "qwen3_coder": _template(
-        {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-            "transform": _CALL,
-        }
-    ),
-    "deepseek_v3": _template(
-        {
-            "open_pattern": rf"{_FIRST}{_BEGIN}function{_SEPARATOR}(?P<name>[^\n]+)\n```json\n",
-            "close": f"\n```{_END}",
-            "content": "json",
-            "transform": _CALL,
-        },
-        after=_AFTER,
-    ),
-    "deepseek_v31": _template(
-        {
-            "open_pattern": rf"{_FIRST}{_BEGIN}(?P<name>[^<\n]+){_SEPARATOR}",
-            "close": _END,
-            "content": "json",
-            "transform": _CALL,
-        },
-        after=_AFTER,
-    ),
+    "deepseek_v3": _deepseek(rf"function{_SEPARATOR}{_NAME}\n{_FENCE}json\n{_SPACE}\{{", f"{_FENCE}{_SPACE}"),
+    "deepseek_v31": _deepseek(rf"{_NAME}{_SEPARATOR}{_SPACE}\{{", ""),
 }
 
 
 def named_in(chat_template: str) -> str | None:
-    """The format whose marks a chat template writes; None where it writes none of these."""
+    """The format whose marks a chat template writes; None if it writes none of these."""
     if "<function=" in chat_template and "<parameter=" in chat_template:
-        return "qwen3_coder"
+        return QWEN3_CODER
     if "tool▁call▁begin" in chat_template:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
     if "[TOOL_CALLS]" in chat_template:

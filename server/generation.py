@@ -6,7 +6,8 @@ speculation counts all agree about where the answer ends. Not for: HTTP shapes.
 
 from __future__ import annotations
 
-import uuid
+import secrets
+import string
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats, TokenLogprob
 from server.answers import DraftedStep, PromptLogprobs
+from server.call_pieces import Call, Piece
 from server.calls import this_call
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
@@ -25,8 +27,11 @@ from server.reasoning import Reasoning, Thought
 from server.statistics import Clock, SpeculationCount
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
-from server.tool_calls import Call, Piece, ToolCalls
+from server.tool_calls import ToolCalls
 from server.tools import ToolUse
+
+# Some chat templates (Mistral) take no other ids of calls back.
+_ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 @dataclass(frozen=True)
@@ -182,13 +187,13 @@ class Choice:
         if self._calls is None:
             return [text] if text else []
         found = self._calls.feed(text, self.finish_reason is not None)
-        if self.finish_reason == "stop" and self._calls.calls:
+        if self.finish_reason == "stop" and self._calls.are_complete:
             self.finish_reason = "tool_calls"
         return [part if isinstance(part, str) else self._named(part) for part in found]
 
     def _named(self, piece: Piece) -> CallPiece:
         if piece.name is not None:
-            self.call_ids.append(f"call_{uuid.uuid4().hex}")
+            self.call_ids.append("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
         call_id = self.call_ids[piece.index] if piece.name is not None else None
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 

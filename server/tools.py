@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.api import RequestError
-from server.call_formats import named_in
+from server.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
 from server.protocol import AllowedTools, ChatRequest, Message, NamedChoice, TextPart, Tool
 from server.structured import LONGEST_GRAMMAR, Structure, compact
-
-HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE = "hermes", "llama3_json", "response_template"
 
 _GRAMMARS = {
     HERMES: {

@@ -1,117 +1,218 @@
-"""Calls in the formats of Mistral, Qwen3-Coder and DeepSeek, however the text is cut into pieces."""
+"""Calls in every format, however the text is cut into pieces."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, get_args
 
+import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.api import RequestError
-from server.call_formats import TEMPLATES
+from server.call_formats import CallFormat
+from server.call_pieces import Piece
 from server.protocol import Function, Tool
 from server.tool_calls import ToolCalls
 from server.tools import HERMES, ToolUse, format_of
+from tests.server.call_spellings import BEGIN, CALLS_END, END, RESPONSE_TEMPLATE, SEPARATOR, SPELL, Call
 
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}},
+}
 TOOLS = tuple(Tool(type="function", function=Function(name=name, parameters=PARAMETERS)) for name in ("weather", "add"))
-BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-Call = tuple[str, dict[str, Any]]
-
-
-def mistral(calls: list[Call]) -> str:
-    return "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
-
-
-def mistral_v11(calls: list[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[CALL_ID]a1b2[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
-
-
-def qwen3_coder(calls: list[Call]) -> str:
-    def spell(name: str, arguments: dict[str, Any]) -> str:
-        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
-
-    return "\n".join(spell(*call) for call in calls)
-
-
-def deepseek_v3(calls: list[Call]) -> str:
-    spelled = (f"{BEGIN}function{SEPARATOR}{name}\n```json\n{json.dumps(values)}\n```{END}" for name, values in calls)
-    return "<｜tool▁calls▁begin｜>" + "\n".join(spelled) + "<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls: list[Call]) -> str:
-    spelled = (f"{BEGIN}{name}{SEPARATOR}{json.dumps(values)}{END}" for name, values in calls)
-    return "<｜tool▁calls▁begin｜>" + "".join(spelled) + "<｜tool▁calls▁end｜>"
-
-
-SPELL = {spell.__name__: spell for spell in (mistral, mistral_v11, qwen3_coder, deepseek_v3, deepseek_v31)}
 PARIS: Call = ("weather", {"city": 'Par }"]< is', "days": 3})
 BOTH: list[Call] = [PARIS, ("add", {})]
+BEFORE = {form: "" if form == "llama3_json" else "Let me see." for form in SPELL}
+"""Text before the calls, in formats that have some."""
+STREAMED = [form for form in SPELL if form not in ("qwen3_coder", "response_template")]
+"""Formats whose calls are passed on as the model writes them."""
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<function=add>", "</function>", "<parameter=x>",
+    "</parameter>", BEGIN, SEPARATOR, END, CALLS_END, "\n```", "</call>", "<call name=add>", "<think>", "; ",
+    "{", "}", "[", "]", '"', "\\", "\n", "<", ">", "/",
+)  # fmt: skip
+LISTING = """def read(text):
+    if "<tool_call>" in text and text.endswith("</tool_call>"):
+        return text[len('[TOOL_CALLS] [{"name": "add"}]'):]  # </function>
+    return f"```json\\n{text}\\n```" + "</call>" + "\\u2581" + '\\\\'
+"""
 
 
-def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list[Call]]:
-    """(text, calls) of an answer."""
-    reader = ToolCalls(ToolUse(TOOLS, form, parallel, forced=False), None)
-    parts: list[Any] = []
+def pieces_of(
+    form: str, pieces: list[str], parallel: bool = True, tools: tuple[Tool, ...] = TOOLS
+) -> tuple[str, ToolCalls]:
+    """(text, reader) of an answer in pieces; the pieces of calls add up to the calls."""
+    reader = ToolCalls(ToolUse(tools, form, parallel, forced=False), RESPONSE_TEMPLATE)
+    text, streamed = "", []
     for number, piece in enumerate(pieces, start=1):
-        parts += reader.feed(piece, number == len(pieces))
-    text = "".join(part for part in parts if isinstance(part, str))
+        for part in reader.feed(piece, number == len(pieces)):
+            if isinstance(part, Piece):
+                streamed += [[part.name, ""]] if part.name is not None else []
+                assert part.index == len(streamed) - 1
+                streamed[-1][1] += part.arguments
+            else:
+                text += part
+    assert parallel is False or [[call.name, call.arguments] for call in reader.calls] == streamed
+    return text, reader
+
+
+def read(
+    form: str, pieces: list[str], parallel: bool = True, tools: tuple[Tool, ...] = TOOLS
+) -> tuple[str, list[Call]]:
+    """(text, calls) of an answer."""
+    text, reader = pieces_of(form, pieces, parallel, tools)
     return text, [(call.name, json.loads(call.arguments)) for call in reader.calls]
 
 
-def test_every_format_is_tested() -> None:
-    assert SPELL.keys() == TEMPLATES.keys()
+def every_cut(answer: str) -> list[list[str]]:
+    """An answer as a whole, character by character, and in two pieces with the cut at each character."""
+    return [[answer], list(answer), *([answer[:cut], answer[cut:]] for cut in range(1, len(answer)))]
+
+
+CASES: dict[str, list[Call]] = {
+    "one call": [PARIS],
+    "several calls": [*BOTH, ("weather", {"city": "Rome"})],
+    "no arguments": [("add", {})],
+    "marks in strings": [("weather", {"city": f"x {mark} y"}) for mark in MARKS],
+    "marks alone": [("weather", {"city": mark}) for mark in MARKS if mark not in ("\n", "</parameter>")],
+    "code": [("weather", {"code": LISTING, "days": 1}), ("add", {"code": LISTING})],
+    "other letters": [("weather", {"city": "Zürich, 東京, 😀, \u2028"})],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", SPELL)
+def test_calls_are_read_the_same_at_every_cut(form: str, case: str) -> None:
+    """The table of formats: what stands in strings and code is no mark, and every split reads as the whole."""
+    calls = CASES[case]
+    answer = BEFORE[form] + SPELL[form](calls)
+    for pieces in every_cut(answer) if len(answer) < 1000 else every_cut(answer)[:2]:
+        assert read(form, pieces) == (BEFORE[form], calls), pieces
 
 
 @pytest.mark.parametrize("form", SPELL)
-@settings(deadline=None, max_examples=60)
+def test_a_call_that_quotes_a_whole_answer_of_its_format_is_one_call(form: str) -> None:
+    """A coding agent that writes tests for this very format."""
+    call: Call = ("add", {"code": SPELL[form]([PARIS, ("add", {"code": "x"})])})
+    answer = SPELL[form]([call, PARIS])
+    for pieces in every_cut(answer)[:2]:
+        assert read(form, pieces) == ("", [call, PARIS])
+
+
+def test_a_quoted_beginning_of_a_call_does_not_hide_the_calls_behind_it() -> None:
+    """Known at the answer's end only, in the one format whose strings have no end of their own."""
+    calls: list[Call] = [("add", {"code": "It begins <tool_call>\n<function=add>\n so"}), PARIS]
+    answer = SPELL["qwen3_coder"](calls)
+    for pieces in every_cut(answer):
+        assert read("qwen3_coder", pieces) == ("", calls)
+
+
+def test_every_format_is_tested() -> None:
+    assert set(SPELL) == set(get_args(CallFormat))
+
+
+@pytest.mark.parametrize("form", SPELL)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_text_and_calls_are_told_apart(form: str, data: st.DataObject) -> None:
-    """Arguments have the types of the function's schema, also where the format has none."""
-    answer = "Let me see." + SPELL[form](BOTH)
+def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> None:
+    quoted = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=8).map("".join)
+    if form == "qwen3_coder":
+        # The end of a parameter directly before what may follow it is where a value ends.
+        quoted = quoted.filter(lambda text: not re.search(r"</parameter>\s*(</function>|<parameter=|\Z)", text))
+        quoted = quoted.map(lambda text: text.replace("\r", ""))
+    calls: list[Call] = [("weather", {"city": data.draw(quoted), "days": 3}), ("add", {"code": data.draw(quoted)})]
+    answer = SPELL[form](calls)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-    assert read(form, pieces) == ("Let me see.", BOTH)
+    assert read(form, pieces) == ("", calls)
+
+
+@pytest.mark.parametrize("form", SPELL)
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_any_text_reads_the_same_in_pieces_and_nothing_is_lost(form: str, data: st.DataObject) -> None:
+    """What is no call is said as it came, also when it looks like one for a while."""
+    noise = st.sampled_from([*MARKS, SPELL[form]([("rm", {"a": 1})]), '{"name": "add", ', "add", "function", "\n"])
+    answer = "".join(data.draw(st.lists(noise | st.text(max_size=3), max_size=12)))
+    whole, in_characters = pieces_of(form, [answer]), pieces_of(form, list(answer) or [""])
+    assert whole[0] == in_characters[0]
+    assert whole[1].calls == in_characters[1].calls
+    if not whole[1].calls:
+        assert whole[0] == answer
 
 
 @pytest.mark.parametrize("form", SPELL)
 def test_what_is_no_call_stays_text(form: str) -> None:
-    for answer in ("Just text, 1 < 2 [and] {so} on.", SPELL[form]([("rm", {})])):
-        # The mark behind all calls is no text in any case.
-        assert read(form, list(answer)) == (answer.removesuffix("<｜tool▁calls▁end｜>"), [])
+    for answer in ("Just text, 1 < 2 [and] {so} on.", SPELL[form]([("rm", {})]), "<tool_call> [TOOL_CALLS] " + BEGIN):
+        for pieces in every_cut(answer):
+            assert read(form, pieces) == (answer, [])
 
 
 @pytest.mark.parametrize("form", SPELL)
 def test_what_is_no_call_is_said_once(form: str) -> None:
-    """Also when text or a call stands behind it, which the parser has seen when it ends."""
+    """Also when text or a call stands behind it."""
+    if form == "llama3_json":
+        return  # from the first object that is no call on, an answer is text
     for behind, calls in (("done", []), (SPELL[form]([PARIS]), [PARIS])):
-        if form == "mistral" and calls:
-            continue  # one list is the whole answer
-        answer = SPELL[form]([("rm", {})]).removesuffix("<｜tool▁calls▁end｜>") + behind
+        answer = SPELL[form]([("rm", {})]) + behind
         text = answer.removesuffix(behind) if calls else answer
-        if form == "mistral_v11" and not calls:
-            continue  # text behind arguments makes no call of them in any case
-        assert read(form, list(answer)) == (text, calls)
-        assert read(form, [answer]) == (text, calls)
+        for pieces in every_cut(answer):
+            assert read(form, pieces) == (text, calls)
 
 
 @pytest.mark.parametrize("form", SPELL)
-def test_a_call_that_is_cut_is_no_call(form: str) -> None:
-    """Half a call must not be made: the length cut it, or the client's stop string."""
-    answer = SPELL[form]([PARIS]).removesuffix("<｜tool▁calls▁end｜>")
-    for length in range(answer.index("weather") + 7, len(answer.rstrip())):
-        text, calls = read(form, list(answer[:length]))
-        assert not calls or calls == [PARIS], length
-        assert not calls or answer[length:].strip() in (">", END, f"```{END}"), length
-        assert calls or text.strip() == answer[:length].strip(), length
+def test_text_may_stand_behind_calls(form: str) -> None:
+    answer = SPELL[form]([PARIS]) + "\nThat is it. <tool_call>"
+    for pieces in every_cut(answer):
+        assert read(form, pieces) == ("\nThat is it. <tool_call>", [PARIS])
 
 
-def test_a_mark_in_an_argument_is_text() -> None:
-    call: Call = ("weather", {"city": "x [TOOL_CALLS] y"})
-    assert read("mistral_v11", list(mistral_v11([call, ("add", {})]))) == ("", [call, ("add", {})])
+@pytest.mark.parametrize("form", SPELL)
+def test_a_call_that_is_cut(form: str) -> None:
+    """It has the arguments so far if they are passed on as they come, and is text if not; it is not complete."""
+    answer = SPELL[form]([PARIS])
+    end = len(answer) - len(answer.partition('< is", "days": 3')[2]) if form != "qwen3_coder" else len(answer) - 13
+    for length in range(answer.index("weather") + 7, end):
+        text, reader = pieces_of(form, list(answer[:length]))
+        assert not reader.are_complete
+        if form not in STREAMED:
+            assert (text, reader.calls) == (answer[:length], [])
+        elif reader.calls:
+            (call,) = reader.calls
+            assert text == ""
+            assert answer[:length].endswith(call.arguments)
+            assert json.dumps(PARIS[1]).startswith(call.arguments)
+        else:
+            assert text == answer[:length]
+
+
+@pytest.mark.parametrize("form", STREAMED)
+def test_a_call_whose_json_breaks_keeps_what_was_written(form: str) -> None:
+    """Up to its own end mark; what stands behind it is read on."""
+    right = SPELL[form]([("add", {"days": 3}), ("weather", {})])
+    broken = right.replace('{"days": 3}', '{"days": ?}')
+    text, reader = pieces_of(form, list(broken))
+    assert reader.calls[0].name == "add"
+    assert reader.calls[0].arguments.startswith('{"days": ')
+    assert (pieces_of(form, [broken])[0], [call.arguments for call in reader.calls]) == (
+        text,
+        [call.arguments for call in pieces_of(form, [broken])[1].calls],
+    )
+    if form in ("hermes", "deepseek_v3", "deepseek_v31"):
+        assert [(call.name, call.arguments) for call in reader.calls[1:]] == [("weather", "{}")]
+    assert "?" in text + reader.calls[0].arguments
+
+
+@pytest.mark.parametrize("form", STREAMED)
+def test_control_characters_in_strings_are_escaped(form: str) -> None:
+    """Models write line breaks of code as they are, and JSON has none in its strings."""
+    answer = SPELL[form]([("add", {"code": "a\n\tb"})]).replace("a\\n\\tb", "a\n\tb")
+    assert "a\n\tb" in answer
+    assert read(form, list(answer)) == ("", [("add", {"code": "a\n\tb"})])
 
 
 @pytest.mark.parametrize("form", SPELL)
@@ -121,9 +222,19 @@ def test_one_call_alone(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SPELL)
-def test_such_calls_cannot_be_forced(form: str) -> None:
-    with pytest.raises(RequestError, match="neither forced nor strict"):
-        ToolUse(TOOLS, form, True, forced=True).structure()
+def test_reading_takes_a_step_for_each_character(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No text is looked at again and again while a long call comes: what is kept between pieces stays short."""
+    code = 'if a < b: print("x")  # {[</\n' * 3500
+    answer = SPELL[form]([("add", {"code": code})])
+    reader = ToolCalls(ToolUse(TOOLS, form, True, forced=False), RESPONSE_TEMPLATE)
+    longest = 0
+    for begin in range(0, len(answer), 50):
+        reader.feed(answer[begin : begin + 50], False)
+        kept = vars(reader._reader)
+        longest = max([longest, *(len(value) for value in kept.values() if isinstance(value, str))])
+    reader.feed("", True)
+    assert json.loads(reader.calls[0].arguments) == {"code": code}
+    assert longest < 1000
 
 
 @pytest.mark.parametrize(
@@ -141,3 +252,94 @@ def test_such_calls_cannot_be_forced(form: str) -> None:
 def test_the_format_is_seen_in_the_template(template: str, form: str | None) -> None:
     assert format_of("auto", template, None) == form
     assert format_of("llama3_json", template, None) == "llama3_json"
+
+
+@pytest.mark.parametrize("form", [form for form in SPELL if form not in ("hermes", "llama3_json")])
+def test_such_calls_cannot_be_forced(form: str) -> None:
+    with pytest.raises(RequestError, match="neither forced nor strict"):
+        ToolUse(TOOLS, form, True, forced=True).structure()
+
+
+DEFINITIONS: dict[str, Any] = {
+    "Whole": {"type": "integer"},
+    "Name": {"type": "string"},
+    "Unit": {"enum": ["C", "5", True]},
+    "Node": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}}},
+    "a/b~c": {"type": "boolean"},
+}
+PLAIN_SCHEMAS = st.sampled_from(
+    [{"type": name} for name in ("string", "integer", "number", "boolean", "null", "array", "object")]
+    + [{"$ref": f"#/$defs/{name}"} for name in ("Whole", "Name", "Unit", "Node", "a~1b~0c")]
+    + [{}, {"enum": [1, "x"]}, {"enum": ["7", None]}, {"const": "true"}, {"const": 4}]
+    + [{"type": ["integer", "string"]}, {"type": ["boolean", "null"]}]
+)
+SCHEMAS = st.recursive(
+    PLAIN_SCHEMAS,
+    lambda inner: st.builds(
+        lambda name, some: {name: some}, st.sampled_from(["anyOf", "allOf"]), st.lists(inner, min_size=1, max_size=3)
+    ),
+    max_leaves=4,
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.sampled_from([0.5, "C", "5", "7", "x", "true", "null", "a b", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["next", "k"]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(schema=SCHEMAS, value=VALUES)
+def test_arguments_without_types_get_those_of_the_schema(schema: dict[str, Any], value: Any) -> None:
+    """Whatever value of a schema a model writes as plain text, the argument that is read is valid."""
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFINITIONS}
+    if not jsonschema.Draft202012Validator(parameters).is_valid({"x": value}):
+        return
+    tool = Tool(type="function", function=Function(name="f", parameters=parameters))
+    spelled = value if isinstance(value, str) else json.dumps(value)
+    for text in {spelled, str(value) if isinstance(value, bool) else spelled}:
+        answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        ((_, arguments),) = read("qwen3_coder", [answer], tools=(tool,))[1]
+        is_python = text != spelled
+        if is_python and jsonschema.Draft202012Validator(parameters).is_valid({"x": text}):
+            continue  # a string as well
+        jsonschema.validate(arguments, parameters)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"$ref": "#"}, '{"x": {}}', {"x": {}}),
+        ({"$ref": "#/properties/x"}, "5", 5),
+        ({"anyOf": [{"$ref": "#/$defs/Whole"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"$ref": "#/$defs/Whole"}, {"type": "null"}]}, "None", None),
+        ({"allOf": [{"$ref": "#/$defs/Whole"}]}, "5", 5),
+        ({"enum": [5, 6]}, "5", 5),
+        ({"enum": ["5"]}, "5", "5"),
+        ({}, "[1, 2]", [1, 2]),
+        ({}, "plain words", "plain words"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"$ref": "https://elsewhere/schema"}, "5", 5),
+        ({"$ref": "#/nowhere"}, "5", 5),
+        (True, "5", 5),
+        ({"enum": [1]}, "true", "true"),
+    ],
+)
+def test_a_text_becomes_what_its_schema_admits(schema: Any, text: str, value: Any) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFINITIONS}
+    for outer in (
+        parameters,
+        {"allOf": [{"$ref": "#/$defs/Outer"}], "$defs": {"Outer": parameters, **DEFINITIONS}, **parameters},
+    ):
+        tool = Tool(type="function", function=Function(name="f", parameters=outer))
+        answer = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        ((_, arguments),) = read("qwen3_coder", [answer], tools=(tool,))[1]
+        assert json.dumps(arguments) == json.dumps({"x": value})

@@ -1,0 +1,133 @@
+"""Arguments that a format writes as plain text, as the values that their JSON schema admits.
+
+A text becomes the JSON value that it spells if the schema admits that value, else a string. Of a schema, types, enum,
+const, references within it and combinations of schemas count; bounds and patterns do not decide between two types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any] | bool
+
+_SPELLINGS = {"true": True, "false": False, "none": None, "null": None}
+"""Values that templates also write as Python does."""
+_MOST_STEPS = 200
+"""References and combinations that are followed for one value."""
+
+
+def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
+    """The value of an argument; parameters: the schema of the function's arguments."""
+    schemas = _Schemas(parameters)
+    of_key = schemas.at(parameters, key)
+    for value in _readings(text):
+        if schemas.admit(of_key, value):
+            return value
+    return text
+
+
+def _readings(text: str) -> list[Any]:
+    """Values that a text may stand for besides itself, the likeliest first."""
+    readings: list[Any] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        readings.append(json.loads(text, parse_constant=_number, parse_float=_number))
+    if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
+        # Only if the text itself is not admitted.
+        readings += [text, _SPELLINGS[spelled]]
+    return readings
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
+class _Schemas:
+    """A schema with the references in it."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_steps = 0
+
+    def admit(self, schema: Any, value: Any) -> bool:
+        """Whether a schema admits a value, as far as this module looks."""
+        self._num_steps += 1
+        if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
+            return schema is not False
+        if "$ref" in schema and not self.admit(self._referred(schema["$ref"]), value):
+            return False
+        wanted = schema.get("type")
+        types = [wanted] if isinstance(wanted, str) else wanted
+        if isinstance(types, list) and not any(_is_of(value, name) for name in types):
+            return isinstance(schema.get("nullable"), bool) and schema["nullable"] and value is None
+        choices = schema["enum"] if isinstance(schema.get("enum"), list) else None
+        if "const" in schema:
+            choices = [schema["const"]]
+        if choices is not None and not any(_equal(value, one) for one in choices):
+            return False
+        return all(self.admit(one, value) for one in _schemas(schema, "allOf")) and all(
+            any(self.admit(one, value) for one in some)
+            for name in ("anyOf", "oneOf")
+            if (some := _schemas(schema, name))
+        )
+
+    def at(self, schema: Any, key: str) -> Schema | None:
+        """The schema of a property; None if the schema does not know it."""
+        self._num_steps += 1
+        if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
+            return None
+        properties = schema.get("properties")
+        found: list[Schema | None] = []
+        if isinstance(properties, Mapping) and key in properties:
+            found.append(properties[key])
+        elif isinstance(schema.get("additionalProperties"), Mapping):
+            found.append(schema["additionalProperties"])
+        if "$ref" in schema:
+            found.append(self.at(self._referred(schema["$ref"]), key))
+        found += [self.at(one, key) for one in _schemas(schema, "allOf")]
+        for name in ("anyOf", "oneOf"):
+            some = [known for one in _schemas(schema, name) if (known := self.at(one, key)) is not None]
+            found.append({"anyOf": some} if some else None)
+        every = [one for one in found if one is not None]
+        return {"allOf": every} if every else None
+
+    def _referred(self, reference: Any) -> Any:
+        """The schema that a reference within the root names; one that admits all if there is none."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return True
+        found: Any = self._root
+        for step in reference.removeprefix("#").split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return True
+        return found
+
+
+def _schemas(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else ()
+
+
+def _is_of(value: Any, name: Any) -> bool:
+    """Whether a value is of a type of JSON schema."""
+    if isinstance(value, bool) or value is None:
+        return bool(name == ("null" if value is None else "boolean"))
+    if isinstance(value, int | float):
+        return name == "number" or (name == "integer" and value == int(value))
+    return isinstance(value, {"string": str, "object": dict, "array": list}.get(name, ()))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Equality of JSON: true is not 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)
