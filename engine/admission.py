@@ -10,7 +10,7 @@ from math import prod
 import msgspec
 
 from engine.config import MODEL, PREDICTION, EngineFacts, RuleFacts, SpeculationConfig
-from engine.errors import ConfigError, RequestError
+from engine.errors import NO_END_TOKEN, ConfigError, RequestError
 from engine.request import Request, Speculation
 from engine.text_drafters import TEXT_DRAFTERS
 
@@ -90,6 +90,8 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
         raise RequestError(
             "ignore_eos cannot be combined with structured output, whose grammar ends the answer", "ignore_eos"
         )
+    if sampling.grammar and not facts.eos_token_ids:
+        raise RequestError("structured output cannot end: this model's files name no end token", code=NO_END_TOKEN)
     for name, count in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)

@@ -29,7 +29,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.errors import (
-    NON_FINITE,
+    SERVER_FAULTS,
     ConfigError,
     DeadlineExceeded,
     EngineBusy,
@@ -163,9 +163,9 @@ __all__ = [
     "DRAFTERS",
     "GRAMMAR",
     "MODEL",
-    "NON_FINITE",
     "PHASES",
     "PREDICTION",
+    "SERVER_FAULTS",
     "Abort",
     "Accepted",
     "CacheConfig",

@@ -21,7 +21,7 @@ from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
-from engine.execution.loading import LoadedModel, Outline, Progress, load_pair, outline_pair
+from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
@@ -48,8 +48,9 @@ def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> E
     """
     check_speculation(config)
     check_outlines(config, outline_pair(config.model))
+    ends = end_tokens(config.model, progress)
     target, draft = load_pair(config.model, progress)
-    return assemble(config, target, draft, progress)
+    return assemble(config, replace(target, eos_token_ids=ends), draft, progress)
 
 
 def assemble(
@@ -120,8 +121,7 @@ def assemble(
     )
     check_defaults(facts, config.speculation)
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
-    tokenizer = config.model.tokenizer or target.name
-    revision = config.model.revision if tokenizer == config.model.target else None
+    tokenizer, revision = config.model.tokenizer_source
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)

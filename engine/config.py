@@ -41,6 +41,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     prepack: Prepack = "auto"
     """Keep weights in oneDNN's layout on a CPU: where that is faster, always, or never."""
 
+    @property
+    def tokenizer_source(self) -> tuple[str, str | None]:
+        """Name and revision of the tokenizer."""
+        name = self.tokenizer or self.target
+        return name, self.revision if name == self.target else None
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Paged K/V storage, shared by target and draft through one block accounting."""

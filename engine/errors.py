@@ -16,6 +16,11 @@ from typing import Literal
 NON_FINITE = "non_finite_logits"
 """Error code of a request that was ended because a model computed NaN or infinity: the server's fault."""
 
+NO_END_TOKEN = "no_end_token"
+"""Error code of structured output from a model whose files name no end token: the operator's to correct."""
+SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN})
+"""Error codes of requests that no client can correct."""
+
 
 class PolydraftError(Exception):
     """Root of every error raised on purpose."""

@@ -8,12 +8,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.errors import ConfigError, first_line
 
 log = logging.getLogger("polydraft")
 
 _PROBE_S, _PATIENCE_S = 5.0, 8.0
 """How long the hub may take to answer; and all of it, looking up its address too, which has no limit of its own."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+_RIGHT_FOLDER = "name a folder with config.json and safetensors"
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
@@ -24,11 +28,13 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
     """
     file = "config.json" if is_model else "tokenizer.json"
     if Path(name).is_dir():
-        if is_model and not (Path(name) / file).is_file():
-            raise ConfigError(f"{name}: this folder has no {file}; name a folder with {file} and safetensors")
+        _check_folder(Path(name), file, is_model)
         return
+    if Path(name).is_file():
+        kind = "a GGUF file, which is not served" if name.endswith(".gguf") else "a file"
+        raise ConfigError(f"{name}: {kind}; {_RIGHT_FOLDER}")
     if _is_path(name):
-        raise ConfigError(f"{name}: no such model folder; name a folder with config.json and safetensors")
+        raise ConfigError(f"{name}: no such model folder; {_RIGHT_FOLDER}")
     import huggingface_hub as hub
 
     files = (file,) if is_model else (file, "config.json")
@@ -55,6 +61,52 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
         f"{name}: no such folder here, and the hub ({hub.constants.ENDPOINT}) does not answer ({fault}); check the "
         "name and the network (HF_ENDPOINT, HTTPS_PROXY), or download the model elsewhere and name its folder"
     )
+
+
+def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
+    """Raise ConfigError for a folder without a usable file; the message names the likely reason."""
+    path = folder / file
+    if path.is_file() or path.is_symlink():
+        if fault := file_fault(path):
+            raise ConfigError(f"{path}: {fault}")
+        return
+    if not must_exist:
+        return
+    # A download may have put the model one folder deeper; the hub's cache has it two folders deeper.
+    inner = sorted(found.parent for pattern in ("*", "snapshots/*") for found in folder.glob(f"{pattern}/{file}"))
+    if inner:
+        raise ConfigError(f"{folder}: this folder has no {file}; did you mean {inner[-1]}?")
+    if any(folder.glob("*.gguf")):
+        raise ConfigError(f"{folder}: this folder has no {file} but GGUF files, which are not served; {_RIGHT_FOLDER}")
+    raise ConfigError(f"{folder}: this folder has no {file}; {_RIGHT_FOLDER}")
+
+
+def file_fault(path: Path) -> str:
+    """Why an existing file, or link, cannot be what its name says, and what to do; "" if its first bytes look right."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(64)
+    except FileNotFoundError:
+        return f"a link to {os.readlink(path)}, which is gone; download the model again"
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); let the user of this process read it"
+    if not begin:
+        return "the file is empty; download it again"
+    if begin.startswith(_LFS):
+        return "this is a git-lfs pointer, not the file itself; run: git lfs pull"
+    if begin.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "this is a web page (HTML), not the file itself; download it again"
+    return ""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises ConfigError with the reason if there is none."""
+    if fault := file_fault(path):
+        raise ConfigError(f"{path}: {fault}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
 
 
 def _is_path(name: str) -> bool:

@@ -42,6 +42,7 @@ from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
 from server.tools import format_of
 from server.tracing import Tracing
+from server.turn_end import check_template, turn_remark
 
 log = logging.getLogger("polydraft")
 
@@ -137,6 +138,7 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     """What the routes share; raises ConfigError for a tokenizer or a template that cannot be read."""
     template = Path(settings.chat_template).read_text() if settings.chat_template else None
     tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
+    check_template(tokenizer)
     neutral = settings.generation_config == "neutral"
     defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
@@ -200,6 +202,8 @@ class _Daemon:
         self._server.metrics.ready(facts)
         for line in _summary(facts, self._server, self._address()):
             log.info(line)
+        if remark := turn_remark(self._server.tokenizer, facts.eos_token_ids):
+            log.info(remark)
 
     def _on_step(self, step: Step) -> None:
         self._server.metrics.step(step)

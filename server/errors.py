@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from engine.api import NON_FINITE, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
+from engine.api import SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from server.extras import UNKNOWN
 
 
@@ -70,8 +70,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        if error.code == NON_FINITE:
-            return ApiError(500, ErrorBody(str(error), "server_error", code=NON_FINITE))
+        if error.code in SERVER_FAULTS:
+            return ApiError(500, ErrorBody(str(error), "server_error", code=error.code))
         return invalid_request(str(error), error.param, error.code)
     if isinstance(error, EngineBusy):
         body = ErrorBody(str(error), "rate_limit_error", code="queue_full")

@@ -7,6 +7,7 @@ there is a list of families known to fit, a look at the configuration, and a pro
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,11 +16,15 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint import Source, context_length, length_remark, read_tokenizer, token_roles
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
-from engine.files import check_source, model_file
+from engine.files import check_source
+from engine.weight_files import check_weight_files
+
+log = logging.getLogger("polydraft")
 
 # Families whose logits through the hook equal plain transformers (tests/execution/test_architectures.py
 # covers the first line; the others passed the same comparison with random weights).
@@ -35,8 +40,6 @@ FITTING_MODEL_TYPES = frozenset(
 
 # These choose their frequencies from the longest position of the whole batch.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 Progress = Callable[[str], None]
 
@@ -151,7 +154,7 @@ def _outline(name: str, config: Any) -> Outline:
         name=name,
         model_type=config.model_type,
         vocab_size=int(config.vocab_size),
-        max_positions=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+        max_positions=context_length(config),
     )
 
 
@@ -171,9 +174,8 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 def _outlined(name: str, revision: str | None) -> Outline:
     config = _read_config(name, revision)
     check_config(name, config)
-    folder = Path(name)
-    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in _WEIGHT_FILES):
-        raise LoadError(f"{name}: this folder has no weights ({', '.join(_WEIGHT_FILES)}); download the model again")
+    if Path(name).is_dir():
+        check_weight_files(Path(name))
     return _outline(name, config)
 
 
@@ -226,10 +228,20 @@ def check_pair(target: Outline, draft: Outline, revision: str | None = None, dra
 
 def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
     """The checkpoint's vocabulary, or None where it has no tokenizer.json: then sizes are compared."""
-    from tokenizers import Tokenizer
+    tokenizer = read_tokenizer(Source(name, revision))
+    return None if tokenizer is None else tokenizer.get_vocab()
 
-    path = model_file(name, "tokenizer.json", revision)
-    return Tokenizer.from_file(str(path)).get_vocab() if path is not None else None
+
+def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
+    """The tokens that end an answer by all files of the target; reports what these files disagree about."""
+    target, tokenizer = Source(config.target, config.revision), Source(*config.tokenizer_source)
+    stated = _read_config(*target)
+    roles = token_roles(target, tokenizer, int(stated.vocab_size), getattr(stated, "eos_token_id", None))
+    for fault in roles.faults:
+        log.warning("%s", fault)
+    for remark in filter(None, (*roles.remarks, length_remark(stated, tokenizer))):
+        progress(remark)
+    return roles.ends
 
 
 def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:

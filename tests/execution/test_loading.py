@@ -16,7 +16,7 @@ import transformers
 
 from engine.building import assemble, build_engine, check_speculation
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.errors import ConfigError, LoadError
+from engine.errors import SERVER_FAULTS, ConfigError, LoadError, RequestError
 from engine.execution import groups, inputs, probe, runner
 from engine.execution.loading import check_config, choose_device, load
 from tests.engine import tiny
@@ -143,6 +143,28 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(LoadError, match="cannot be loaded"):
         load(name, None, torch.float32, torch.device("cpu"))
+
+
+def test_the_end_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine, its grammars and the facts that the server gets have the same ends; a model without any is named."""
+    name = saved(tmp_path, words={"a": 0, "b": 1, "end": 2})
+    progress: list[str] = []
+    assert build_engine(engine_config(name)).facts.eos_token_ids == []
+    assert "no file names an end token" in caplog.text
+    structured = tiny.request("0", [1], grammar="start: /a/")
+    with pytest.raises(RequestError, match="cannot end") as refusal:
+        build_engine(engine_config(name)).submit(structured)
+    assert refusal.value.code in SERVER_FAULTS
+    caplog.clear()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "end"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    engine = build_engine(engine_config(name), progress.append)
+    assert engine.facts.eos_token_ids == [1, 2]
+    assert "answers end with 1 'b' (generation_config.json), 2 'end' (tokenizer_config.json)" in progress
+    assert caplog.text == ""
+    result = tiny.run(engine, [tiny.request(str(end), [0], logit_bias=((end, 100.0),)) for end in (1, 2, 3)])
+    assert {name: len(tokens) for name, tokens in result.tokens.items()} == {"1": 1, "2": 1, "3": 24}
+    assert result.finish_reasons == {"1": "stop", "2": "stop", "3": "length"}
 
 
 def test_unlike_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""A file that is not what its name says is named with the reason and the way out, before anything reads the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine.errors import ConfigError, LoadError, PolydraftError
+from engine.files import check_source
+from engine.weight_files import check_weight_files
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"
+PAGE = "<!DOCTYPE html>\n<html><body>404</body></html>"
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder of two shards."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for number, name in enumerate(SHARDS):
+        save_file({f"w{number}": np.ones((8, 8), np.float32)}, folder / name)
+    weight_map = {f"w{number}": name for number, name in enumerate(SHARDS)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def without_config(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def into(folder: Path, deeper: str) -> None:
+    inner = folder / deeper
+    inner.mkdir(parents=True)
+    (folder / "config.json").rename(inner / "config.json")
+
+
+SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pointer": (lambda at: (at / "config.json").write_text(POINTER), "config.json: this is a git-lfs pointer, not "
+                "the file itself; run: git lfs pull"),
+    "page": (lambda at: (at / "config.json").write_text(PAGE), "config.json: this is a web page"),
+    "empty": (lambda at: (at / "config.json").write_text(""), "config.json: the file is empty"),
+    "link": (lambda at: (without_config(at) / "config.json").symlink_to("../blobs/gone"), "config.json: a link to "
+             "../blobs/gone, which is gone"),
+    "deeper": (lambda at: into(at, "inner"), "did you mean"),
+    "hub cache": (lambda at: into(at, "snapshots/5f0b"), "snapshots/5f0b?"),
+    "gguf": (lambda at: (without_config(at) / "x.gguf").write_bytes(b"GGUF"), "has no config.json but GGUF files"),
+    "nothing": (without_config, "this folder has no config.json; name a folder with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SOURCES)
+def test_a_folder_that_is_no_model_is_explained(fault: str, model: Path) -> None:
+    check_source(str(model))
+    spoil, words = SOURCES[fault]
+    spoil(model)
+    with pytest.raises(ConfigError) as refusal:
+        check_source(str(model))
+    assert words in str(refusal.value)
+    assert str(model) in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "words"), [("m.gguf", "a GGUF file, which is not served"), ("m.bin", "a file; name")])
+def test_a_file_is_no_folder(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=words):
+        check_source(str(tmp_path / name))
+
+
+def test_a_tokenizer_that_was_not_fetched_is_named(model: Path) -> None:
+    check_source(str(model), is_model=False)
+    (model / "tokenizer.json").write_text(POINTER)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: this is a git-lfs pointer"):
+        check_source(str(model), is_model=False)
+
+
+def test_a_file_of_another_user_is_named(model: Path) -> None:
+    """The tests may run as a user who may read everything."""
+    with (
+        patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")),
+        pytest.raises(ConfigError, match=r"config\.json: cannot be read \(Permission denied\); let the user"),
+    ):
+        check_source(str(model))
+
+
+def removed(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda at: removed(at, *SHARDS, "model.safetensors.index.json"), "this folder has no weights (model."),
+    "no index": (lambda at: removed(at, "model.safetensors.index.json"), "no weights that transformers finds"),
+    "other files": (lambda at: (removed(at, *SHARDS, "model.safetensors.index.json"),
+                                (at / "training_args.bin").write_bytes(b"x")), "only training_args.bin"),
+    "shard": (lambda at: removed(at, SHARDS[1]), f"1 of the 2 files that model.safetensors.index.json names are "
+              f"missing ({SHARDS[1]}); download the model again"),
+    "pointer": (lambda at: (at / SHARDS[0]).write_text(POINTER), f"{SHARDS[0]}: this is a git-lfs pointer"),
+    "page": (lambda at: (at / SHARDS[0]).write_text(PAGE), f"{SHARDS[0]}: this is a web page"),
+    "empty": (lambda at: (at / SHARDS[0]).write_text(""), f"{SHARDS[0]}: the file is empty"),
+    "link": (lambda at: (removed(at, SHARDS[0]), (at / SHARDS[0]).symlink_to("gone")), "a link to gone, which is gone"),
+    "cut": (lambda at: cut(at / SHARDS[1]), "the file is cut off: "),
+    "cut early": (lambda at: (at / SHARDS[1]).write_bytes(b"\x40" + bytes(7)), "cut off, or no safetensors file"),
+    "no header": (lambda at: (at / SHARDS[1]).write_bytes(b"\x04" + bytes(20)), "no header of a safetensors file"),
+    "index": (lambda at: (at / "model.safetensors.index.json").write_text(PAGE), "index.json: this is a web page"),
+    "no map": (lambda at: (at / "model.safetensors.index.json").write_text("{}"), "the file has no weight_map"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WEIGHTS)
+def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
+    check_weight_files(model)
+    spoil, words = WEIGHTS[fault]
+    spoil(model)
+    with pytest.raises((LoadError, ConfigError)) as refusal:
+        check_weight_files(model)
+    assert words in str(refusal.value)
+    assert isinstance(refusal.value, PolydraftError)
+    assert "\n" not in str(refusal.value)
+
+
+def test_pickled_weights_are_not_looked_into(model: Path) -> None:
+    removed(model, *SHARDS, "model.safetensors.index.json")
+    (model / "pytorch_model.bin").write_bytes(b"PK")
+    check_weight_files(model)

@@ -1,0 +1,43 @@
+"""A chat template's end of turn is compared with the end tokens, and a template that cannot be read stops the start."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import ConfigError
+from server.tokenizer import Tokenizer
+from server.turn_end import check_template, turn_remark
+from tests.server.tiny_models import EOS, TOKENIZER
+
+CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}END{% endfor %}"
+
+
+def of(template: str | None) -> Tokenizer:
+    tokenizer = Tokenizer(str(TOKENIZER), template)
+    tokenizer.close()
+    return tokenizer
+
+
+def test_a_turn_that_ends_with_another_token_is_named() -> None:
+    end = of(None).token_text(EOS)
+    tokenizer = of(CHAT.replace("END", end + "\n"))
+    assert turn_remark(tokenizer, [EOS]) is None
+    remark = turn_remark(tokenizer, [])
+    assert remark is not None
+    assert f"{end!r} ({EOS})" in remark
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHAT.replace("END", ""), CHAT.replace("END", "\n"), "{{ messages[0].content }}", "{{ raise_exception('no') }}"],
+    ids=["nothing", "text", "no answer", "refusal"],
+)
+def test_where_it_cannot_be_told_nothing_is_said(template: str) -> None:
+    tokenizer = of(template)
+    check_template(tokenizer)
+    assert turn_remark(tokenizer, []) is None
+
+
+def test_a_template_with_a_wrong_syntax_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"chat template cannot be read \(line 1: .*; see --chat-template"):
+        check_template(of("{% for m in messages %}"))
