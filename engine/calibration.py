@@ -32,6 +32,9 @@ the first alone."""
 _TEXT = 256
 """Tokens of the texts of steps that are not about longer ones."""
 _PROMPT_CHUNKS = (32, 128)
+_LONG_PROMPT = 4096
+"""Most tokens before a chunk of a prompt that is measured: what a token more costs behind longer texts is known from
+there."""
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.16, 4, 8
@@ -43,7 +46,7 @@ _WARM_UP_BELOW_S = 0.03
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""
-_FORMAT = 15
+_FORMAT = 16
 """Of the file: higher where the engine's steps, or what is measured of them, have changed."""
 _PLAIN = Speculation()
 
@@ -151,6 +154,9 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
     for chunk in _PROMPT_CHUNKS:
         if chunk <= min(room, usual):
             yield made_up_plan(engine, 1, usual, num_prompt=chunk)
+    long = max(context for context in _contexts(engine, 2) if context <= _LONG_PROMPT)
+    if long > usual:
+        yield made_up_plan(engine, 1, long, num_prompt=_PROMPT_CHUNKS[0])
     if not speculation.num_drafts:
         return
     length = min(3, speculation.draft_length)

@@ -141,7 +141,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:
-        engine.telemetry.times = times = measure(engine, config, speculation, progress)
+        engine.scheduler.times = times = measure(engine, config, speculation, progress)
         if speculation.adaptive and speculation.num_drafts:
             engine.scheduler.controller = Controller(times, config.speculation.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:

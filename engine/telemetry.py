@@ -15,7 +15,7 @@ import torch
 
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_time import StepTimes, Work
+from engine.scheduling.step_time import Work
 
 _PARTS = "parts"
 _NEW_WEIGHT = 0.05
@@ -135,8 +135,6 @@ class Telemetry:
     def __init__(self, scheduler: Scheduler, device: torch.device) -> None:
         self.stopwatch = Stopwatch(CudaClock() if device.type == "cuda" else None)
         self.phase = self.stopwatch.phase
-        self.times: StepTimes | None = None
-        """How long steps take; None where none were measured."""
         self.num_steps = 0
         self._scheduler = scheduler
         self._overhead = Overhead()
@@ -195,7 +193,7 @@ class Telemetry:
 
         draft_s, rest_s: what the parts of the step took; around_s: usual time between the parts of two steps.
         """
-        times, plan = self.times, self._scheduler.last_plan
+        times, plan = self._scheduler.times, self._scheduler.last_plan
         if times is None or not plan.sampling_rows:
             return None, 0.0
         work = Work.of(plan)

@@ -123,7 +123,9 @@ class Serve(BaseSettings):
     max_num_seqs: Positive = Field(64, description="requests that run at once")
     max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
     max_prompt_tokens_per_step: NotNegative = Field(
-        0, description="most prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit"
+        0,
+        description="most prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; "
+        "where step times are measured, prompts also add no more time than decoding takes, or 0.1 s",
     )
     max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
     block_size: Positive = Field(16, description="tokens in a K/V block")

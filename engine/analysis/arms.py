@@ -176,9 +176,9 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
         speculation = speculation_of(name)
-        own.telemetry.times = StepTimes(points) if speculation.adaptive else shared
+        own.scheduler.times = StepTimes(points) if speculation.adaptive else shared
         if speculation.adaptive:
-            scheduler.controller = Controller(own.telemetry.times, _LIMITS.max_draft_length)
+            scheduler.controller = Controller(own.scheduler.times, _LIMITS.max_draft_length)
         arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
     return arms
 

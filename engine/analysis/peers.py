@@ -51,7 +51,7 @@ class Own:
         self.engine: Engine = build_engine(config)
         self.num_tokens = options.tokens
         adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
-        self.engine.telemetry.times = times = StepTimes(measure_points(self.engine, adaptive))
+        self.engine.scheduler.times = times = StepTimes(measure_points(self.engine, adaptive))
         self.engine.scheduler.controller = Controller(times, speculation.max_draft_length)
         self._adaptive = adaptive
         self._number = 0

@@ -24,12 +24,11 @@ from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome
+from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
+from engine.scheduling.step_time import StepTimes
 from engine.text_drafters import most_copied
-
-# Waiting requests that are taken into account when a step's prompt tokens are shared out.
-_MOST_SHARING = 8
 
 
 class Scheduler:
@@ -49,6 +48,8 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.controller: Controller | None = None
         """Set once costs have been measured; without it adaptive requests draft all they may."""
+        self.times: StepTimes | None = None
+        """Set once costs have been measured; without it prompts are bounded by their number of tokens alone."""
         self.num_preemptions = 0
         self.num_cache_queries = 0
         """Tokens of all admitted texts."""
@@ -139,22 +140,26 @@ class Scheduler:
         held = min(self._usual_drafts(decoding), max(0, budget - total // 4))
         if parts and self.config.max_prompt_tokens:
             held = max(held, budget - self.config.max_prompt_tokens)
-        budget = self._plan_prompts(parts, budget - held)
+        limit = None
+        if parts and self.times is not None and prompts_wait:
+            limit = PromptLimit(self.times, len(parts), sum(part.end for part in parts.values()))
+        budget = self._plan_prompts(parts, budget - held, limit)
         # Requests admitted now can share the blocks of this step: a pass writes all K/V before it reads any.
         for part in parts.values():
             self._publish(part)
-        while (admitted := self._admit(budget)) is not None:
+        while (admitted := self._admit(budget, limit)) is not None:
             parts[admitted.sequence.sequence_id] = admitted
             budget -= admitted.num_tokens
             self._publish(admitted)
         return held + budget
 
-    def _plan_prompts(self, parts: dict[int, Part], budget: int) -> int:
+    def _plan_prompts(self, parts: dict[int, Part], budget: int, limit: PromptLimit | None) -> int:
         """Add chunks of the running prompts; the tokens left for requests that wait."""
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
-        shares = self._shares(prompts, budget)
+        num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
+        shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
         for sequence in prompts:
-            part = self._part(sequence, min(budget, shares[sequence.sequence_id]))
+            part = self._part(sequence, min(budget, shares[sequence.sequence_id]), limit)
             if part.num_known and self._reserve(part):
                 parts[sequence.sequence_id] = part
                 budget -= part.num_tokens
@@ -196,26 +201,6 @@ class Scheduler:
         """The parts whose sequences still hold their blocks: a more urgent one may have taken them since."""
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
-    def _shares(self, prompts: list[Sequence], budget: int) -> dict[int, int]:
-        """Most tokens of a step for each running prompt.
-
-        Within a priority all get an equal share, plus what shorter prompts leave over. Waiting requests for which a
-        seat is free get a share too, so that a short prompt is computed together with a long one and not after it.
-        """
-        num_seats = min(self.config.max_num_seqs - len(self._running), _MOST_SHARING)
-        sharing = [*prompts, *self._waiting[:num_seats]]
-        sharing.sort(key=lambda s: (s.request.priority, s.num_missing))
-        shares = {}
-        for number, sequence in enumerate(sharing):
-            priority = sequence.request.priority
-            rivals = sum(other.request.priority == priority for other in sharing[number:])
-            # What the draft model has to catch up on before it drafts is bounded (`DraftPrefill.most_lag`).
-            lag = self.draft_prefill.lag(sequence) if self._controller_of(sequence) is None else 0
-            share = max(1 + lag, budget // rivals)
-            shares[sequence.sequence_id] = share
-            budget -= min(sequence.num_missing, share)
-        return shares
-
     def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
         """Append what the step emitted, cut it where the answer ends, free what has ended; not of broken sequences."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
@@ -250,11 +235,25 @@ class Scheduler:
         """The most urgent first, among equals those that have waited longest for a row."""
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
-    def _part(self, sequence: Sequence, budget: int) -> Part:
-        """What of a sequence fits the budget: where the controller decides what it drafts, its text alone."""
-        if self._controller_of(sequence) is None:
-            return part_of(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
-        return part_of(sequence, (), budget, 0, self._read_along if sequence.num_missing > 1 else 0)
+    def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> Part:
+        """What of a sequence fits the budget, and a prompt's time: where the controller decides what it drafts, its
+        text alone."""
+        is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
+        is_adaptive = self._controller_of(sequence) is not None
+        if is_prompt and limit is not None:
+            budget = min(budget, self._lag(sequence) + limit.most(first, min(budget, sequence.num_missing)))
+        if is_adaptive:
+            part = part_of(sequence, (), budget, 0, self._read_along if is_prompt else 0)
+        else:
+            part = part_of(sequence, sequence.fanout, budget, self.config.max_copied_tokens, 0)
+        if is_prompt and limit is not None:
+            limit.take(first, part.num_known)
+        return part
+
+    def _lag(self, sequence: Sequence) -> int:
+        """Tokens that the draft model has to catch up on before it drafts, which are bounded
+        (`DraftPrefill.most_lag`)."""
+        return self.draft_prefill.lag(sequence) if self._controller_of(sequence) is None else 0
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
         """Who says what it drafts; None where its request does."""
@@ -319,13 +318,13 @@ class Scheduler:
         insort(self._waiting, victim, key=urgency)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int) -> Part | None:
+    def _admit(self, budget: int, limit: PromptLimit | None) -> Part | None:
         """Start the head of the queue if a seat, some budget and blocks for its whole text are free."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
         sequence = self._waiting[0]
         self._take_cached(sequence)
-        part = self._part(sequence, budget)
+        part = self._part(sequence, budget, limit)
         num_missing = self._num_blocks(sequence) - len(sequence.block_ids)
         if not part.num_known or num_missing > self.blocks.num_free:
             self.blocks.release(sequence.forget_computed())

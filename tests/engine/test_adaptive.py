@@ -234,7 +234,7 @@ def test_the_controller_and_the_step_times_are_told_how_long_texts_are() -> None
             seen.append(work.text)
 
     engine = tiny.build(TARGET, DRAFT)
-    engine.telemetry.times = times = Times(Machine().points())
+    engine.scheduler.times = times = Times(Machine().points())
     engine.scheduler.controller = Spy(times, 5)
     lengths = {"adapts": 5, "beside": 21}
     engine.submit(tiny.request("adapts", range(5, 10), adaptive("block", 1), 40))

@@ -72,7 +72,7 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
     target = tiny.llama(seed=1)
     for speculation in (Speculation(), Speculation(rule="block", num_drafts=1, draft_length=2)):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-        engine.telemetry.times = times = Told(Machine())
+        engine.scheduler.times = times = Told(Machine())
         engine.submit(tiny.request("0", [1, 2, 3], speculation, max_tokens=9))
         known = [engine.run_step().stats for _ in range(3)]
         plain_s = times.rest_s(Work(rows=1, text=3))
@@ -178,7 +178,7 @@ def test_what_the_controller_takes_is_not_plain_decodings() -> None:
 
     target = tiny.llama(seed=1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-    engine.telemetry.times = times = Slow(Machine().points())
+    engine.scheduler.times = times = Slow(Machine().points())
     engine.scheduler.controller = Always(times, 3)
     adaptive = Speculation(rule="block", num_drafts=1, draft_length=3, adaptive=True)
     engine.submit(tiny.request("0", [1, 2, 3], adaptive, max_tokens=30))

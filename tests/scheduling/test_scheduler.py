@@ -153,6 +153,16 @@ class Traffic(RuleBasedStateMachine):
         assert self.scheduler.blocks.num_used == 0
 
 
+class SlowPrompts(Traffic):
+    """The same on a machine that has no time for prompts beside decoding: each is read a few tokens at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler.times = StepTimes(Machine(prompt_s=1.0).points())
+
+
+TestSlowPrompts = SlowPrompts.TestCase
+TestSlowPrompts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 

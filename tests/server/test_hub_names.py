@@ -246,7 +246,7 @@ def test_offline_names_that_are_not_cached_are_explained(models: TinyModels) -> 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "models/", "README.md", "a b"])
 def test_a_path_that_does_not_exist_is_named_as_such(name: str) -> None:
     """Without asking the hub: no model there is called like this."""
-    with pytest.raises(ConfigError, match="(no such model folder|a file); name a folder with"):
+    with pytest.raises(ConfigError, match=r"(no such model folder|a file); name a folder with"):
         check_source(name)
 
 

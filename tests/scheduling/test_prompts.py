@@ -1,0 +1,123 @@
+"""Prompts beside decoding requests: their step takes twice as long as without them at most, and all are read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.cache.store import BlockStore
+from engine.config import SchedulerConfig
+from engine.plan import Plan
+from engine.scheduling.prompts import PromptLimit
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_time import StepTimes, Work
+from tests.scheduling.machine import Machine
+from tests.scheduling.test_scheduler import request, verdict
+
+
+class Formula(StepTimes):
+    """A machine on which a prompt's token takes 0.2 ms, and 0.1 microseconds more for each token before it."""
+
+    def __init__(self, row_s: float = 0.02) -> None:
+        super().__init__(Machine().points())
+        self.row_s = row_s
+
+    def rest_s(self, work: Work) -> float:
+        return self.row_s * work.rows + 2e-4 * work.prompt + 1e-7 * work.prompt_text
+
+
+def build(times: StepTimes | None, num_decoding: int = 1) -> Scheduler:
+    """A scheduler in which some requests decode."""
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=16, max_prompt_tokens=512)
+    scheduler = Scheduler(config, BlockStore(16_384, 16), frozenset({99}))
+    for number in range(num_decoding):
+        scheduler.submit(request(f"decodes {number}", 4, 5000, first=10_000_000 + 1000 * number))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.times = times
+    return scheduler
+
+
+def prompt_tokens(plan: Plan) -> list[int]:
+    return [row.num_tokens for row in plan.rows if not row.emits]
+
+
+def read(scheduler: Scheduler, name: str) -> list[Plan]:
+    """The steps until a request has its first token."""
+    plans = []
+    while True:
+        plans.append(scheduler.plan())
+        if name in {outcome.request_id for outcome in scheduler.commit(plans[-1], verdict(plans[-1]))}:
+            return plans
+
+
+@pytest.mark.parametrize(("row_s", "most_s"), [(0.02, 0.12), (0.3, 0.6)])
+def test_a_long_prompt_adds_as_much_as_decoding_takes(row_s: float, most_s: float) -> None:
+    """The wrong variant, tokens alone, takes 1.7 s behind 32,000 tokens."""
+    scheduler = build(times := Formula(row_s))
+    scheduler.submit(request("long", 32_000, 4))
+    plans = read(scheduler, "long")
+    chunks = [prompt_tokens(plan)[0] for plan in plans[:-1]]
+    # In the last one its own row is computed too.
+    assert max(times.rest_s(Work.of(plan)) for plan in plans[:-1]) <= most_s
+    # As much as there is time for: a tenth of the step is left over at most, and longer texts get fewer tokens.
+    assert all(times.rest_s(Work.of(plan)) > 0.9 * most_s for plan in plans[2:-2] if prompt_tokens(plan)[0] < 512)
+    assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+    assert sum(chunks) + plans[-1].rows[-1].num_tokens == 32_000
+    plain = build(None)
+    plain.submit(request("long", 32_000, 4))
+    assert max(times.rest_s(Work.of(plan)) for plan in read(plain, "long")) > 1.5
+
+
+def test_prompts_share_the_time() -> None:
+    scheduler = build(times := Formula())
+    for number in range(4):
+        scheduler.submit(request(f"long {number}", 4000, 4, first=10_000 * number))
+    for _ in range(20):
+        plan = scheduler.plan()
+        assert times.rest_s(Work.of(plan)) <= 0.12 + 4 * 8 * (2e-4 + 4000 * 1e-7)
+        assert len(plan.sampling_rows) == 1
+        assert len(prompt_tokens(plan)) == 4, "a prompt stands still"
+        scheduler.commit(plan, verdict(plan))
+
+
+def test_prompts_alone_are_not_limited() -> None:
+    """Nobody waits for the next token."""
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=16, max_prompt_tokens=512)
+    scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
+    scheduler.times = Formula()
+    scheduler.submit(request("long", 32_000, 4))
+    assert prompt_tokens(scheduler.plan()) == [2048]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_every_prompt_is_read_on_a_machine_that_is_too_slow(num_drafts: int) -> None:
+    """Also behind a cached prefix that the draft model has not read, with more nodes than the least chunk."""
+    scheduler = build(Formula())
+    scheduler.times = times = Formula()
+    times.rest_s = lambda work: float(work.rows + 10 * work.prompt)  # type: ignore[method-assign]
+    scheduler.submit(request("first", 1000, 1))
+    assert len(read(scheduler, "first")) == 125
+    asked = request("second", 1009, 4, drafts=num_drafts, draft_length=5 if num_drafts else 0)
+    scheduler.submit(asked)
+    plans = read(scheduler, "second")
+    assert len(plans) < 100
+    assert all(len(plan.sampling_rows) >= 1 for plan in plans)
+
+
+def test_time_is_asked_of_the_work_that_is_planned() -> None:
+    """The limit counts what is taken: the second prompt gets what the first has left."""
+    limit = PromptLimit(Formula(), 1, 100)
+    assert limit.most(0, 2048) == pytest.approx(500, abs=60)
+    limit.take(0, 300)
+    assert limit.most(0, 2048) == pytest.approx(200, abs=40)
+    limit.take(0, 200)
+    assert limit.most(50_000, 2048) == 8
+
+
+def test_adaptive_requests_are_limited_too() -> None:
+    scheduler = build(times := Formula())
+    asked = request("long", 32_000, 4, drafts=4, draft_length=5)
+    scheduler.submit(
+        msgspec.structs.replace(asked, speculation=msgspec.structs.replace(asked.speculation, adaptive=True))
+    )
+    assert max(times.rest_s(Work.of(plan)) for plan in read(scheduler, "long")) <= 0.12 + 0.01
