@@ -34,6 +34,12 @@ from tests.execution.test_lean import randomised
 PAGE = 4
 
 
+def few_passes() -> tuple[list[SequenceInput], list[SequenceInput]]:
+    """Prompts and steps of four sequences: Triton's interpreter takes milliseconds for every row and head."""
+    prompts, steps = passes()
+    return prompts[:4], steps[:4]
+
+
 def runners(name: str) -> tuple[ModelRunner, ModelRunner]:
     loaded = randomised(CONFIGS[name], seed=5)
     shape = find_kv_shape(loaded)
@@ -66,17 +72,17 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_padded_passes_give_the_same_numbers(name: str) -> None:
     """Prompts, a step of trees, and the same buffers again for other sequences in another order."""
     plain, replayed = runners(name)
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     with noted_replays() as shapes:
-        for sequences in (prompts, steps, steps[::-1], steps[2:5], steps[:8], steps[1:6]):
+        for sequences in (prompts, steps, steps[::-1], steps[1:4], steps[:2]):
             assert agree(replayed.forward(sequences), plain.forward(sequences))
-    assert len(set(shapes)) < len(shapes) == 6, "no shape was used twice"
+    assert len(set(shapes)) < len(shapes) == 5, "no shape was used twice"
 
 
 def test_a_shape_recorded_with_few_queries_serves_as_many_as_it_has_room_for() -> None:
     """The wrong variant keeps the first pass's number of queries: the last rows of the next are not computed."""
     plain, replayed = runners("llama")
-    prompts, _ = passes()
+    prompts, _ = few_passes()
     for runner in (plain, replayed):
         runner.forward(prompts)
     blocks, length = prompts[0].block_ids, len(prompts[0].input_ids)
@@ -102,8 +108,8 @@ def test_nothing_is_recorded_while_requests_are_served() -> None:
     _, replayed = runners("llama")
     assert replayed._graphs is not None
     shapes = set(replayed._graphs._recorded)
-    prompts, steps = passes()
-    for count in range(1, 10):
+    prompts, steps = few_passes()
+    for count in range(1, 5):
         replayed.forward(prompts[:count])
         replayed.forward(steps[:count])
     assert set(replayed._graphs._recorded) == shapes == set(menu(16, 101))
@@ -111,7 +117,7 @@ def test_nothing_is_recorded_while_requests_are_served() -> None:
 
 def test_tokens_drawn_on_the_device_take_the_place_of_the_hosts() -> None:
     plain, replayed = runners("llama")
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     for runner in (plain, replayed):
         runner.forward(prompts)
     known = [token for part in steps for token in part.nodes.tokens]
@@ -133,7 +139,7 @@ WRONG: dict[str, Callable[[PagedInput], None]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_comparison_has_teeth(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, replayed = runners("llama")
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     expected = [plain.forward(sequences) for sequences in (prompts, steps)][1]
     replayed.forward(prompts)
 
@@ -148,7 +154,7 @@ def test_the_comparison_has_teeth(wrong: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_padding_writes_where_nobody_reads() -> None:
     _, replayed = runners("llama")
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     replayed.forward(prompts)
     before = replayed.storage.keys.clone()
     replayed.forward(steps[:3])
@@ -161,7 +167,7 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(monkeypatch: pytest.Mo
     """Of what is not written, not a number would remain, and go through all layers."""
     attention = pytest.importorskip("engine.execution.triton_attention")
     _, replayed = runners("llama")
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     replayed.forward(prompts)
     assert replayed._graphs is not None
     for recorded in replayed._graphs._recorded.values():
@@ -178,7 +184,7 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(attention.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
     for parts in (1, 2):
         monkeypatch.setattr(attention, "num_parts_of", lambda *_, parts=parts: parts)
-        replayed.forward(steps[2:5])
+        replayed.forward(steps[1:4])
     assert outputs
     assert all(output.shape[1] == 4 * 12 for output in outputs)
     assert all(output.isfinite().all() for output in outputs)
@@ -198,7 +204,7 @@ def test_the_menu_has_room_for_every_decode_step_whose_logits_are_not_too_many()
 
 
 def test_rows_of_a_pass_have_places_of_their_own() -> None:
-    _, steps = passes()
+    _, steps = few_passes()
     host = pages_of(build(steps[:3], PAGE))
     shape = Shape(4, 24)
     rows = rows_of(host, shape)
@@ -256,7 +262,7 @@ def test_passes_that_cannot_be_recorded_run_as_they_are(
     assert in_use == [current]
     assert "without CUDA graphs: this operation cannot be recorded" in caplog.text
     monkeypatch.undo()
-    prompts, steps = passes()
+    prompts, steps = few_passes()
     with noted_replays() as shapes:
         for sequences in (prompts, steps):
             assert agree(replayed.forward(sequences), plain.forward(sequences))
