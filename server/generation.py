@@ -21,10 +21,9 @@ from server.call_pieces import Call, Piece
 from server.calls import this_call
 from server.engine_client import EngineClient
 from server.logprobs import SpelledToken, prompt_logprobs, spell
-from server.metrics import ServerMetrics
 from server.observer import Observer
 from server.reasoning import Reasoning, Thought
-from server.statistics import Clock, SpeculationCount
+from server.statistics import Clock, SpeculationCount, kept_part
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
 from server.tool_calls import ToolCalls
@@ -136,8 +135,8 @@ class Choice:
         """The stop string that has ended the answer; None where something else did, or nothing yet."""
         return self._cut.found
 
-    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None]:
-        """Take a step's tokens; (what to release, seconds per token since the last step)."""
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
+        """Take a step's tokens; (what to release, seconds per token since the last step, what the answer took)."""
         self.num_cached = outcome.num_cached
         if self._num_prompt_logprobs is not None and self.prompt_logprobs is None:
             prompt, found = self.request.prompt_token_ids, outcome.prompt_logprobs
@@ -162,8 +161,9 @@ class Choice:
             self.token_ids += outcome.token_ids[:num_kept]
         if self.drafts is not None:
             self.drafts.append(self._drafted(outcome, num_kept))
-        self.speculation.add_step(outcome, stats, num_kept)
-        return parts, self.clock.add(outcome, num_kept)
+        kept = kept_part(outcome, num_kept)
+        self.speculation.add_step(kept, stats)
+        return parts, self.clock.add(outcome, num_kept), kept
 
     def _drafted(self, outcome: Outcome, num_kept: int) -> DraftedStep:
         def texts(tokens: Sequence[int]) -> list[str]:
@@ -280,7 +280,7 @@ class Generation:
                         if choice.finish_reason is not None:
                             continue
                         known, before = len(choice.logprobs or ()), choice.num_tokens
-                        released = self._add(choice, outcome, stats, observer.metrics)
+                        released = self._add(choice, outcome, stats, observer)
                         if choice.finish_reason is not None:
                             client.abort(choice.request.request_id)
                         new = None if choice.logprobs is None else choice.logprobs[known:]
@@ -304,11 +304,13 @@ class Generation:
                 raise
             raise RequestError(f"{self._grammar_param}: {error}", self._grammar_param, error.code) from error
 
-    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, metrics: ServerMetrics) -> list[Part]:
+    def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, observer: Observer) -> list[Part]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens
-        parts, gap_s = choice.add(outcome, stats)
+        parts, gap_s, kept = choice.add(outcome, stats)
         num_new = choice.num_tokens - before
         self.clock.add(outcome, num_new)
+        metrics = observer.metrics
+        observer.take(kept, stats)
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
         if choice.finish_reason is not None:
             counted = choice.speculation

@@ -6,7 +6,7 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from engine.api import Step, StepStats
+from engine.api import Outcome, Step, StepStats
 
 if TYPE_CHECKING:
     from server.generation import Generation
@@ -25,17 +25,19 @@ class Live:
         self._plain_s = self._wall_s = 0.0
 
     def step(self, step: Step) -> None:
-        """Count a step of the engine."""
-        stats = self._stats = step.stats
-        num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
+        """Take the state of the engine after a step."""
+        self._stats = step.stats
+
+    def take(self, outcome: Outcome, stats: StepStats) -> None:
+        """Count what an answer took of a step, as `SpeculationCount` does."""
+        num_tokens = len(outcome.token_ids)
         self._num_tokens += num_tokens
-        drafted = [outcome for outcome in step.outcomes if outcome.draft_length]
-        self._num_steps += len(drafted)
-        self._num_emitted += sum(len(outcome.token_ids) for outcome in drafted)
-        if stats.plain_s is not None and step.outcomes:
-            # As in `SpeculationCount`, for all requests of the step together.
-            self._plain_s += num_tokens * stats.plain_s + len(step.outcomes) * stats.prompt_s
-            self._wall_s += len(step.outcomes) * stats.wall_s
+        if outcome.draft_length:
+            self._num_steps += 1
+            self._num_emitted += num_tokens
+        if stats.plain_s is not None:
+            self._plain_s += num_tokens * stats.plain_s + stats.prompt_s
+            self._wall_s += stats.wall_s
 
     def begin(self, generation: Generation) -> None:
         """A generation has been admitted."""

@@ -74,6 +74,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._common = {"model_name": model_name, "engine": "0"}
         self._seen: Counts[str] = Counts()
+        self._taken: list[Outcome] = []
         ProcessCollector(registry=self.registry)
         self._define_state()
         self._define_requests()
@@ -205,9 +206,21 @@ class ServerMetrics:
                 self._seen[name] = count
         for phase, seconds in stats.phases_s.items():
             self._step.of(phase).observe(seconds)
-        if step.outcomes:
-            self._count_shapes(step.outcomes)
-        if drafted := [outcome for outcome in step.outcomes if outcome.draft_length]:
+        self._count_taken()
+
+    def take(self, outcome: Outcome) -> None:
+        """An answer has taken a step's tokens; outcome: what it took of them (`kept_part`).
+
+        Counted with the next step or scrape, those of all answers together.
+        """
+        self._taken.append(outcome)
+
+    def _count_taken(self) -> None:
+        if not self._taken:
+            return
+        taken, self._taken = self._taken, []
+        self._count_shapes(taken)
+        if drafted := [outcome for outcome in taken if outcome.draft_length]:
             self._count_drafted(drafted)
 
     def _count_shapes(self, outcomes: Iterable[Outcome]) -> None:
@@ -296,6 +309,7 @@ class ServerMetrics:
 
     def render(self, is_healthy: bool = True) -> bytes:
         """The text exposition; is_healthy: whether /health is 200."""
+        self._count_taken()
         self._up.set(is_healthy)
         return generate_latest(self.registry)
 
@@ -307,5 +321,4 @@ def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
     drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))
     if drawn[0]:
         counts[MODEL] = (drawn[0], drawn[1], drawn[2])
-    # After a cut inside a copied chain the rest of it counts nowhere.
-    return Counts({(name, kind): max(0, n) for name, numbers in counts.items() for kind, n in enumerate(numbers)})
+    return Counts({(name, kind): count for name, numbers in counts.items() for kind, count in enumerate(numbers)})

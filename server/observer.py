@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from engine.api import log_fields
+from engine.api import Outcome, StepStats, log_fields
 from server.calls import Call
 from server.live import Live
 from server.metrics import ServerMetrics
@@ -32,6 +32,11 @@ class Observer:
         prompts = generation.choices[:: generation.num_choices]
         self.metrics.start([len(choice.request.prompt_token_ids) for choice in prompts])
         self.live.begin(generation)
+
+    def take(self, outcome: Outcome, stats: StepStats) -> None:
+        """An answer has taken a step's tokens; outcome: what it took of them."""
+        self.metrics.take(outcome)
+        self.live.take(outcome, stats)
 
     def end(self, generation: Generation, call: Call, early_end: str) -> None:
         """A generation is over; early_end: the reason of choices that have none: `abort` or `error`."""

@@ -6,8 +6,27 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
+import msgspec
+
 from engine.api import MODEL, Outcome, StepStats
 from server.answers import DrafterMetrics, Metrics, SpeculativeDecoding
+
+
+def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
+    """A step's outcome as far as it belongs to the answer, which takes its first `num_kept` tokens.
+
+    Answers and the daemon's counters count the same part, so that their sums agree.
+    """
+    num_accepted = left = min(outcome.num_accepted, num_kept)
+    if num_kept == len(outcome.token_ids) and not outcome.copied:
+        return outcome
+    copied = []
+    for part in outcome.copied:
+        accepted = min(left, part.num_accepted)
+        left -= accepted
+        copied.append(msgspec.structs.replace(part, num_accepted=accepted))
+    tokens = outcome.token_ids[:num_kept]
+    return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, copied=copied)
 
 
 @dataclass
@@ -30,32 +49,27 @@ class SpeculationCount:
     copied: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By text drafter: `chains`, `nodes`, `accepted`."""
 
-    def add_step(self, outcome: Outcome, stats: StepStats, num_kept: int) -> None:
-        """Count a step of which `num_kept` tokens are in the answer."""
+    def add_step(self, outcome: Outcome, stats: StepStats) -> None:
+        """Count a step, of which the answer takes all tokens (`kept_part`)."""
+        num_kept = len(outcome.token_ids)
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
         if stats.plain_s is not None:
             self.plain_s += num_kept * stats.plain_s + stats.prompt_s
             self.calibrated_wall_s += stats.wall_s
         if outcome.draft_length:
-            self.accepted_per_step[min(outcome.num_accepted, num_kept)] += 1
+            self.accepted_per_step[outcome.num_accepted] += 1
             self.num_chains += outcome.num_chains
             self.num_nodes += outcome.num_nodes
             # Copied chains may be longer than the drawn ones.
             self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
             self.num_emitted += num_kept
             self.bias += outcome.bias
-            self._add_copied(outcome, num_kept)
+            for part in outcome.copied:
+                counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": part.num_accepted}
+                self.copied.update({(part.name, what): count for what, count in counts.items()})
         if outcome.gap is not None:
             self.gaps.append(outcome.gap)
-
-    def _add_copied(self, outcome: Outcome, num_kept: int) -> None:
-        left = num_kept
-        for part in outcome.copied:
-            accepted = min(left, part.num_accepted)
-            left -= accepted
-            counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": accepted}
-            self.copied.update({(part.name, what): count for what, count in counts.items()})
 
     def merge(self, other: SpeculationCount) -> None:
         """Add another choice's counts, all of them."""

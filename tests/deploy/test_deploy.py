@@ -69,6 +69,7 @@ def exported() -> str:
         num_preemptions=1,
         num_steps=1,
     )
+    metrics.take(outcome)
     metrics.step(Step([outcome], stats))
     metrics.watch_engine(os.getpid)
     metrics.start([3])

@@ -56,7 +56,8 @@ def fill(metrics: ServerMetrics) -> None:
     metrics.ready(FACTS)
     metrics.start([5, 7])
     for num_tokens, accepted in ((3, 2), (1, 0)):
-        metrics.step(Step([outcome(num_tokens, accepted)], stats(wall_s=0.02, draft_s=0.01)))
+        metrics.take(outcome(num_tokens, accepted))
+        metrics.step(Step([], stats(wall_s=0.02, draft_s=0.01)))
     metrics.tokens(3, None, 0.3)
     metrics.tokens(1, 0.02, None)
     metrics.finish("stop", 4, {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
@@ -159,7 +160,7 @@ def test_labels_stay_few_whatever_clients_ask_for() -> None:
         wide = msgspec.structs.replace(
             outcome(size + 1, size), num_chains=min(size, 64), draft_length=size, num_nodes=size
         )
-        metrics.step(Step([wide], stats(wall_s=0.02, draft_s=0.01)))
+        metrics.take(wide)
     samples = samples_of(metrics.render().decode())
     for name, most in (
         ("polydraft_spec_shape_steps_total", 49),
@@ -175,7 +176,8 @@ def test_a_plain_step_has_a_shape_of_its_own() -> None:
     metrics = ServerMetrics("tiny", compat=False)
     metrics.ready(FACTS)
     plain = msgspec.structs.replace(outcome(1, 0), num_chains=0, draft_length=0, num_nodes=0)
-    metrics.step(Step([plain, outcome(3, 2)], stats(wall_s=0.02, draft_s=0.01)))
+    for one in (plain, outcome(3, 2)):
+        metrics.take(one)
     samples = samples_of(metrics.render().decode())
     assert value_of(samples, "polydraft_spec_shape_steps_total", num_drafts="0", depth="0", rule="off") == 1
     assert value_of(samples, "polydraft_spec_decode_num_drafts_total") == 1

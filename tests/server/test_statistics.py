@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import PHASES, Outcome, StepStats
-from server.statistics import Clock, SpeculationCount
+from server.statistics import Clock, SpeculationCount, kept_part
 
 LENGTH, CHAINS = 4, 3
 
@@ -64,7 +64,7 @@ def count_of(steps: list[tuple[int, bool, int]]) -> SpeculationCount:
     counted = SpeculationCount("bv_race", LENGTH)
     for num_accepted, drafts, num_kept in steps:
         emitted = outcome(num_accepted + 1, num_accepted) if drafts else outcome(1, 0, draft_length=0)
-        counted.add_step(emitted, stats(), num_kept)
+        counted.add_step(kept_part(emitted, num_kept), stats())
     return counted
 
 
@@ -107,25 +107,25 @@ def test_merging_is_counting_both(first: list[tuple[int, bool, int]], second: li
 def test_speedup_is_plain_time_over_time_taken() -> None:
     """Five tokens in steps of 10 ms where plain decoding takes 8 ms a token; steps not calibrated do not count."""
     counted = SpeculationCount("bv_race", LENGTH)
-    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008), 3)
-    counted.add_step(outcome(2, 1), stats(wall_s=0.010, plain_s=0.008), 2)
-    counted.add_step(outcome(1, 0), stats(wall_s=0.500), 1)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008))
+    counted.add_step(outcome(2, 1), stats(wall_s=0.010, plain_s=0.008))
+    counted.add_step(outcome(1, 0), stats(wall_s=0.500))
     assert counted.speedup == pytest.approx(5 * 0.008 / 0.020)
 
 
 def test_prompts_are_read_by_plain_decoding_too() -> None:
     """Two steps of 10 ms for six tokens at 8 ms, the second 30 ms longer for another request's prompt."""
     counted = SpeculationCount("bv_race", LENGTH)
-    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008), 3)
-    counted.add_step(outcome(3, 2), stats(wall_s=0.040, plain_s=0.008, prompt_s=0.030), 3)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008))
+    counted.add_step(outcome(3, 2), stats(wall_s=0.040, plain_s=0.008, prompt_s=0.030))
     assert counted.speedup == pytest.approx((6 * 0.008 + 0.030) / 0.050)
 
 
 def test_the_share_of_drafting_is_over_all_steps() -> None:
     """Drafting time over step time."""
     counted = SpeculationCount("bv_race", LENGTH)
-    counted.add_step(outcome(3, 2), stats(wall_s=0.010, draft_s=0.004), 3)
-    counted.add_step(outcome(1, 0), stats(wall_s=0.010, draft_s=0.002), 1)
+    counted.add_step(outcome(3, 2), stats(wall_s=0.010, draft_s=0.004))
+    counted.add_step(outcome(1, 0), stats(wall_s=0.010, draft_s=0.002))
     report = counted.report()
     assert report is not None
     assert report.draft_time_share == pytest.approx(0.3)
