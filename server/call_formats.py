@@ -67,3 +67,10 @@ def named_in(chat_template: str) -> str | None:
     if "[TOOL_CALLS]" in chat_template:
         return "mistral_v11" if "[ARGS]" in chat_template else "mistral"
     return None
+
+
+def call_marks(form: str | None) -> tuple[str, ...]:
+    """Text that a format's calls may begin with, the outermost first; nothing if that is not known."""
+    if form in JSON_FORMATS:
+        return tuple(JSON_FORMATS[form].opens)
+    return {QWEN3_CODER: ("<tool_call>",), LLAMA3_JSON: ("{",)}.get(form or "", ())

@@ -19,6 +19,7 @@ from server.extras import Neutral, refuse_unsupported
 from server.generation import CallPiece, Delta, Generation, Part
 from server.protocol import Body, ChatRequest, Closed, Count, SpeculationFields, Text, Wire
 from server.reasoning import Effort, Thought
+from server.tools import PARTIAL_JSON
 from server.translating import refuse_drafts
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -325,9 +326,9 @@ def _block(part: Part) -> tuple[str, dict[str, Any]]:
 
 
 def _whole_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; those that the length has cut are given as they are, under `partial_json`."""
+    """A call's arguments as an object; those that the length has cut are one text in an object."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return {"partial_json": arguments}
-    return value if isinstance(value, dict) else {"partial_json": arguments}
+        return {PARTIAL_JSON: arguments}
+    return value if isinstance(value, dict) else {PARTIAL_JSON: arguments}

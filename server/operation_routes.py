@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
+from server.call_formats import call_marks
 from server.errors import error_response
 from server.extras import refuse_unsupported
 from server.preparing import check_model, template_variables
@@ -118,6 +119,8 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
                 body.continue_final_message,
                 template_variables(body.chat_template_kwargs),
                 tools,
+                (),
+                call_marks(server.call_format),
             )
         length = client.facts.max_model_len if client.facts else None
         texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

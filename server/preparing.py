@@ -13,6 +13,7 @@ import msgspec
 
 from engine.api import Limits, RequestError, check_request, choice_seed
 from engine.api import Request as EngineRequest
+from server.call_formats import call_marks
 from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
@@ -188,6 +189,7 @@ async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], Too
         effort | template_variables(body.chat_template_kwargs),
         [] if tools is None else tools.for_template(),
         body.documents or [],
+        call_marks(server.call_format),
     )
     return prompt, tools
 

@@ -16,6 +16,7 @@ import msgspec
 from tokenizers.decoders import DecodeStream
 
 from engine.api import ConfigError, RequestError, check_source, model_file
+from server.rendering import render_conversation
 from server.time_limit import TookTooLong, run_limited
 
 Result = TypeVar("Result")
@@ -99,20 +100,23 @@ class Tokenizer:
         variables: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
         documents: Sequence[dict[str, Any]] = (),
+        call_marks: Sequence[str] = (),
     ) -> str:
         """A conversation through the model's chat template.
 
         continue_final_message: leave the last message open. variables: more of them for the template.
-        tools: functions that the model may call. documents: texts to answer from. RequestError where the template
-        does not show them.
+        tools: functions that the model may call. documents: texts to answer from. call_marks: text that the model's
+        calls may begin with. RequestError if the template does not show what was sent.
         """
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
 
-        def render(tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]) -> str:
+        def render(
+            messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
+        ) -> str:
             return str(
                 self._fast.apply_chat_template(
-                    list(messages),
+                    messages,
                     tools=list(tools) or None,
                     documents=list(documents) or None,
                     tokenize=False,
@@ -122,20 +126,7 @@ class Tokenizer:
                 )
             )
 
-        try:
-            text = render(tools, documents)
-            text.encode()
-            shows_tools = not tools or render((), documents) != text
-            shows_documents = not documents or render(tools, ()) != text
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
-        if not shows_tools:
-            raise RequestError("the chat template of this model has no place for tools; see --chat-template", "tools")
-        if not shows_documents:
-            raise RequestError(
-                "the chat template of this model has no place for documents; put them into a message", "documents"
-            )
-        return text
+        return render_conversation(render, messages, tools, documents, call_marks)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens."""

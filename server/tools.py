@@ -16,9 +16,11 @@ from typing import Any
 
 from engine.api import RequestError
 from server.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
-from server.protocol import AllowedTools, ChatRequest, Message, NamedChoice, TextPart, Tool
+from server.protocol import AllowedTools, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.structured import LONGEST_GRAMMAR, Structure, compact
 
+PARTIAL_JSON = "partial_json"
+"""Name of arguments that are no JSON, in an object that holds nothing else."""
 _GRAMMARS = {
     HERMES: {
         "call": 'call: "<tool_call>\\n" body "\\n</tool_call>"',
@@ -170,12 +172,15 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
     return result
 
 
-def _arguments(call: Any) -> dict[str, Any]:
-    """A call's arguments, which travel as a string, as the object that templates want."""
+def _arguments(call: MadeCall) -> dict[str, Any]:
+    """A call's arguments, which travel as a string, as the object that templates want.
+
+    Arguments that are no JSON, as those of a call that the length has cut, are one text in it.
+    """
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"messages: arguments of call {call.id!r} are not JSON ({error})", "messages") from error
+    except (ValueError, RecursionError):
+        return {PARTIAL_JSON: call.function.arguments}
     if not isinstance(arguments, dict):
         raise RequestError(f"messages: arguments of call {call.id!r} are not an object", "messages")
     return arguments

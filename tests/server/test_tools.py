@@ -197,7 +197,7 @@ def test_strict_tools_bind_a_free_answer(
             {
                 "messages": [
                     USER,
-                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
                 ]
             },
             "messages",

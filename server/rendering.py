@@ -1,0 +1,237 @@
+"""A conversation through a chat template, with nothing that was sent lost on the way.
+
+Chat templates differ in what they take: arguments as an object or as text, ids of nine letters and digits, one call in
+a message. The first form that the template takes is used. Then a copy of the conversation, with another word for each
+part, shows which parts the template leaves out. A system prompt goes into the user's last message, a text beside calls
+before the calls; anything else is refused by name.
+Not for: thoughts. Most templates leave those of earlier turns out, as they are meant to.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from engine.api import RequestError
+
+Messages = list[dict[str, Any]]
+Objects = Sequence[dict[str, Any]]
+Render = Callable[[Messages, Objects, Objects], str]
+"""Text of messages, tools and documents; raises whatever the template raises."""
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_LETTERS = string.ascii_letters + string.digits
+
+
+def render_conversation(
+    render: Render, messages: Objects, tools: Objects, documents: Objects, marks: Sequence[str]
+) -> str:
+    """The prompt of a conversation; raises RequestError for what the template refuses or does not show.
+
+    marks: text that the model's calls may begin with, for text that stands before them.
+    """
+    taken, text = _taken(render, _forms(list(messages)), tools, documents)
+    missing = _missing(render, taken, tools, documents)
+    if any(kind == "python" for kind, _ in missing):
+        taken, text = _taken(render, [_with_arguments_as_text(taken)], tools, documents)
+        missing = _missing(render, taken, tools, documents)
+    if system := [number for kind, number in missing if kind == "content" and taken[number]["role"] == "system"]:
+        taken, text = _taken(render, [_with_system_in_user(taken, system)], tools, documents)
+        missing = _missing(render, taken, tools, documents)
+    beside_calls = [number for kind, number in missing if kind == "content" and taken[number].get("tool_calls")]
+    for kind, number in missing:
+        if kind != "content" or number not in beside_calls or not marks:
+            raise _refusal(kind, number)
+    return _with_texts(render, taken, tools, documents, beside_calls, marks) if beside_calls else text
+
+
+def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents: Objects) -> tuple[Messages, str]:
+    """The messages in the first form that the template takes, and the prompt."""
+    refused: Exception | None = None
+    for form in forms:
+        try:
+            text = render(form, tools, documents)
+            text.encode()
+        except Exception as error:  # templates raise errors of jinja2's and of any other kind
+            refused = refused or error
+        else:
+            return form, text
+    raise RequestError(f"the chat template refuses these messages: {refused}", "messages") from refused
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    ids = [call["id"] for call in calls] + [one["tool_call_id"] for one in messages if "tool_call_id" in one]
+    changes: list[Callable[[Messages], Messages]] = []
+    if any(not _SHORT_ID.fullmatch(one) for one in ids):
+        changes.append(_with_short_ids)
+    if calls:
+        changes.append(_with_arguments_as_text)
+    if any(len(message.get("tool_calls", ())) > 1 for message in messages):
+        changes.append(_with_one_call_a_turn)
+    for count in range(len(changes) + 1):
+        for some in itertools.combinations(changes, count):
+            form = messages
+            for change in some:
+                form = change(form)
+            yield form
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits for any id, the same for the same one."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
+    return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
+
+
+def _with_short_ids(messages: Messages) -> Messages:
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        result = dict(message)
+        if "tool_call_id" in message:
+            result["tool_call_id"] = _short_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            result["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+        return result
+
+    return [changed(message) for message in messages]
+
+
+def _with_arguments_as_text(messages: Messages) -> Messages:
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_one_call_a_turn(messages: Messages) -> Messages:
+    """Each call in a message, followed by its result."""
+    result: Messages = []
+    number = 0
+    while number < len(messages):
+        message = messages[number]
+        calls = message.get("tool_calls", ())
+        end = number + 1
+        while len(calls) > 1 and end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        answers = messages[number + 1 : end]
+        for first, call in enumerate(calls) if len(calls) > 1 else ():
+            said = message if first == 0 else {"role": message["role"], "content": ""}
+            result += [{**said, "tool_calls": [call]}, *(one for one in answers if one["tool_call_id"] == call["id"])]
+        known = {call["id"] for call in calls}
+        result += [one for one in answers if one["tool_call_id"] not in known] if len(calls) > 1 else [message]
+        number = end
+    return result
+
+
+def _missing(render: Render, messages: Messages, tools: Objects, documents: Objects) -> list[tuple[str, int]]:
+    """(kind, number) of the parts that the template does not show; nothing if it refuses the copy."""
+    words = (f"Word{number:06d}" for number in itertools.count())
+    parts: list[tuple[str, int, list[str]]] = []
+
+    def word(kind: str, number: int) -> str:
+        parts.append((kind, number, [next(words)]))
+        return parts[-1][2][0]
+
+    copies: Messages = []
+    for number, message in enumerate(messages):
+        marked = dict(message)
+        if str(message.get("content") or "").strip():
+            marked["content"] = word("content", number)
+        if "name" in message and message["role"] != "tool":
+            marked["name"] = word("name", number)
+        if "tool_calls" in message:
+            marked["tool_calls"] = [_marked_call(call, number, word) for call in message["tool_calls"]]
+        copies.append(marked)
+    marked_tools = [{**tool, "function": {**tool["function"], "name": word("tools", 0)}} for tool in tools]
+    marked_documents = []
+    for number, document in enumerate(documents):
+        marked_documents.append(_marked_document(document, words))
+        parts.append(("documents", number, [one for one in marked_documents[-1].values() if isinstance(one, str)]))
+    try:
+        text = render(copies, marked_tools, marked_documents)
+    except Exception:  # a template that looks at what the parts say
+        return []
+    found = [(kind, number) for kind, number, some in parts if some and not any(one in text for one in some)]
+    if any(f"{{'{some[0]}': " in text for kind, _, some in parts if kind == "tool_calls"):
+        # An object that the template writes as Python does.
+        found.append(("python", 0))
+    return [one for one in found if one[0] != "name" or _tells_apart(messages, one[1])]
+
+
+def _marked_call(call: dict[str, Any], number: int, word: Callable[[str, int], str]) -> dict[str, Any]:
+    function = {**call["function"], "name": word("tool_calls", number)}
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps({"x": word("tool_calls", number)})
+    elif function["arguments"]:
+        function["arguments"] = {word("tool_calls", number): word("tool_calls", number)}
+    return {**call, "function": function}
+
+
+def _marked_document(document: dict[str, Any], words: Iterator[str]) -> dict[str, Any]:
+    return {key: next(words) if isinstance(value, str) else value for key, value in document.items()}
+
+
+def _tells_apart(messages: Messages, number: int) -> bool:
+    """Whether a name tells one participant from another in the same role."""
+    role = messages[number]["role"]
+    return len({one["name"] for one in messages if one["role"] == role and "name" in one}) > 1
+
+
+def _with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
+    """System prompts that the template leaves out, before the last message of the user."""
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        raise _refusal("content", system[0])
+    texts = [messages[number]["content"] for number in system]
+    last = messages[users[-1]]
+    result = [{**message} for message in messages]
+    result[users[-1]]["content"] = "\n\n".join([*texts, last["content"]])
+    return [message for number, message in enumerate(result) if number not in system]
+
+
+def _with_texts(
+    render: Render, messages: Messages, tools: Objects, documents: Objects, numbers: Sequence[int], marks: Sequence[str]
+) -> str:
+    """The prompt, with the texts of some messages before their calls, where the model wrote them."""
+    marked = copy.deepcopy(messages) if numbers else messages
+    names: dict[str, tuple[int, str]] = {}
+    for number in numbers:
+        function = marked[number]["tool_calls"][0]["function"]
+        word = f"Word{hashlib.sha256(repr((number, messages)).encode()).hexdigest()}"
+        names[word], function["name"] = (number, function["name"]), word
+    text = render(marked, tools, documents)
+    for word, (number, name) in names.items():
+        before, _, after = text.partition(word)
+        begins = [begin for mark in marks if (begin := before.rfind(mark)) >= 0]
+        if not begins:
+            raise _refusal("content", number)
+        text = before[: begins[0]] + messages[number]["content"] + before[begins[0] :] + name + after
+    return text
+
+
+def _refusal(kind: str, number: int) -> RequestError:
+    no = "the chat template of this model"
+    if kind == "tools":
+        return RequestError(f"{no} has no place for tools; see --chat-template", "tools")
+    if kind == "documents":
+        return RequestError(f"{no} has no place for documents; put them into a message", "documents")
+    ways_out = {
+        "content": "leave the message out, or put its text into another one",
+        "tool_calls": "leave the calls and their results out, or see --chat-template",
+        "name": "put the name into the content",
+    }
+    param = f"messages.{number}.{kind}"
+    return RequestError(f"{param}: {no} does not show it; {ways_out[kind]}", param)

@@ -1,0 +1,131 @@
+"""An answer with calls goes back as history, and the next turn's prompt says the same in the model's own words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.api import RequestError
+from server.call_formats import call_marks
+from server.protocol import Message
+from server.tokenizer import Tokenizer
+from server.tools import template_message
+from tests.server.call_spellings import SPELL, TEMPLATES, Call
+from tests.server.test_call_formats import BEFORE, BOTH, CASES, PARIS, pieces_of, read
+from tests.server.tiny_models import TinyModels
+
+FORM_OF = {
+    "hermes": "hermes",
+    "qwen3": "hermes",
+    "llama3": "llama3_json",
+    "llama3_one_call": "llama3_json",
+    "mistral": "mistral",
+    "mistral_v11": "mistral_v11",
+    "qwen3_coder": "qwen3_coder",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v31",
+    "response_template": "response_template",
+}
+"""Formats by template."""
+QUESTION = "How is it there?"
+IDS = ("a1b2c3d4e", "call_0123456789abcdef0123456789abcdef", "toolu_01A09q90qw90lq917835lq9")
+"""Ids as this server makes them, and as others do."""
+
+
+@pytest.fixture(scope="module", params=FORM_OF)
+def template(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models: TinyModels, template: str) -> Tokenizer:
+    return Tokenizer(str(models.target), (TEMPLATES / f"{template}.jinja").read_text())
+
+
+def called(text: str | None, calls: list[tuple[str, str]], id_like: str = IDS[0], **more: Any) -> list[dict[str, Any]]:
+    """A turn of the assistant that calls, and the results."""
+    ids = [f"{id_like[:-1]}{number}" for number in range(len(calls))]
+    made = [
+        {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for one, (name, arguments) in zip(ids, calls, strict=True)
+    ]
+    results = [{"role": "tool", "tool_call_id": one, "content": f"result {n}"} for n, one in enumerate(ids)]
+    return [{"role": "assistant", "content": text, "tool_calls": made, **more}, *results]
+
+
+def prompt_of(tokenizer: Tokenizer, template: str, turns: list[dict[str, Any]]) -> str:
+    """The next turn's prompt, behind the first question."""
+    sent = [{"role": "user", "content": QUESTION}, *turns]
+    messages = [template_message(Message.model_validate(one), number) for number, one in enumerate(sent)]
+    return tokenizer.render_chat(messages, call_marks=call_marks(FORM_OF[template])).partition(QUESTION)[2]
+
+
+def said(template: str, prompt: str) -> tuple[str, list[Call]]:
+    """What a prompt says that the assistant has said: (text, calls)."""
+    if FORM_OF[template] != "llama3_json":
+        return read(FORM_OF[template], [prompt])
+    turns = [turn.partition("<|end|>")[0] for turn in prompt.split("<|assistant|>")[1:]]
+    found = [read("llama3_json", [turn]) for turn in turns if turn]
+    return "".join(text for text, _ in found), [call for _, calls in found for call in calls]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_answer_goes_back_as_history(tokenizer: Tokenizer, template: str, case: str) -> None:
+    """Answer, history, next turn: the same calls in the same order, the text before them, and every result."""
+    form = FORM_OF[template]
+    text, reader = pieces_of(form, [BEFORE[form] + SPELL[form](CASES[case])])
+    prompt = prompt_of(tokenizer, template, called(text, [(call.name, call.arguments) for call in reader.calls]))
+    seen, calls = said(template, prompt)
+    assert calls == CASES[case]
+    assert BEFORE[form] in seen
+    places = [prompt.index(f"result {number}") for number in range(len(calls))]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("id_like", IDS)
+def test_ids_of_other_servers_are_taken(tokenizer: Tokenizer, template: str, id_like: str) -> None:
+    """A template that wants another id gets one, the same for a call and its result."""
+    turns = called(None, [(name, json.dumps(arguments)) for name, arguments in BOTH], id_like)
+    prompt = prompt_of(tokenizer, template, turns)
+    assert said(template, prompt)[1] == BOTH
+    if template == "mistral":
+        ids = [part.partition('"')[0] for part in prompt.split('"id": "')[1:]]
+        assert ids == [part.partition('"')[0] for part in prompt.split('"call_id": "')[1:]]
+        assert len(set(ids)) == 2
+
+
+def test_a_cut_call_goes_back_as_it_was_written(tokenizer: Tokenizer, template: str) -> None:
+    prompt = prompt_of(tokenizer, template, called("", [("weather", '{"city": "Par')]))
+    assert said(template, prompt)[1] == [("weather", {"partial_json": '{"city": "Par'})]
+
+
+def test_thoughts_may_stand_beside_calls(tokenizer: Tokenizer, template: str) -> None:
+    """Whether a template shows them is its own matter; the calls are shown in any case."""
+    turns = called(None, [(PARIS[0], json.dumps(PARIS[1]))], reasoning_content="They ask about <tool_call> Paris.")
+    assert PARIS in said(template, prompt_of(tokenizer, template, turns))[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "messages.1.tool_calls"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "messages.1.tool_calls"),
+        ("{{ messages[0].content }}{{ messages[1].tool_calls | tojson }}", "messages.2.content"),
+    ],
+)
+def test_what_a_template_does_not_show_is_refused_by_name(models: TinyModels, text: str, refused: str) -> None:
+    tokenizer = Tokenizer(str(models.target), text)
+    with pytest.raises(RequestError) as caught:
+        prompt_of(tokenizer, "hermes", called(None, [(PARIS[0], json.dumps(PARIS[1]))]))
+    assert caught.value.param == refused
+    assert "does not show it" in str(caught.value)
+
+
+def test_a_system_prompt_without_a_place_is_said_by_the_user(models: TinyModels) -> None:
+    tokenizer = Tokenizer(
+        str(models.target), "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+    assert tokenizer.render_chat(messages) == "[Be brief.\n\nHello.]"
