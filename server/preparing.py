@@ -120,10 +120,10 @@ async def prepare(
     if body.bad_words:
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
     structure: Structure = await server.tokenizer.run(structure_of, body)
+    # Strict tools alone leave the model free to begin as it likes.
+    is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
     if tools is not None:
-        if structure.grammar:
-            raise RequestError("structured output and tools: ask for one, or for tool_choice none", "tools")
-        structure = await server.tokenizer.run(tools.structure)
+        structure = await server.tokenizer.run(tools.structure, structure)
     prediction: tuple[int, ...] = ()
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
@@ -131,8 +131,6 @@ async def prepare(
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
-    # Strict tools alone leave the model free to begin as it likes.
-    is_bound = bool(structure.grammar) and (tools is None or tools.forced)
     thoughts = thoughts_of(server, body, prompts[0], is_bound)
     # Calls may be marked by special tokens, and so may thoughts.
     has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))

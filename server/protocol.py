@@ -212,34 +212,34 @@ class Tool(Wire):
     function: Function
 
 
-class FunctionName(Wire):
+class FunctionName(Closed):
     """Which function."""
 
     name: str
 
 
-class NamedChoice(Wire):
+class NamedChoice(Closed):
     """The one function that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTool(Wire):
+class AllowedTool(Closed):
     """One of the functions that may be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedToolsChoice(Wire):
+class AllowedToolsChoice(Closed):
     """Some of the tools; `required`: one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=128)]
 
 
-class AllowedTools(Wire):
+class AllowedTools(Closed):
     """The model is told of these tools alone."""
 
     type: Literal["allowed_tools"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.api import RequestError
+from server.extras import UNKNOWN
 from server.protocol import GenerationFields
 
 # vLLM's older names of the kinds of `structured_outputs`.
@@ -20,6 +21,9 @@ _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "
 # An escaped character stays as it is; a slash or the end of a line would end the literal.
 _IN_LITERAL = re.compile(r"\\[\n\r]|\\.|/|[\n\r]")
 _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
+# Keys of `response_format` by its type, and those of `json_schema` in it.
+_FORMAT_KEYS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+_JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 # What vLLM says of the white space in JSON.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 LONGEST_GRAMMAR = 1 << 16
@@ -50,6 +54,8 @@ class Structure:
     """As the engine reads it; "" for none."""
     param: str | None = None
     """The field that asked for it."""
+    rule: str = ""
+    """The same as the right side of a rule in Lark, to be one of several choices; "" for grammars of the client's."""
 
 
 def structure_of(body: GenerationFields) -> Structure:
@@ -68,28 +74,38 @@ def structure_of(body: GenerationFields) -> Structure:
         raise RequestError(f"{wanted[0][0]} and {wanted[1][0]}: ask for one structure only", wanted[1][0])
     param, kind, value = wanted[0]
     try:
-        grammar = _compile(param, kind, value)
+        grammar, rule = _compile(param, kind, value)
         grammar.encode()
     except (UnicodeEncodeError, RecursionError) as error:
         raise RequestError(f"{param}: half characters or too much nesting ({type(error).__name__})", param) from error
     if len(grammar) > LONGEST_GRAMMAR:
         raise RequestError(f"{param}: the grammar has {len(grammar)} characters, more than {LONGEST_GRAMMAR}", param)
-    return Structure(grammar, param)
+    return Structure(grammar, param, rule)
 
 
 def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _FORMAT_KEYS:
+        raise RequestError("response_format.type must be text, json_object or json_schema", "response_format")
+    _refuse_odd(value, ("type", *_FORMAT_KEYS[kind]), "response_format")
     if kind == "text":
         return []
     if kind == "json_object":
-        return [("response_format", "json", {"type": "object"})]
-    if kind == "json_schema":
-        outer = value.get("json_schema")
-        schema = outer.get("schema") if isinstance(outer, dict) else None
-        if not isinstance(schema, dict):
-            raise RequestError("response_format: json_schema.schema must hold the schema", "response_format")
-        return [("response_format", "json", schema)]
-    raise RequestError("response_format.type must be text, json_object or json_schema", "response_format")
+        schema = value.get("schema")
+        return [("response_format", "json", {"type": "object"} if schema is None else schema)]
+    outer = value.get("json_schema")
+    schema = outer.get("schema") if isinstance(outer, dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError("response_format: json_schema.schema must hold the schema", "response_format")
+    _refuse_odd(outer, _JSON_SCHEMA_KEYS, "response_format.json_schema")
+    return [("response_format", "json", schema)]
+
+
+def _refuse_odd(value: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Raise RequestError for a key that an object does not have."""
+    if odd := next((key for key in value if key not in known and value[key] is not None), None):
+        param = f"{where}.{odd}"
+        raise RequestError(f"Unrecognized request argument supplied: {param}", param, UNKNOWN)
 
 
 def _of_kinds(value: Any, param: str) -> list[tuple[str, str, Any]]:
@@ -117,17 +133,21 @@ def _with_whitespace(value: Any, kind: str, options: Mapping[str, Any], param: s
     return {"x-guidance": space, **schema} if isinstance(schema, dict) else schema
 
 
-def _compile(param: str, kind: str, value: Any) -> str:
-    """The grammar of one kind, as llguidance reads it."""
+def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
+    """The grammar of one kind, as llguidance reads it, and as the right side of a rule."""
     if kind == "json":
-        return json.dumps({"grammars": [{"json_schema": compact(_schema_of(value, param))}]})
+        schema = compact(_schema_of(value, param))
+        return json.dumps({"grammars": [{"json_schema": schema}]}), f"%json {json.dumps(schema)}"
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise RequestError(f"{param}: choice must be a list of strings that are not empty", param)
-        return _lark_of_regex("|".join(f"({re.escape(one)})" for one in value))
+        value, kind = "|".join(f"({re.escape(one)})" for one in value), "regex"
     if not isinstance(value, str) or not value:
         raise RequestError(f"{param}: {kind} must be a string that is not empty", param)
-    return _lark_of_regex(value) if kind == "regex" else value
+    if kind == "grammar":
+        return value, ""
+    literal = _lark_literal(value)
+    return f"start: {literal}", literal
 
 
 def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
@@ -161,7 +181,6 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     return value
 
 
-def _lark_of_regex(regex: str) -> str:
-    """The grammar of a regular expression; what would end its Lark literal is escaped."""
-    literal = _IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)
-    return f"start: /{literal}/"
+def _lark_literal(regex: str) -> str:
+    """A regular expression as a literal of Lark; what would end the literal is escaped."""
+    return f"/{_IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)}/"

@@ -59,19 +59,31 @@ class ToolUse:
         """The tools as chat templates want them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
-    def structure(self) -> Structure:
-        """What the answer must follow; nothing where the model is free."""
-        if not self.forced and not any(tool.function.strict for tool in self.tools):
+    def structure(self, answer: Structure) -> Structure:
+        """What the answer must follow; nothing if the model is free.
+
+        answer: what an answer without calls must follow. It is one choice, and calls are the other; an answer that must
+        call has no such choice.
+        """
+        bound = bool(answer.grammar) and not self.forced
+        if not bound and not self.forced and not any(tool.function.strict for tool in self.tools):
             return Structure()
+        if bound and not answer.rule:
+            raise RequestError(
+                f"{answer.param}: a grammar of your own does not go with tools; send a schema, or tool_choice none",
+                answer.param,
+            )
         if self.format not in _GRAMMARS:
             raise RequestError(
-                f"calls in the format of this model ({self.format}) can be neither forced nor strict; use tool_choice "
-                "auto with tools that are not strict",
+                f"calls in the format of this model ({self.format}) can be neither forced nor strict, nor a choice "
+                "beside structured output; use tool_choice auto with tools that are not strict and no schema, or none",
                 "tool_choice" if self.forced else "tools",
             )
         known = _GRAMMARS[self.format]
         more = f" ({known['between']} call)*" if self.parallel else ""
         head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
+        if bound:
+            head = f"start: answer | call{more}\nanswer: {answer.rule}\n{known['call']}"
         bodies = " | ".join(f"body_{number}" for number in range(len(self.tools)))
         lark = "\n".join(
             [head, f"body: {bodies}", *(self._rules(tool, number) for number, tool in enumerate(self.tools))]
@@ -179,7 +191,9 @@ def _arguments(call: MadeCall) -> dict[str, Any]:
     """
     try:
         arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+    except RecursionError as error:
+        raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages") from error
+    except ValueError:
         return {PARTIAL_JSON: call.function.arguments}
     if not isinstance(arguments, dict):
         raise RequestError(f"messages: arguments of call {call.id!r} are not an object", "messages")

@@ -15,6 +15,7 @@ from engine.api import RequestError
 from server.call_formats import CallFormat
 from server.call_pieces import Piece
 from server.protocol import Function, Tool
+from server.structured import Structure
 from server.tool_calls import ToolCalls
 from server.tools import HERMES, ToolUse, format_of
 from tests.server.call_spellings import BEGIN, CALLS_END, END, RESPONSE_TEMPLATE, SEPARATOR, SPELL, Call
@@ -257,7 +258,7 @@ def test_the_format_is_seen_in_the_template(template: str, form: str | None) -> 
 @pytest.mark.parametrize("form", [form for form in SPELL if form not in ("hermes", "llama3_json")])
 def test_such_calls_cannot_be_forced(form: str) -> None:
     with pytest.raises(RequestError, match="neither forced nor strict"):
-        ToolUse(TOOLS, form, True, forced=True).structure()
+        ToolUse(TOOLS, form, True, forced=True).structure(Structure())
 
 
 DEFINITIONS: dict[str, Any] = {

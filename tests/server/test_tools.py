@@ -76,6 +76,39 @@ def test_a_forced_call_follows_its_schema_on_every_branch(client: openai.OpenAI,
         check_call(call.function.name, call.function.arguments)
 
 
+OPINION = {
+    "type": "object",
+    "properties": {f"{letter}pinion": {"enum": ["good", "bad"]} for letter in "abcdefghijklmopqrst"},
+    "additionalProperties": False,
+}
+"""With many beginnings, so that a random model writes one of them now and then."""
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_an_answer_is_calls_or_what_the_schema_says(client: openai.OpenAI, kind: str) -> None:
+    """Agents with an output type send both. A random model chooses either; an answer that must call has calls only."""
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "opinion", "schema": OPINION}}
+    if kind == "json_object":
+        response_format = {"type": "json_object", "schema": OPINION}
+    tools = [CLOCK, {"type": "function", "function": {"name": "city", "parameters": PARAMETERS, "strict": True}}]
+    asked: dict[str, Any] = {"tools": tools, "response_format": response_format, "max_tokens": 600, "n": 16, "seed": 4}
+    kinds = set()
+    for choice in ask(client, **asked).choices:
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), OPINION)
+            assert not choice.message.tool_calls
+        elif choice.finish_reason == "tool_calls":
+            assert choice.message.content is None
+            assert {call.function.name for call in choice.message.tool_calls} <= {"clock", "city"}
+    assert {"stop", "tool_calls"} <= kinds
+    for choice in ask(client, **asked, tool_choice="required").choices:
+        assert choice.message.content is None
+        assert choice.message.tool_calls
+    (named,) = ask(client, **{**asked, "n": 1}, tool_choice="none").choices
+    jsonschema.validate(json.loads(named.message.content), OPINION)
+
+
 NESTED = {
     "type": "object",
     "properties": {"place": {"$ref": "#/$defs/Place"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
@@ -183,7 +216,8 @@ def test_strict_tools_bind_a_free_answer(
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"response_format": {"type": "json_object", "scheme": {}}}, "response_format.scheme"),
+        ({"tool_choice": {"type": "function", "function": {"name": "clock", "odd": 1}}}, "tool_choice"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
