@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
@@ -12,6 +13,7 @@ from engine.api import EngineStopped, RequestError
 from server.call_formats import call_marks
 from server.errors import error_response
 from server.extras import refuse_unsupported
+from server.large_json import raw_list
 from server.preparing import check_model, template_variables
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.state import Server
@@ -97,19 +99,18 @@ def _add_models(router: APIRouter, server: Server) -> None:
 
 
 def _add_tokens(router: APIRouter, server: Server) -> None:
-    client = server.client
+    client, tokenizer = server.client, server.tokenizer
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a prompt or a conversation."""
         check_model(server, body.model)
         server.unknown_fields.check(body)
         refuse_unsupported(body)
-        tokenizer = server.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
         if body.prompt is not None:
-            tokens = await tokenizer.run(tokenizer.encode, body.prompt, body.add_special_tokens)
+            tokens = await tokenizer.run_encode(body.prompt, body.add_special_tokens)
         else:
             messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -123,20 +124,29 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
                 call_marks(server.call_format),
             )
         length = client.facts.max_model_len if client.facts else None
-        texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+        content = await tokenizer.run(tokens_as_json, tokens, length, body.return_token_strs, size=len(tokens))
+        return Response(content, media_type="application/json")
+
+    def tokens_as_json(tokens: list[int], length: int | None, with_texts: bool) -> bytes:
+        texts = raw_list(tokenizer.token_text(token) for token in tokens) if with_texts else None
+        ids = raw_list(tokens)
+        counted = {"count": len(tokens), "max_model_len": length, "tokens": ids, "token_strs": texts}
+        return msgspec.json.encode(counted)
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """What the tokenizer is."""
-        return server.tokenizer.describe()
+        return tokenizer.describe()
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids."""
         check_model(server, body.model)
         server.unknown_fields.check(body)
-        size = server.tokenizer.vocab_size
-        if bad := [token for token in body.tokens if not 0 <= token < size]:
+        return {"prompt": await tokenizer.run(text_of, body.tokens, size=len(body.tokens))}
+
+    def text_of(tokens: list[int]) -> str:
+        size = tokenizer.vocab_size
+        if bad := [token for token in tokens if not 0 <= token < size]:
             raise RequestError(f"token id {bad[0]} is outside the vocabulary of {size}", "tokens")
-        return {"prompt": await server.tokenizer.run(server.tokenizer.decode, body.tokens)}
+        return tokenizer.decode(tokens)

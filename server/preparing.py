@@ -118,7 +118,8 @@ async def prepare(
     """The generation of a body whose prompts are tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if body.bad_words:
-        bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words)
+        size = sum(map(len, body.bad_words))
+        bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
     structure: Structure = await server.tokenizer.run(structure_of, body)
     # Strict tools alone leave the model free to begin as it likes.
     is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
@@ -127,7 +128,8 @@ async def prepare(
     prediction: tuple[int, ...] = ()
     if body.prediction is not None:
         text = plain_text(body.prediction.content, "prediction")
-        prediction = tuple(await server.tokenizer.run(server.tokenizer.encode, text, False))
+        most = server.client.ready_facts().max_model_len
+        prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
     requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
     echo = isinstance(body, CompletionRequest) and body.echo
@@ -162,8 +164,16 @@ def thoughts_of(
     return "begun" if is_begun and not is_bound else "possible"
 
 
-async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], ToolUse | None]:
-    """The tokens of a conversation that the model is to answer, and the tools that it may call."""
+def _most_tokens(server: Server, body: GenerationFields) -> int | None:
+    """Tokens that a prompt may have; None if it is going to be truncated."""
+    return server.client.ready_facts().max_model_len if body.truncate_prompt_tokens is None else None
+
+
+async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None) -> tuple[list[int], ToolUse | None]:
+    """The tokens of a conversation that the model is to answer, and the tools that it may call.
+
+    Raises RequestError if there are more than `most` tokens.
+    """
     check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
@@ -188,13 +198,14 @@ async def chat_prompt(server: Server, body: ChatRequest) -> tuple[list[int], Too
         [] if tools is None else tools.for_template(),
         body.documents or [],
         call_marks(server.call_format),
+        most=most,
     )
     return prompt, tools
 
 
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     """The generation of a conversation's next message."""
-    prompt, tools = await chat_prompt(server, body)
+    prompt, tools = await chat_prompt(server, body, _most_tokens(server, body))
     return await prepare(server, body, [prompt], max_tokens_of(body), tools)
 
 
@@ -204,7 +215,8 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     server.unknown_fields.check(body)
     refuse_unsupported(body)
     server.client.ready_facts()
-    prompts = await completion_prompts(server, body.prompt, body.add_special_tokens)
+    most = _most_tokens(server, body)
+    prompts = await completion_prompts(server, body.prompt, body.add_special_tokens, most)
     return await prepare(server, body, prompts, max_tokens_of(body) or _DEFAULT_COMPLETION_TOKENS)
 
 
@@ -213,8 +225,10 @@ def wants_metrics(server: Server, asked: bool | None) -> bool:
     return server.settings.per_request_spec_decode_metrics == "detailed" if asked is None else asked
 
 
-async def completion_prompts(server: Server, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
-    """The prompts of a completion as token ids."""
+async def completion_prompts(
+    server: Server, prompt: Any, add_special_tokens: bool, most: int | None
+) -> list[list[int]]:
+    """The prompts of a completion as token ids; raises RequestError for a text of more than `most`."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -224,5 +238,5 @@ async def completion_prompts(server: Server, prompt: Any, add_special_tokens: bo
     if len(prompt) > _MAX_PROMPTS:
         raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
     if isinstance(prompt[0], str):
-        return [await server.tokenizer.run(server.tokenizer.encode, text, add_special_tokens) for text in prompt]
+        return [await server.tokenizer.run_encode(text, add_special_tokens, most) for text in prompt]
     return [list(tokens) for tokens in prompt]

@@ -1,13 +1,14 @@
-"""Text to tokens and back, in a small thread pool so that the event loop never waits for it.
+"""Text to tokens and back, in a few threads so that the event loop never waits for it.
 
-Built on the tokenizers library and transformers' chat templates; neither loads torch.
+Built on the tokenizers library and transformers' chat templates; neither loads torch. Long texts go through the calls
+of the library that release the interpreter's lock: `encode` and `decode` hold it for all of their time, their batched
+counterparts do not.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -16,23 +17,19 @@ import msgspec
 from tokenizers.decoders import DecodeStream
 
 from engine.api import ConfigError, RequestError, check_source, model_file
+from server.lanes import Lanes
 from server.rendering import render_conversation
+from server.text_bounds import byte_characters, longest_token
 from server.time_limit import TookTooLong, run_limited
 
 Result = TypeVar("Result")
 
 _CHAT_LIMIT_S = 10.0
+_MOST_WAITING = 1 << 24
+"""Characters of text that may wait for a lane's threads."""
 _REPLACEMENT = "\ufffd"
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary: visible Latin-1 itself, the others from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+_encoder = msgspec.json.Encoder()
+_BYTE_OF_CHARACTER = byte_characters()
 
 
 @dataclass(frozen=True)
@@ -62,30 +59,69 @@ class Tokenizer:
         if chat_template is not None:
             self._fast.chat_template = chat_template
         self._backend = self._fast.backend_tokenizer
+        # A tokenizer's file may ask for either, and encoding would then shorten a prompt without a word.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         # Also those that have no role of their own: decoding leaves them out as well.
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._lanes = Lanes(_MOST_WAITING)
 
-    async def run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run a method of this tokenizer in the pool."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+    async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
+        """Run a method of this tokenizer in its threads.
 
-    async def run_chat(self, *args: Any, **options: Any) -> list[int]:
-        """Token ids of what `render_chat` gives, which runs in the pool for a limited time.
+        size: characters that it works on, or items for which it takes as long. Raises EngineBusy if too many wait.
+        """
+        with self._lanes.of(size).room(size) as executor:
+            return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+    async def run_encode(
+        self, text: str, add_special_tokens: bool, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, encoded in the threads.
+
+        Raises RequestError that names `param` for a text of more than `most` tokens: before it is encoded if the
+        number of its characters shows that.
+        """
+        if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
+            raise _too_long(most, f"{len(text)} characters", param)
+        return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
+
+    async def run_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *args: Any,
+        most: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of the text that `render_chat` returns, which runs in the threads for a limited time.
 
         Loops of a template may be long for what a client sends; the time of a long text's tokens does not count.
+        Raises RequestError for more than `most` tokens.
         """
+        size = len(_encoder.encode([messages, args, options]))
         try:
-            text = await run_limited(self._pool, _CHAT_LIMIT_S, partial(self.render_chat, *args, **options))
+            with self._lanes.of(size).room(size) as executor:
+                render = partial(self.render_chat, messages, *args, **options)
+                text = await run_limited(executor, _CHAT_LIMIT_S, render)
         except TookTooLong as error:
             message = f"the chat template took longer than {_CHAT_LIMIT_S:g} s for these messages; send fewer of them"
             raise RequestError(message, "messages") from error
-        return await self.run(self.encode, text, False)
+        return await self.run_encode(text, False, most)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one token stands for; None if this tokenizer has no bound."""
+        return longest_token(msgspec.json.decode(self._backend.to_str()))
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; raises RequestError that names `param` if there are more than `most`."""
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoded) > most:
+            raise _too_long(most, f"{len(encoded)} tokens", param)
+        return list(encoded.ids)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of words, at the beginning of a text and after a space; words without tokens are left out."""
@@ -130,7 +166,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens."""
-        return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
     def is_special(self, token: int) -> bool:
         """Whether a token is none of the text's, such as one that ends it."""
@@ -202,8 +238,13 @@ class Tokenizer:
         return Detokenizer(self._backend, self._before, skip_special_tokens)
 
     def close(self) -> None:
-        """End the pool."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        self._lanes.close()
+
+
+def _too_long(most: int, length: str, param: str) -> RequestError:
+    message = f"This model's maximum context length is {most} tokens, but the {param} has {length}; shorten it"
+    return RequestError(message, param, "context_length_exceeded")
 
 
 class Detokenizer:

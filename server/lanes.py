@@ -1,0 +1,59 @@
+"""Threads for work on texts: short texts never wait for long ones, and the bytes that wait are bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from engine.api import EngineBusy
+
+LONG = 1 << 16
+"""Characters from which a text is long: some milliseconds of work."""
+
+
+class Lane:
+    """Some threads, and a bound on the text that they have not finished."""
+
+    def __init__(self, name: str, num_threads: int, most: int) -> None:
+        """most: characters of all texts together; a text that is alone may be longer."""
+        self.executor: Executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self.num_waiting = 0
+        """Characters of texts that wait or are worked on."""
+        self._most = most
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[Executor]:
+        """Threads for a text of `size` characters while the block runs; raises EngineBusy if too much text waits."""
+        if self.num_waiting and self.num_waiting + size > self._most:
+            raise EngineBusy(
+                f"{self.num_waiting} characters of text wait to be tokenized and this request adds {size}, the limit "
+                f"is {self._most}; try again soon"
+            )
+        self.num_waiting += size
+        try:
+            yield self.executor
+        finally:
+            self.num_waiting -= size
+
+    def close(self) -> None:
+        """End the threads."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Lanes:
+    """Two threads for short texts, one for long ones."""
+
+    def __init__(self, most: int) -> None:
+        """most: characters that may wait in each lane."""
+        self.short = Lane("tokenizer", 2, most)
+        self.long = Lane("tokenizer-long", 1, most)
+
+    def of(self, size: int) -> Lane:
+        """The lane of texts of `size` characters."""
+        return self.long if size >= LONG else self.short
+
+    def close(self) -> None:
+        """End all threads."""
+        self.short.close()
+        self.long.close()
