@@ -17,6 +17,8 @@ from starlette.responses import Response
 from engine.api import SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
 from server.extras import UNKNOWN
 
+_LONGEST_MESSAGE, _LONGEST_PARAM = 4096, 256
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     """What OpenAI's clients read."""
@@ -42,7 +44,9 @@ class ApiError(Exception):
         """rejection: why the request was not admitted, for the metrics; None where that was not the error."""
         super().__init__(body.message)
         self.status = status
-        self.body = body
+        # A client's own words may stand in both, and they may be megabytes.
+        param = body.param and body.param[:_LONGEST_PARAM]
+        self.body = msgspec.structs.replace(body, message=body.message[:_LONGEST_MESSAGE], param=param)
         self.headers = headers or {}
         self.rejection = rejection
 
@@ -167,6 +171,9 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, RequestError):
+            # FastAPI replaces what is raised where it reads a body.
+            return error_response(error.__cause__, request.url.path)
         told = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
         return error_response(told, request.url.path)
 

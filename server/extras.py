@@ -6,6 +6,7 @@ Not for: what a served field means (`sampling_fields.py`), or the fields themsel
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import logging
 from dataclasses import dataclass
@@ -85,10 +86,10 @@ class UnknownFields:
         """Raise RequestError for unknown names; where they are allowed, log each set of them once."""
         if not body.model_extra:
             return
-        names = sorted(body.model_extra)
+        names = sorted(itertools.islice(body.model_extra, _MOST_SHOWN))
         if not self._allowed:
             raise unknown_field(names, sorted(type(body).model_fields))
-        shown = tuple(_shown(name) for name in names[:_MOST_SHOWN])
+        shown = tuple(_shown(name) for name in names)
         if shown not in self._logged and len(self._logged) < _MOST_REMEMBERED:
             self._logged.add(shown)
             log.warning("request fields that this server does not know were ignored: %s", ", ".join(shown))

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from engine.api import RequestError
 from server.answering import AnswerOptions, Shape, answer_stream, answer_whole
 from server.answers import AnsweredCall, AnsweredFunction, ChatChoice, ChatMessage, ChunkChoice, CompletionChoice
+from server.bodies import BodyRoute
 from server.generation import CallPiece, Choice, Delta, Generation, Part
 from server.logprobs import chat_logprobs, completion_logprobs
 from server.preparing import prepare_chat, prepare_completion, wants_metrics
@@ -149,7 +150,7 @@ async def respond(
 
 def build_router(server: Server) -> APIRouter:
     """The two generating routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     chat_shape, completion_shape = ChatShape(), CompletionShape()
 
     @router.post("/v1/chat/completions")

@@ -1,6 +1,6 @@
 """`POST /v1/messages` in Anthropic's shape, stateless: the request as a chat, the answer as content blocks and events.
 
-Text, thinking and function tools, for coding agents that speak this protocol.
+str, thinking and function tools, for coding agents that speak this protocol.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from server.answering import metrics_of, usage_of
 from server.errors import anthropic_error, to_api_error
 from server.extras import Neutral, refuse_unsupported
 from server.generation import CallPiece, Delta, Generation, Part
-from server.protocol import Body, ChatRequest, Closed, Count, SpeculationFields, Text, Wire
+from server.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STRINGS,
+    Body,
+    ChatRequest,
+    Closed,
+    Count,
+    Listed,
+    Name,
+    SpeculationFields,
+    Wire,
+)
 from server.reasoning import Effort, Thought
 from server.tools import PARTIAL_JSON
 from server.translating import refuse_drafts
@@ -25,6 +37,8 @@ from server.translating import refuse_drafts
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _CACHE_KEYS = frozenset({"cache_control", "citations"})
 """Keys of blocks that change nothing here: whatever begins alike is cached anyway."""
+
+Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MAX_PARTS)]
 
 
 class Thinking(Closed):
@@ -54,7 +68,7 @@ class AnthropicTool(Wire):
     """A function that the model may call."""
 
     name: str
-    description: Text | None = None
+    description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     strict: bool | None = None
@@ -72,16 +86,16 @@ class AnthropicMessage(Wire):
     """One turn: text, or blocks of text, thinking, calls and their results."""
 
     role: Literal["user", "assistant", "system"]
-    content: Text | list[dict[str, Any]]
+    content: str | Blocks
 
 
 class CountTokensRequest(Body):
     """Body of `POST /v1/messages/count_tokens`: what of a request makes its prompt."""
 
-    model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Text | list[dict[str, Any]] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=128)] | None = None
+    model: Name
+    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Blocks | None = None
+    tools: Annotated[Listed[AnthropicTool], Field(max_length=128)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -91,7 +105,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are this server's own additions."""
 
     max_tokens: Count
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

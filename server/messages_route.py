@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.bodies import BodyRoute
 from server.messages import CountTokensRequest, MessagesRequest, Messenger, as_chat
 from server.preparing import chat_prompt, wants_metrics
 from server.state import Server
@@ -13,7 +14,7 @@ from server.translating import answer_translated, checked, in_own_words
 
 def build_router(server: Server) -> APIRouter:
     """The routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/messages")
     async def create_message(http: Request, body: MessagesRequest) -> Response:

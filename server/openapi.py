@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -47,6 +48,10 @@ class Application(FastAPI):
     """A FastAPI application that describes the errors it sends, and bodies as open as they are."""
 
     allows_unknown_fields = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.state.large_body_lock = asyncio.Lock()
 
     def openapi(self) -> dict[str, Any]:
         """The description, made once."""

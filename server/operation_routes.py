@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
+from server.bodies import BodyRoute
 from server.call_formats import call_marks
 from server.errors import error_response
 from server.extras import refuse_unsupported
@@ -25,7 +26,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def build_router(server: Server) -> APIRouter:
     """Operation routes, at the root and under /v1."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     _add_state(router, server)
     _add_models(router, server)
     _add_tokens(router, server)

@@ -7,28 +7,23 @@ exception: clients send back what they were given by other servers, with keys of
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.api import RequestError
 from server.extras import Neutral
 from server.reasoning import Effort
 
-
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("the text holds half of a surrogate pair, which is not valid Unicode") from error
-    return text
-
-
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
-Text = Annotated[str, AfterValidator(_encodable)]
-"""JSON can spell text that no encoding of Unicode has, and no tokenizer takes."""
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong element ends its validation: an error for each of a million would cost gigabytes."""
+Name = Annotated[str, Field(max_length=1024)]
+_MOST_NAMES = 256
+MAX_MESSAGES = 8192
+MAX_PARTS = 4096
+MAX_STRINGS = 1024
 
 
 class Wire(BaseModel):
@@ -39,13 +34,23 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict) or None not in body.values():
+            return body
+        return {key: value for key, value in body.items() if value is not None}
 
 
 class Closed(Wire):
     """An object whose fields are all known: any other name in it is a mistake."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_few_names(cls, body: Any) -> Any:
+        # Each unknown name is an error.
+        if isinstance(body, dict) and len(body) > _MOST_NAMES:
+            raise ValueError(f"an object has at most {_MOST_NAMES} names here")
+        return body
 
 
 class StreamOptions(Closed):
@@ -64,10 +69,10 @@ class SpeculationFields(Closed):
     draft_length: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     rule: str | None = None
     draft_method: str | None = None
-    tree: Annotated[list[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=1, max_length=256)] | None = None
+    tree: Annotated[Listed[Annotated[int, Field(ge=1, lt=2**31)]], Field(min_length=1, max_length=256)] | None = None
     over_acceptance: Annotated[float, Field(ge=0, le=1)] | None = None
     over_acceptance_residual: Literal["optimal", "target"] | None = None
-    drafters: Annotated[list[str], Field(min_length=1, max_length=3)] | None = None
+    drafters: Annotated[Listed[str], Field(min_length=1, max_length=3)] | None = None
     return_drafts: bool = False
     """Report every step's chains, and how much of them was accepted."""
 
@@ -76,42 +81,26 @@ class TextPart(Wire):
     """A part of a message's content."""
 
     type: str
-    text: Text | None = None
+    text: str | None = None
 
 
 class Prediction(Closed):
     """What the answer will probably be."""
 
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: str | Annotated[Listed[TextPart], Field(max_length=MAX_PARTS)]
 
 
 class Body(Wire):
-    """A whole body: every string of it is text, also where any object may stand.
-
-    Names that no field has are kept apart, for `server/extras.py`.
-    """
+    """A whole body; names that no field has are kept apart, for `server/extras.py`."""
 
     model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _is_text(cls, body: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        checked = validate(body)
-        for name, value in body.items() if isinstance(body, dict) else ():
-            try:
-                json.dumps({name: value}, ensure_ascii=False, default=str).encode()
-            except (UnicodeEncodeError, RecursionError) as error:
-                is_deep = isinstance(error, RecursionError)
-                reason = "objects nested too deeply" if is_deep else "half of a surrogate pair"
-                raise RequestError(f"{name} holds {reason}".encode(errors="replace").decode(), name) from error
-        return checked
 
 
 class GenerationFields(Body):
     """What chat and completions have in common."""
 
-    model: str
+    model: Name
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`; counts where both are there."""
@@ -124,8 +113,8 @@ class GenerationFields(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: Annotated[list[Int64], Field(max_length=4096)] | None = None
+    stop: str | Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
+    stop_token_ids: Annotated[Listed[Int64], Field(max_length=4096)] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -140,18 +129,18 @@ class GenerationFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)] | None = None
     """By token id (OpenAI's keys are strings), each from -100 to 100."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    allowed_token_ids: Annotated[list[Int64], Field(max_length=65536)] | None = None
-    bad_words: Annotated[list[Text], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[Listed[Int64], Field(max_length=65536)] | None = None
+    bad_words: Annotated[Listed[str], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower is served earlier (vLLM's meaning)."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Report the prompt's tokens with this many of the likeliest ones (vLLM's field)."""
     seed_stable: bool | None = None
     """Whether the seed alone decides the answer, whatever is drafted; the server's setting when left out."""
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """K/V is shared among requests of the same salt only."""
     return_token_ids: bool = False
     """Report the tokens of prompt and answer by id (vLLM's field)."""
@@ -198,7 +187,7 @@ class Function(Wire):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: Text | None = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
@@ -236,7 +225,7 @@ class AllowedToolsChoice(Closed):
     """Some of the tools; `required`: one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[Listed[AllowedTool], Field(min_length=1, max_length=128)]
 
 
 class AllowedTools(Closed):
@@ -249,14 +238,14 @@ class AllowedTools(Closed):
 class CalledFunction(Wire):
     """A call's function, its arguments as JSON in a string."""
 
-    name: Text
-    arguments: Text = ""
+    name: str
+    arguments: str = ""
 
 
 class MadeCall(Wire):
     """A call that the assistant has made."""
 
-    id: Text
+    id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -265,13 +254,13 @@ class Message(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: str | Annotated[Listed[TextPart], Field(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
-    tool_call_id: Text | None = None
-    reasoning_content: Text | None = None
+    tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     """What the assistant has thought, for chat templates that show it again; `reasoning` is another name of it."""
-    reasoning: Text | None = None
+    reasoning: str | None = None
     # Known, and not served.
     function_call: None = None
     audio: None = None
@@ -280,20 +269,20 @@ class Message(Wire):
 class ChatRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the model's chat template."""
     continue_final_message: bool = False
     """Go on with the last message, which must be the assistant's, instead of answering it."""
     add_generation_prompt: bool = True
     """End the prompt with what opens the assistant's message."""
-    documents: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    documents: Annotated[Listed[dict[str, Any]], Field(max_length=128)] | None = None
     """Texts to answer from, where the model's chat template has a place for them."""
     reasoning_effort: Effort | None = None
     """How much to think, where the model's chat template can be told."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Listed[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
     """What the model may call: with `none` it is not told of the tools."""
     parallel_tool_calls: bool | None = None
@@ -314,7 +303,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of `POST /v1/completions`."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     """Begin the answer with the prompt, with its logprobs where logprobs are asked for."""
@@ -332,10 +321,10 @@ class CompletionRequest(GenerationFields):
 class TokenizeRequest(Body):
     """Body of `POST /tokenize`: a prompt, or a conversation."""
 
-    model: str | None = None
-    prompt: Text | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[Listed[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[Listed[Tool], Field(max_length=128)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -347,5 +336,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Body of `POST /detokenize`."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: Name | None = None
+    tokens: Annotated[Listed[int], Field(max_length=1 << 18)]

@@ -1,6 +1,6 @@
 """`POST /v1/responses`, stateless: the request as a chat, the answer as items and, in a stream, as events.
 
-Text and function tools. Nothing is stored: a conversation is sent whole (`previous_response_id`, `store: true` and
+str and function tools. Nothing is stored: a conversation is sent whole (`previous_response_id`, `store: true` and
 `background` are refused).
 """
 
@@ -18,7 +18,7 @@ from server.answering import metrics_of, usage_of
 from server.errors import to_api_error
 from server.extras import Neutral, refuse_unsupported
 from server.generation import Delta, Generation
-from server.protocol import ChatRequest, Closed, Count, GenerationFields
+from server.protocol import MAX_MESSAGES, ChatRequest, Closed, Count, GenerationFields, Listed
 from server.reasoning import Effort, Thought
 from server.translating import refuse_drafts
 
@@ -43,10 +43,10 @@ class ReasoningConfig(Closed):
 class ResponsesRequest(GenerationFields):
     """Body of `POST /v1/responses`; sampling and speculation as everywhere."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.bodies import BodyRoute
 from server.preparing import wants_metrics
 from server.responses import Responder, ResponsesRequest, as_chat
 from server.state import Server
@@ -20,7 +21,7 @@ _PARAMS = {
 
 def build_router(server: Server) -> APIRouter:
     """The route."""
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/responses")
     async def create_response(http: Request, body: ResponsesRequest) -> Response:

@@ -85,7 +85,7 @@ def structure_of(body: GenerationFields) -> Structure:
 
 def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _FORMAT_KEYS:
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
         raise RequestError("response_format.type must be text, json_object or json_schema", "response_format")
     _refuse_odd(value, ("type", *_FORMAT_KEYS[kind]), "response_format")
     if kind == "text":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.api import RequestError
+from server.bodies import nests_too_deeply
 from server.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
 from server.protocol import AllowedTools, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.structured import LONGEST_GRAMMAR, Structure, compact
@@ -189,6 +190,8 @@ def _arguments(call: MadeCall) -> dict[str, Any]:
 
     Arguments that are no JSON, as those of a call that the length has cut, are one text in it.
     """
+    if nests_too_deeply(call.function.arguments):
+        raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except RecursionError as error:

@@ -1,0 +1,146 @@
+"""Reading a request's body: a bound on its values before any of them becomes an object, then msgspec, then pydantic.
+
+Decoding and validating take the interpreter's lock, so that a thread would not keep the event loop free. The bounds
+keep each step short instead. All routes with a body use `BodyRoute`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from engine.api import RequestError
+
+_MOST_OBJECTS = 1 << 14
+_MOST_TEXTS = 1 << 17
+_MOST_VALUES = 1 << 20
+_DEEPEST = 100
+"""Templates, grammars and copies recurse by several frames a level."""
+_SMALL_BYTES = 1 << 16
+"""A body of this size is read in about a millisecond, whatever it holds."""
+_DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
+_NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is read with bounds; its description and its validation stay FastAPI's."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wrap FastAPI's handler in one that reads JSON with `read_json`."""
+        handle = super().get_route_handler()
+        model = self.body_field.field_info.annotation if self.body_field is not None else None
+        names = tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()
+
+        async def read_and_handle(request: Request) -> Response:
+            return await handle(_BoundedRequest(request, names))
+
+        return read_and_handle
+
+
+class _BoundedRequest(Request):
+    """A request that decodes its body with `read_json`, large ones one after the other."""
+
+    def __init__(self, request: Request, names: Sequence[str]) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._names = names
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= _SMALL_BYTES:
+            return await read_json(body, self._names)
+        async with self.app.state.large_body_lock:
+            return await read_json(body, self._names)
+
+
+async def read_json(body: bytes, names: Sequence[str]) -> Any:
+    """Decode a body; raises RequestError if it is no JSON or holds too many values.
+
+    names: its fields; the error names the one with the fault. Between the steps of a large body the event loop serves
+    others.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if _may_hold_too_much(body) and (excess := await _excess(body)):
+        await asyncio.sleep(0)
+        values = _values(body, names)
+        param = max(values, key=lambda name: len(values[name]), default=None)
+        raise RequestError(f"{param or 'the body'} holds {excess}", param)
+    await asyncio.sleep(0)
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = _values(body, names).items()
+        param = next((name for name, value in found if _is_unreadable(value)), None)
+        raise RequestError(f"{param or 'the body'} is not valid JSON: {error}", param) from error
+    await asyncio.sleep(0)
+    return decoded
+
+
+def _may_hold_too_much(body: bytes) -> bool:
+    """Whether a body could hold too many values if all its marks stood outside strings."""
+    return (
+        body.count(b'"') > 2 * _MOST_TEXTS
+        or body.count(b",") > _MOST_VALUES
+        or body.count(b"{") + body.count(b"[") > _DEEPEST
+    )
+
+
+async def _excess(body: bytes) -> str:
+    """The bound that a body exceeds; "" if it exceeds none."""
+    await asyncio.sleep(0)
+    plain = _unescaped(body)
+    if plain.count(b'"') > 2 * _MOST_TEXTS:
+        return f"more than {_MOST_TEXTS} strings"
+    await asyncio.sleep(0)
+    outside = _outside_strings(plain)
+    if outside.count(b"{") + outside.count(b"[") > _MOST_OBJECTS:
+        return f"more than {_MOST_OBJECTS} objects and lists"
+    if outside.count(b",") > _MOST_VALUES:
+        return f"more than {_MOST_VALUES} values"
+    await asyncio.sleep(0)
+    return f"objects and lists that are nested more than {_DEEPEST} deep" if _is_deep(outside) else ""
+
+
+def nests_too_deeply(text: str) -> bool:
+    """Whether JSON that travels in a string nests more than a body may."""
+    return _is_deep(_outside_strings(_unescaped(text.encode())))
+
+
+def _unescaped(body: bytes) -> bytes:
+    # An escaped backslash escapes nothing, so those go first.
+    return body.replace(rb"\\", b"").replace(rb"\"", b"")
+
+
+def _outside_strings(plain: bytes) -> bytes:
+    return b"".join(plain.split(b'"')[::2])
+
+
+def _is_deep(outside: bytes) -> bool:
+    brackets = outside.translate(None, _NO_BRACKETS)
+    return max(itertools.accumulate(map(_DEPTHS.__getitem__, brackets)), default=0) > _DEEPEST
+
+
+def _values(body: bytes, names: Sequence[str]) -> dict[str, memoryview]:
+    """The JSON of each field that is there; nothing if the body cannot be taken apart."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
+    try:
+        parts = msgspec.json.decode(body, type=msgspec.defstruct("Fields", fields))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return {name: value for name in names if (value := memoryview(getattr(parts, name)))}
+
+
+def _is_unreadable(value: memoryview) -> bool:
+    try:
+        msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return True
+    return False
