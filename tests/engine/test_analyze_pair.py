@@ -29,6 +29,7 @@ def arguments(models: TinyModels, folder: Path) -> list[str]:
     return ["pair", *pair, *grid, *size, "--draft-length", "3", "--output", str(folder / "out")]
 
 
+@pytest.mark.slow
 def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = arguments(models, tmp_path)
     assert main(words) == 0
@@ -65,6 +66,7 @@ def test_named_shapes_and_trees(models: TinyModels, tmp_path: Path, capsys: pyte
     assert [cell["nodes_per_pass"] <= most for cell, most in zip(cells, (4, 6, 4, 6), strict=True)] == [True] * 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_analysis_goes_on(models: TinyModels, tmp_path: Path) -> None:
     words = arguments(models, tmp_path)
     with patch.object(analysis, "_measure_times", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

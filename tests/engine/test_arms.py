@@ -183,6 +183,7 @@ def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:
         check_room(facts, NAMES, Load([tuple(range(120))], 12, 1.0), 1)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TURN_S", 0.01)
     monkeypatch.setattr(module, "_WARM_UP_S", 0.02)

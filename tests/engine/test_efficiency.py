@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.execution.attention import HOOK
 from engine.request import Limits, Request, Sampling, Speculation
 from tests.engine import tiny
+from tests.grid import grid
 
 DEMO = Path(__file__).parent.parent.parent / "engine" / "demo"
 LENGTH = 4
@@ -83,7 +84,7 @@ def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> tor
     return log_ratio.clamp(max=0).cummin(-1).values.exp().cpu()
 
 
-@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize("num_drafts", grid([1, 4], {4}))
 def test_block_efficiency_equals_the_closed_form(
     engine: Engine, dialogue_prompts: list[list[int]], plain: dict[str, tuple[int, list[int]]], num_drafts: int
 ) -> None:

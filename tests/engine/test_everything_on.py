@@ -21,6 +21,7 @@ from engine.sampling.draw import categorical
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair
+from tests.grid import grid
 
 __all__ = ["pair"]
 
@@ -76,7 +77,7 @@ def answers(
     return counts
 
 
-@pytest.mark.parametrize("draft_window", [0, 3])
+@pytest.mark.parametrize("draft_window", grid([0, 3], {3}))
 def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int) -> None:
     engine = build(pair, draft_window)
     law = exact_law(pair[0], {"temperature": 1.0})

@@ -45,6 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.analysis.papers.page.TEMPERATURES", (1.0,))
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_and_goes_on_where_it_was(
     small: None, models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

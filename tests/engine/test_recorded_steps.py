@@ -32,6 +32,7 @@ from engine.sampling import fused
 from engine.text_drafters import TextDraft
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
+from tests.grid import grid
 
 RECORDED = [(0, 0), (1, 2), (1, 5), (2, 3), (4, 3)]
 stands_in = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="stands in for a device")
@@ -185,7 +186,7 @@ def test_what_is_not_recorded_runs_as_it_is(both: tuple[Engine, Engine], name: s
     assert {one for one in shapes if one is None or one.num_drafts} == {None}
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (1, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("shape", grid([((0, 0),), ((1, 2),), ((4, 3),)], {((1, 2),)}), ids=str)
 def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine], shape: tuple[int, int]) -> None:
     """A temperature so low that float32 could not scale by it is 0."""
     requests = [
@@ -269,7 +270,11 @@ def test_nothing_is_written_but_to_the_requests_own_blocks(both: tuple[Engine, E
 
 @stands_in
 @pytest.mark.parametrize(
-    ("shape", "is_draft"), [((0, 0), False), ((1, 2), False), ((1, 2), True), ((2, 3), False), ((2, 3), True)]
+    ("shape", "is_draft"),
+    grid(
+        [((0, 0), False), ((1, 2), False), ((1, 2), True), ((2, 3), False), ((2, 3), True)],
+        {((0, 0), False), ((2, 3), True)},
+    ),
 )
 def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int], is_draft: bool) -> None:
     plain, machine = machines()
@@ -333,7 +338,7 @@ WRONG: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", grid(WRONG, {"nodes see all nodes", "keys of nodes are not read"}))
 def test_the_comparison_finds_wrong_numbers(both: tuple[Engine, Engine], wrong: str) -> None:
     name, change = WRONG[wrong]
     wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3)]
@@ -357,7 +362,7 @@ WRONG_LAWS: dict[str, Callable[[dict[str, np.ndarray]], None]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_LAWS)
+@pytest.mark.parametrize("wrong", grid(WRONG_LAWS, {"noise of the neighbour"}))
 def test_the_comparison_finds_wrong_laws(both: tuple[Engine, Engine], wrong: str) -> None:
     requests = [
         tiny.request(str(i), range(5 + i, 15), chains(2, 3), 16, temperature=0.5 + i, top_p=0.7, seed=i)

@@ -80,6 +80,7 @@ def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_pair_of_models_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = write_pair(tmp_path)
     output = tmp_path / "found" / "reports.json"

@@ -28,6 +28,7 @@ from tests.engine import tiny  # noqa: E402
 from tests.execution.test_architectures import COMMON  # noqa: E402
 from tests.execution.test_groups import CONFIGS, passes  # noqa: E402
 from tests.execution.test_lean import randomised  # noqa: E402
+from tests.grid import grid  # noqa: E402
 
 PAGE = 4
 CASES: dict[str, Any] = {
@@ -155,12 +156,15 @@ def test_numbers_of_every_type(
 
 @pytest.mark.parametrize(
     ("kind", "window", "parts"),
-    [
-        *((kind, 5, parts) for kind in ("plain", "softcap", "sinks") for parts in (1, 3)),
-        *((kind, None, 3) for kind in ("softcap", "sinks", "both")),
-        ("plain", 100, 3),
-        ("both", 100, 1),
-    ],
+    grid(
+        [
+            *((kind, 5, parts) for kind in ("plain", "softcap", "sinks") for parts in (1, 3)),
+            *((kind, None, 3) for kind in ("softcap", "sinks", "both")),
+            ("plain", 100, 3),
+            ("both", 100, 1),
+        ],
+        {("plain", 5, 3), ("both", None, 3), ("both", 100, 1)},
+    ),
 )
 def test_what_models_add_to_attention(
     kind: str, window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch

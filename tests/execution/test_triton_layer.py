@@ -24,6 +24,7 @@ from engine.kept import NOWHERE  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.execution.test_groups import passes  # noqa: E402
 from tests.execution.test_lean import LEAN, SIZES, randomised  # noqa: E402
+from tests.grid import grid  # noqa: E402
 
 PAGE = 4
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -50,8 +51,13 @@ def agree(found: Numbers, expected: Numbers) -> bool:
     return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("tile", [0, 16, 32])
-@pytest.mark.parametrize("name", ["llama, biases", "llama, tied, wide heads", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    grid(
+        [(name, tile) for name in ("llama, biases", "llama, tied, wide heads", "qwen3") for tile in (0, 16, 32)],
+        {("llama, biases", 16), ("qwen3", 0)},
+    ),
+)
 def test_models_get_the_numbers_of_the_plain_operations(name: str, tile: int) -> None:
     """With norms and gate apart from their products, and in one kernel with them."""
     loaded = randomised(LEAN[name], seed=5)
@@ -84,7 +90,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", grid(WRONG, {"swapped", "up and gate"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
     """By the comparison, and by the trial at start, which would leave the plain operations in use."""
     name, spoil = WRONG[wrong]
@@ -117,7 +123,7 @@ WRONG_PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_PRODUCTS)
+@pytest.mark.parametrize("wrong", grid(WRONG_PRODUCTS, {"another mean"}))
 def test_wrong_products_are_found_out(wrong: str) -> None:
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
@@ -126,6 +132,7 @@ def test_wrong_products_are_found_out(wrong: str) -> None:
         assert fused_layer.find_product_fault(tiny.DEVICE, torch.float32) == "products differ"
 
 
+@pytest.mark.slow
 def test_sums_that_are_left_out_are_found_out() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
@@ -171,7 +178,7 @@ def test_tiles_are_those_that_are_measured_to_be_fastest() -> None:
     assert fused_layer.fastest_tiles(half, 1e-5, timer_of) == {}
 
 
-@pytest.mark.parametrize("rows", [5, 21, 40])
+@pytest.mark.parametrize("rows", grid([5, 21, 40], {21}))
 def test_kernels_of_any_number_of_rows_are_tried(rows: int) -> None:
     """The wrong variant: a kernel that is wrong for the rows of one size alone."""
     right = triton_product.norm_product

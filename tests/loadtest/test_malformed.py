@@ -12,6 +12,7 @@ from tests.server.daemon_process import MODEL, Daemons
 from tests.server.tiny_models import write_pair
 
 
+@pytest.mark.slow
 def test_turns_are_told_apart(tmp_path: Path) -> None:
     """Requests are sent in every other turn, at about the rate; all are refused, and the stream goes on in both."""
     pair, pool = write_pair(tmp_path), Daemons(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from loadtest import soak
 
 
+@pytest.mark.slow
 def test_it_tells_of_memory_and_holds_no_block(tmp_path: Path) -> None:
     assert soak.main(["--requests", "40", "--concurrency", "8", "--output", str(tmp_path / "soak.json")]) == 0
     result = json.loads((tmp_path / "soak.json").read_text())

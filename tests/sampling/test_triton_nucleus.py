@@ -9,6 +9,7 @@ triton_nucleus = pytest.importorskip("engine.sampling.triton_nucleus")
 
 from engine.sampling.law import _top_p  # noqa: E402
 from tests.engine import tiny  # noqa: E402
+from tests.grid import grid  # noqa: E402
 
 WIDTH = 128 + 69
 
@@ -33,7 +34,7 @@ def laws() -> torch.Tensor:
     return (law_NV / law_NV.sum(1, keepdim=True)).to(tiny.DEVICE)
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.95])
+@pytest.mark.parametrize("top_p", grid([1e-6, 0.5, 0.95], {0.5}))
 def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
     law_NV = laws()
     top_p_N = torch.full((len(law_NV),), top_p, device=tiny.DEVICE)

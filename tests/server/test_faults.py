@@ -20,6 +20,7 @@ from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
 CALL: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 400, "ignore_eos": True}
+FEW_BLOCKS = "--no-calibrate --max-model-len 512 --num-gpu-blocks-override 56 --max-num-seqs 8".split()
 
 
 def ending(daemon: Daemon, streams: bool, **more: Any) -> str:
@@ -81,21 +82,6 @@ def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[
     os.kill(daemon.engine_pid(), signal.SIGKILL)
     assert daemon.exit_code() == 1
     assert "the engine process ended unexpectedly" in daemon.log
-
-
-def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """What was accepted is finished, what comes later is refused; exit 0."""
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--max-num-seqs", "4")
-    threads, ends = together(daemon, 24)
-    with daemon.client() as client:
-        wait_until(lambda: client.get("/load").json()["server_load"] >= 20, "the load does not come")
-        daemon.terminate()
-        wait_until(lambda: client.get("/ready").status_code == 503, "it does not drain")
-        assert client.post("/v1/completions", json=CALL).status_code == 503
-    joined(threads)
-    assert set(ends) <= {"whole", "error"}, Counter(ends)
-    assert ends.count("whole") >= 20
-    assert daemon.exit_code() == 0
 
 
 def test_sigterm_with_too_little_time_ends_streams_with_an_error(daemons: Daemons, pair_arguments: list[str]) -> None:
@@ -166,8 +152,7 @@ def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
 
 def test_blocks_that_run_out_are_shared_in_turns(daemons: Daemons, pair_arguments: list[str]) -> None:
     """Eight requests in a cache for little more than one of the longest: all are answered, some computed again."""
-    limits = ["--max-model-len", "512", "--num-gpu-blocks-override", "56", "--max-num-seqs", "8"]
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", *limits)
+    daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
     threads, ends = together(daemon, 8)
     joined(threads)
     assert Counter(ends) == {"whole": 8}
@@ -178,12 +163,27 @@ def test_blocks_that_run_out_are_shared_in_turns(daemons: Daemons, pair_argument
         assert float(preempted.split()[-1]) > 0
 
 
+def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
+    """What was accepted is finished, what comes later is refused; exit 0."""
+    daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
+    threads, ends = together(daemon, 24)
+    with daemon.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] >= 20, "the load does not come")
+        daemon.terminate()
+        wait_until(lambda: client.get("/ready").status_code == 503, "it does not drain")
+        assert client.post("/v1/completions", json=CALL).status_code == 503
+    joined(threads)
+    assert set(ends) <= {"whole", "error"}, Counter(ends)
+    assert ends.count("whole") >= 20
+    assert daemon.exit_code() == 0
+
+
 def test_a_disk_without_room_costs_only_the_profile(
     daemons: Daemons, pair_arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What was measured cannot be kept: the daemon serves, and says so."""
     (tmp_path / "file").write_text("")
-    daemon = daemons.start(*pair_arguments, "--profile-cache", str(tmp_path / "file" / "folder"))
+    daemon = daemons.start(*pair_arguments, "--no-calibrate", "--profile-cache", str(tmp_path / "file" / "folder"))
     daemon.wait_ready()
     assert ending(daemon, streams=True) == "whole"
     assert str(tmp_path / "file") in daemon.log

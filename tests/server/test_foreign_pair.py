@@ -113,6 +113,7 @@ def test_answers_are_those_of_transformers(pair: ForeignPair, daemons: Daemons, 
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_page_runs(
     pair: ForeignPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

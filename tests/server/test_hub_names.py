@@ -74,6 +74,7 @@ def test_a_revision_that_cannot_be_served_is_refused(models: TinyModels, revisio
         pass
 
 
+@pytest.mark.slow
 def test_a_draft_has_a_revision_of_its_own(models: TinyModels) -> None:
     """`main` has one token more than the target; `v2` has the same words."""
     words = [str(models.target), "--draft-model", NAME, "--no-calibrate"]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.server.daemon_process import Daemon
 
 
+@pytest.mark.slow
 def test_no_generated_call_is_a_server_error(daemon: Daemon, tmp_path: Path) -> None:
     """A thousand calls and more, in and out of the schema, with a fixed seed."""
     done = subprocess.run(

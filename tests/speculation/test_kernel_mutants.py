@@ -13,6 +13,7 @@ pytest.importorskip("numba")
 
 from engine.speculation.verification import fused_block, numba_block
 from tests.engine import tiny
+from tests.grid import grid
 from tests.speculation.test_served_rules import ALPHA, fits_of
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
@@ -50,7 +51,7 @@ def kernels_with(module: str, old: str, new: str) -> ModuleType:
     return changed[BLOCK]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", grid(WRONG, {"the shortest prefix", "a surplus without its weight"}))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
     assert fused_block.work_on(tiny.DEVICE, "Numba"), "the trial has been, and does not see the change"
     race = kernels_with(*WRONG[wrong]).race

@@ -23,6 +23,7 @@ from engine.speculation.verification import RULES, OverAcceptance, Verify, fused
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
 from engine.speculation.verification.traversal import leaders
+from tests.grid import grid
 from tests.speculation.exact import from_prefix, outcomes_of
 from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
 
@@ -153,7 +154,7 @@ def test_seeds_give_the_same_law(rule: str) -> None:
         assert found.p_value > ALPHA
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "bv_race"])
+@pytest.mark.parametrize("rule", grid(["token", "block", "bv_race"], {"block"}))
 def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few requests, because Triton's interpreter is slow, but every draft and every decision is the same.
 

@@ -1,0 +1,19 @@
+"""Cases of a test of which `make test` runs some, and `make test-all` the others."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def grid(cases: Iterable[Any], in_the_gate: Container[Any]) -> list[ParameterSet]:
+    """Parameters of a test; all cases but those in the gate are marked `slow`. A case of several values is a tuple."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[] if case in in_the_gate else pytest.mark.slow
+        )
+        for case in cases
+    ]
