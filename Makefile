@@ -4,7 +4,8 @@
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
 # make papers  rerun the tables of the papers on the embedded pair, into docs/results (half an hour on two cores; ARGS="--fresh")
 # make gpu-check  half an hour on a CUDA device: tests, times, figures, by a Python that has one (GPU_PYTHON=python3)
-# make mutants  change the code one place at a time: which changes does no test notice? (hours; goes on where it stopped)
+# make mutants  change the code one place at a time: which changes does no test notice? (a minute to half an hour for a module;
+#              goes on where it stopped; ARGS="engine/sampling/edits.py" or "server/*.py --part 3/8 --minutes 20")
 # make npm-check  the official JavaScript client against a daemon (needs node and npm)
 # make clean   remove the environment and all caches
 #
@@ -54,8 +55,7 @@ gpu-check:
 	$(GPU_PYTHON) -m engine.analysis.gpu_session $(ARGS)
 
 mutants: $(VENV)/.mutants
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m mutmut run $(ARGS)
-	$(BIN)/python -m tests.mutants
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutation $(ARGS)
 
 npm-check: $(VENV)/.dev
 	cd tests/server/npm && npm install --no-package-lock --no-audit --no-fund

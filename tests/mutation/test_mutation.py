@@ -1,0 +1,86 @@
+"""Lists of the mutation runs fit the tree: its modules, its tests, and the places that harmless mutants change."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mutmut", reason="make mutants brings it")
+
+from tests.mutation import table
+from tests.mutation.changes import HARMLESS, Module, is_of, statement_lines
+from tests.mutation.runs import PARTS, modules, part_of
+
+
+def test_every_part_names_modules_and_tests_that_exist() -> None:
+    named = [str(path) for path in modules()]
+    for part in PARTS:
+        for pattern in part["modules"]:
+            assert any(fnmatch(name, pattern) for name in named), pattern
+        tests = [*part.get("tests", []), *part.get("daemons", [])]
+        assert tests
+        assert all(Path(test).exists() for test in tests), tests
+
+
+@pytest.mark.parametrize("area", ["recorded", "execution", "scheduling", "sampling", "speculation/verification"])
+def test_no_module_of_an_area_is_left_out(area: str) -> None:
+    paths = [path for path in Path("engine", area).glob("*.py") if path.name != "__init__.py"]
+    assert paths
+    assert all(part_of(str(path)) for path in paths)
+
+
+@pytest.mark.slow
+def test_every_harmless_change_is_a_mutant_of_the_tree() -> None:
+    left = list(enumerate(HARMLESS))
+    for path in modules():
+        mine = [(number, one) for number, one in left if fnmatch(str(path), one["module"])]
+        changes = [mutant.change for mutant in Module(path).mutants] if mine else []
+        found = {number for number, one in mine if any(is_of(one, *change) for change in changes)}
+        left = [(number, one) for number, one in left if number not in found]
+    assert [one for _, one in left] == []
+
+
+def test_a_mutant_is_the_module_with_one_change(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text(
+        "@cache\ndef f(x):\n    if x > 1:\n        return (\n            x + 1)\n    raise E('a long word')\n"
+    )
+    module = Module(path)
+    sources = [mutant.source for mutant in module.mutants]
+    assert module.source.replace("x + 1", "x - 1") in sources
+    assert module.source.replace("x > 1", "x >= 1") in sources
+    assert len(set(sources)) == len(sources)
+    assert not any("WORD" in source or "XX" in source for source in sources)
+    assert ("x + 1)", "x - 1)") in [mutant.change for mutant in module.mutants]
+    assert list(statement_lines(module.source, 5)) == [4, 5]
+    assert list(statement_lines(module.source, 3)) == [3]
+
+
+def test_results_add_up_while_the_functions_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "RESULTS", tmp_path / "mutants.json")
+    path = tmp_path / "one.py"
+    path.write_text("def f(x):\n    return x + 1\n")
+    module = Module(path)
+    results = {**table.load([path]), "gone.py": table.Result("gone.py")}
+    results[str(path)].begin(module)
+    for mutant, status in zip(module.mutants, "ks", strict=False):
+        results[str(path)].add(mutant, status)
+    table.save(results)
+    again = table.load([path])
+    assert list(again) == [str(path)]
+    assert again[str(path)] == results[str(path)]
+    assert again[str(path)].statuses.startswith("ks")
+    assert again[str(path)].score == 0.5
+    path.write_text('def f(x):\n    """Words."""\n    return x + 1  # and more\n')
+    assert table.load([path])[str(path)].statuses.startswith("ks")
+    path.write_text("def f(x):\n    return x + 2\n")
+    assert table.load([path])[str(path)].score is None
+
+
+def test_the_table_is_of_the_modules_of_the_tree() -> None:
+    """Else `python -m tests.mutation --table` writes it again."""
+    known = {one["module"] for one in json.loads(table.RESULTS.read_text())["modules"]}
+    assert known <= {str(path) for path in modules()}
