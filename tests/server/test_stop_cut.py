@@ -120,7 +120,7 @@ def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
             count = random.randint(1, 6)
             run, left = left[:count], left[count:]
             reason = None if left else "length"
-            parts, _ = choice.add(replace(outcome(1, 0), token_ids=run, finish_reason=reason), stats())
+            parts, *_ = choice.add(replace(outcome(1, 0), token_ids=run, finish_reason=reason), stats())
             released += "".join(str(part) for part in parts)
         # The reference decodes token by token and looks at the whole text after each.
         detokenizer, text, expected = tokenizer.detokenizer(), "", None
