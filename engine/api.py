@@ -40,7 +40,7 @@ from engine.errors import (
 from engine.files import check_source, model_file
 from engine.logs import log_fields, set_up_log
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
-from engine.scheduling.outcome import PHASES, Outcome, StepStats
+from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
 # as anything else runs on one of their cores.
@@ -210,6 +210,7 @@ __all__ = [
     "encode",
     "log_fields",
     "model_file",
+    "read_logprobs",
     "set_up_log",
     "start_process",
     "unknown_rule",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +30,10 @@ log = logging.getLogger("polydraft")
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
+_LARGE = 2048
+"""Numbers and texts beside an answer's own text from which it is encoded in a thread: some milliseconds of work."""
+_PIECE = 1 << 18
+"""Bytes of a large answer that are sent at once."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -103,12 +107,44 @@ async def answer_whole(
         shape.object_whole,
         options.created,
         options.model,
-        [shape.whole(index, choice) for index, choice in enumerate(generation.choices)],
+        [],
         usage_of(generation),
         metrics if options.with_metrics else msgspec.UNSET,
         prompt_ids_of(generation, shape),
     )
-    return Response(_encoder.encode(answer), media_type="application/json", headers=speculation_headers(metrics))
+
+    def encoded() -> list[bytes]:
+        # A bracket after this name is never in a string: its quotes would be escaped.
+        head, tail = _encoder.encode(answer).split(b'"choices":[]')
+        choices = [_encoder.encode(shape.whole(*one)) + b"," for one in enumerate(generation.choices)]
+        return [head + b'"choices":[', *choices[:-1], choices[-1][:-1], b"]" + tail]
+
+    is_large = sum(choice.num_reported for choice in generation.choices) >= _LARGE
+    parts = await server.tokenizer.run_answer(encoded) if is_large else encoded()
+    return _in_pieces(parts, speculation_headers(metrics))
+
+
+def _in_pieces(parts: Sequence[bytes], headers: dict[str, str]) -> Response:
+    """JSON as a response; sent piece by piece if it is large, so that no call copies all of it."""
+    length = sum(map(len, parts))
+    if length <= _PIECE:
+        return Response(b"".join(parts), media_type="application/json", headers=headers)
+
+    async def pieces() -> AsyncGenerator[bytes | memoryview, None]:
+        for piece in _pieces_of(parts):
+            yield piece
+
+    headers = {**headers, "content-length": str(length)}
+    return StreamingResponse(pieces(), media_type="application/json", headers=headers)
+
+
+def _pieces_of(parts: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        if len(part) <= _PIECE:
+            yield part
+        else:
+            for start in range(0, len(part), _PIECE):
+                yield memoryview(part)[start : start + _PIECE]
 
 
 async def answer_stream(
@@ -118,7 +154,7 @@ async def answer_stream(
     deltas = await admitted(http, server, generation)
     if deltas is None:
         return Response(status_code=499)
-    return EventStream(_frames(deltas, server.settings.sse_keep_alive_interval, generation, shape, options), deltas)
+    return EventStream(_frames(deltas, server, generation, shape, options), deltas)
 
 
 class EventStream(StreamingResponse):
@@ -127,7 +163,7 @@ class EventStream(StreamingResponse):
     The framework closes no generator whose frame could not be sent.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], deltas: AsyncGenerator[Delta, None]) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes | memoryview, None], deltas: AsyncGenerator[Delta, None]) -> None:
         super().__init__(frames, media_type="text/event-stream", headers=_SSE_HEADERS)
         self._generators: tuple[AsyncGenerator[Any, None], ...] = (frames, deltas)
 
@@ -191,11 +227,11 @@ async def _disconnected(http: HttpRequest) -> None:
 
 async def _frames(
     deltas: AsyncGenerator[Delta, None],
-    keep_alive_s: float,
+    server: Server,
     generation: Generation,
     shape: Shape,
     options: AnswerOptions,
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[bytes | memoryview, None]:
     def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET, prompt_ids: Any = msgspec.UNSET) -> bytes:
         what = shape.object_chunk
         chunk = Answer(options.answer_id, what, options.created, options.model, choices, usage, metrics, prompt_ids)
@@ -209,21 +245,30 @@ async def _frames(
     def last_metrics() -> Any:
         return metrics_of(generation) if options.with_metrics else msgspec.UNSET
 
+    def frames_of(delta: Delta) -> list[bytes]:
+        choices = shape.chunk(delta)
+        frames = [frame([choice], running_usage()) for choice in choices[:-1]]
+        for choice in choices[-1:]:
+            is_last = generation.has_ended and not options.include_usage
+            frames.append(frame([choice], running_usage(), last_metrics() if is_last else msgspec.UNSET))
+        return frames
+
     try:
         for index in range(len(generation.choices)):
             for choice in shape.opening(index):
                 prompt_ids = msgspec.UNSET if index else prompt_ids_of(generation, shape)
                 yield frame([choice], running_usage(), prompt_ids=prompt_ids)
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
+        keep_alive_s = server.settings.sse_keep_alive_interval
         async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
                     yield _KEEP_ALIVE
                     continue
-                choices = shape.chunk(delta)
-                for number, choice in enumerate(choices, start=1):
-                    is_last = generation.has_ended and number == len(choices) and not options.include_usage
-                    yield frame([choice], running_usage(), last_metrics() if is_last else msgspec.UNSET)
+                is_large = delta.num_logprobs >= _LARGE
+                whole = await server.tokenizer.run_answer(frames_of, delta) if is_large else frames_of(delta)
+                for piece in _pieces_of(whole):
+                    yield piece
         if options.include_usage:
             yield frame([], usage_of(generation), last_metrics())
     except PolydraftError as error:
@@ -288,7 +333,7 @@ async def answer_told(
 
 async def _event_frames(
     deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[bytes | memoryview, None]:
     def frames(events: list[dict[str, Any]]) -> bytes:
         return b"".join(
             b"event: " + event["type"].encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events

@@ -94,7 +94,8 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """`logprobs` of a chat choice."""
 
-    content: list[ChatTokenLogprob]
+    content: msgspec.Raw
+    """A list of `ChatTokenLogprob`."""
     refusal: None = None
 
 
@@ -104,21 +105,18 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     tokens: list[str]
     token_logprobs: list[float | None]
     """Null for the first token of an echoed prompt."""
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: msgspec.Raw
+    """A list of objects: logprobs by text."""
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+class PromptLogprob(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A token at a place of the prompt, in vLLM's shape."""
 
     logprob: float
     decoded_token: str
     rank: int | msgspec.UnsetType = msgspec.UNSET
     """Where it is known: of the likeliest tokens."""
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By place of the prompt, by token id; null for the first token."""
 
 
 class AnsweredFunction(msgspec.Struct, frozen=True):
@@ -166,7 +164,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 
@@ -178,7 +176,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET

@@ -48,7 +48,7 @@ class ChatShape:
         content = None if (calls or choice.thoughts) and not choice.text else choice.text
         thoughts = choice.thoughts or msgspec.UNSET
         message = ChatMessage(content, tool_calls=calls, reasoning_content=thoughts, reasoning=thoughts)
-        of_prompt = choice.prompt_logprobs or msgspec.UNSET
+        of_prompt = msgspec.UNSET if choice.prompt_logprobs is None else choice.prompt_logprobs
         ids, drafts = known(choice.token_ids), known(choice.drafts)
         return ChatChoice(index, message, choice.finish_reason, logprobs, of_prompt, ids, drafts)
 
@@ -97,7 +97,7 @@ class CompletionShape:
     def whole(self, index: int, choice: Choice) -> CompletionChoice:
         """A whole text."""
         logprobs = None if choice.logprobs is None else completion_logprobs(choice.logprobs)
-        of_prompt = choice.prompt_logprobs or msgspec.UNSET
+        of_prompt = msgspec.UNSET if choice.prompt_logprobs is None else choice.prompt_logprobs
         ids = choice.token_ids
         prompt_ids = msgspec.UNSET if ids is None else choice.request.prompt_token_ids
         drafts = known(choice.drafts)

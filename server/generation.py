@@ -16,12 +16,13 @@ from typing import Literal
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats, TokenLogprob
-from server.answers import DraftedStep, PromptLogprobs
+from server.answers import DraftedStep
 from server.call_pieces import Call, Piece
 from server.calls import this_call
 from server.engine_client import EngineClient
-from server.logprobs import SpelledToken, prompt_logprobs, spell
+from server.logprobs import SpelledToken, spell
 from server.observer import Observer
+from server.prompts import Arrival, Prompt, with_prompts
 from server.reasoning import Reasoning, Thought
 from server.statistics import Clock, SpeculationCount, kept_part
 from server.stops import StopCut
@@ -86,6 +87,11 @@ class Delta:
     """What the step drafted, where that was asked for."""
 
     @property
+    def num_logprobs(self) -> int:
+        """Logprobs that it carries, with those of other tokens."""
+        return len(self.logprobs) * (1 + len(self.logprobs[-1].top)) if self.logprobs else 0
+
+    @property
     def text(self) -> str:
         """Text outside calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
@@ -94,7 +100,10 @@ class Delta:
 class Choice:
     """One answer in the making."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, options: TextOptions, prompt: Prompt | None = None
+    ) -> None:
+        """prompt: what is shown of it, if anything; it is read before the first tokens are added."""
         self.request = request
         self.num_tokens = 0
         self.num_cached = 0
@@ -106,13 +115,12 @@ class Choice:
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
         self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
-        self.prompt_logprobs: PromptLogprobs | None = None
         self.token_ids: list[int] | None = [] if options.reports_token_ids else None
         self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
-        self._num_prompt_logprobs = options.num_prompt_logprobs
         self._tokenizer = tokenizer
         self._offset = 0
-        self._echo = options.echo
+        self._prompt = prompt
+        self._has_begun = False
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
@@ -135,13 +143,22 @@ class Choice:
         """The stop string that has ended the answer; None where something else did, or nothing yet."""
         return self._cut.found
 
+    @property
+    def num_reported(self) -> int:
+        """Numbers and texts that a whole answer reports beside its text."""
+        logprobs = len(self.logprobs or ()) * (1 + (self.request.num_logprobs or 0))
+        num_drafted = sum(len(chain) for step in self.drafts or () for chain in step.chains)
+        return logprobs + len(self.token_ids or ()) + num_drafted + len(bytes(self.prompt_logprobs or b"")) // 64
+
+    @property
+    def prompt_logprobs(self) -> msgspec.Raw | None:
+        """Logprobs of the prompt as JSON, if they were asked for."""
+        return None if self._prompt is None else self._prompt.by_place
+
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
         """Take a step's tokens; (what to release, seconds per token since the last step, what the answer took)."""
         self.num_cached = outcome.num_cached
-        if self._num_prompt_logprobs is not None and self.prompt_logprobs is None:
-            prompt, found = self.request.prompt_token_ids, outcome.prompt_logprobs
-            self.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt, found, self._num_prompt_logprobs)
-        echoed = self._echo_prompt(outcome)
+        echoed = self._echo_prompt()
         text, num_kept = self._detokenize(outcome)
         if self._cut.is_cut:
             self.finish_reason = "stop"
@@ -197,18 +214,15 @@ class Choice:
         call_id = self.call_ids[piece.index] if piece.name is not None else None
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
-    def _echo_prompt(self, outcome: Outcome) -> str:
-        """The prompt's text, before the first tokens; its logprobs are taken."""
-        if not self._echo:
+    def _echo_prompt(self) -> str:
+        """The prompt's text, before the first tokens; its logprobs are taken. Empty if it is not echoed."""
+        if self._has_begun or self._prompt is None:
             return ""
-        self._echo = False
-        prompt = self.request.prompt_token_ids
+        self._has_begun = True
         if self.logprobs is not None:
-            most = self.request.num_logprobs or 0
-            for token, found in zip(prompt, (None, *outcome.prompt_logprobs), strict=True):
-                shown = found and msgspec.structs.replace(found, top=found.top[:most])
-                self._add_logprob(self.logprobs, token, shown)
-        return self._tokenizer.decode(prompt, self._skips_special)
+            self.logprobs += self._prompt.tokens
+            self._offset = self._prompt.num_characters
+        return self._prompt.text
 
     def _add_logprob(self, logprobs: list[SpelledToken], token: int, found: TokenLogprob | None) -> None:
         logprobs.append(spell(self._tokenizer, token, found, self._offset))
@@ -261,7 +275,16 @@ class Generation:
     ) -> None:
         """grammar_param: the field of the call that its grammar comes from."""
         self._grammar_param = grammar_param
-        self.choices = [Choice(request, tokenizer, options) for request in requests]
+        self._tokenizer = tokenizer
+        top = options.num_prompt_logprobs
+        self._prompts = [
+            Prompt(request, tokenizer, options.echo, options.skip_special_tokens, top)
+            for request in (requests[::num_choices] if options.echo or top is not None else ())
+        ]
+        self.choices = [
+            Choice(request, tokenizer, options, self._prompts[number // num_choices] if self._prompts else None)
+            for number, request in enumerate(requests)
+        ]
         self.num_choices = num_choices
         self.clock = Clock()
 
@@ -274,8 +297,8 @@ class Generation:
             try:
                 # Admission succeeded: a stream may send its headers now.
                 yield Delta(-1, (), None)
-                async with aclosing(ticket.parts()) as parts:
-                    async for index, outcome, stats in parts:
+                async with aclosing(ticket.parts()) as parts, aclosing(self._read_prompts(parts)) as ready:
+                    async for index, outcome, stats in ready:
                         choice = self.choices[index]
                         if choice.finish_reason is not None:
                             continue
@@ -293,6 +316,9 @@ class Generation:
                 raise
             finally:
                 observer.end(self, call, early_end)
+
+    def _read_prompts(self, parts: AsyncGenerator[Arrival, None]) -> AsyncGenerator[Arrival, None]:
+        return with_prompts(parts, self._prompts, self.num_choices, self._tokenizer) if self._prompts else parts
 
     @asynccontextmanager
     async def _naming_its_field(self) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Threads for work on texts: short texts never wait for long ones, and the bytes that wait are bounded."""
+"""Threads for work on texts: short texts never wait for long ones, and the text that waits is bounded."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ class Lane:
 
 
 class Lanes:
-    """Two threads for short texts, one for long ones."""
+    """Two threads for short texts, one for long ones, one for large answers, which are never refused."""
 
     def __init__(self, most: int) -> None:
         """most: characters that may wait in each lane."""
         self.short = Lane("tokenizer", 2, most)
         self.long = Lane("tokenizer-long", 1, most)
+        self.answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
     def of(self, size: int) -> Lane:
         """The lane of texts of `size` characters."""
@@ -57,3 +58,4 @@ class Lanes:
         """End all threads."""
         self.short.close()
         self.long.close()
+        self.answers.shutdown(wait=False, cancel_futures=True)

@@ -6,22 +6,21 @@ how the answer was sampled, nor on speculation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.api import TokenLogprob
-from server.answers import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TopLogprob,
-)
+from server.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
+from server.large_json import raw_list
 from server.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """What OpenAI writes for a probability of 0; JSON has no infinity."""
+_PER_SLICE = 64
+"""Tokens with their alternatives that are encoded in one call."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,16 @@ def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: 
 
 def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
     """`logprobs` of a chat choice or chunk."""
-    return ChatLogprobs(
-        [
-            ChatTokenLogprob(
-                token.text,
-                token.logprob if token.logprob is not None else _LEAST,
-                list(token.raw),
-                [TopLogprob(text, score, list(raw)) for text, raw, score in token.top],
-            )
-            for token in tokens
-        ]
+    entries = (
+        ChatTokenLogprob(
+            token.text,
+            token.logprob if token.logprob is not None else _LEAST,
+            list(token.raw),
+            [TopLogprob(text, score, list(raw)) for text, raw, score in token.top],
+        )
+        for token in tokens
     )
+    return ChatLogprobs(raw_list(entries, _PER_SLICE))
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
@@ -65,7 +63,7 @@ def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
     return CompletionLogprobs(
         [token.text for token in tokens],
         [token.logprob for token in tokens],
-        [None if token.logprob is None else _ranked(token, token.logprob) for token in tokens],
+        raw_list((None if token.logprob is None else _ranked(token, token.logprob) for token in tokens), _PER_SLICE),
         [token.offset for token in tokens],
     )
 
@@ -80,11 +78,12 @@ def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprob], num_top: int
-) -> PromptLogprobs:
-    """`prompt_logprobs` of a choice: every token but the first, and the likeliest ones in its place."""
-    places: PromptLogprobs = [None]
-    for token, one in zip(prompt[1:], found, strict=True):
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[TokenLogprob], num_top: int
+) -> msgspec.Raw:
+    """`prompt_logprobs` of a choice: null for the first token; of every other one by id, with the likeliest ones in its
+    place, in vLLM's shape."""
+
+    def place_of(token: int, one: TokenLogprob) -> dict[str, PromptLogprob]:
         ranked = {other: (score, rank) for rank, (other, score) in enumerate(one.top[:num_top], start=1)}
         place = {
             str(other): PromptLogprob(max(score, _LEAST), tokenizer.spell(other)[0], rank)
@@ -92,5 +91,7 @@ def prompt_logprobs(
         }
         if token not in ranked:
             place[str(token)] = PromptLogprob(max(one.logprob, _LEAST), tokenizer.spell(token)[0])
-        places.append(place)
-    return places
+        return place
+
+    places = itertools.starmap(place_of, zip(prompt[1:], found, strict=True))
+    return raw_list(itertools.chain([None], places), _PER_SLICE)

@@ -20,6 +20,7 @@ from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from server.reasoning import CLOSE, is_open, thinking_variables
 from server.sampling_fields import (
+    check_num_entries,
     max_tokens_of,
     num_logprobs_of,
     num_prompt_logprobs_of,
@@ -79,8 +80,11 @@ def engine_requests(
     if body.seed is not None:
         speculation = with_seed(speculation, sampling, limits_of_speculation, facts)
     num_logprobs = num_logprobs_of(body)
+    num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
+    check_num_entries(prompts, num_prompt_logprobs, body)
     requests: list[EngineRequest] = []
     for prompt in prompts:
+        prompt_ids = tuple(prompt)
         answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
         limits = Limits(
             max_tokens=answer,
@@ -88,11 +92,11 @@ def engine_requests(
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
         )
-        for _ in range(body.n):
+        for choice in range(body.n):
             number = len(requests)
             request = EngineRequest(
                 request_id=uuid.uuid4().hex,
-                prompt_token_ids=tuple(prompt),
+                prompt_token_ids=prompt_ids,
                 sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, number)),
                 limits=limits,
                 speculation=speculation,
@@ -100,7 +104,8 @@ def engine_requests(
                 priority=body.priority,
                 prediction=prediction,
                 cache_salt=body.cache_salt or "",
-                num_prompt_logprobs=num_prompt_logprobs_of(body, num_logprobs),
+                # Those of its prompt are the same for every choice: computed and sent once.
+                num_prompt_logprobs=None if choice else num_prompt_logprobs,
                 reports_drafts=body.speculation is not None and body.speculation.return_drafts,
             )
             check_request(request, facts, server.client.config.speculation)

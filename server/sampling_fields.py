@@ -28,6 +28,8 @@ from server.protocol import ChatRequest, CompletionRequest, GenerationFields, Sp
 from server.tokenizer import GenerationDefaults
 
 MAX_STOPS = 16
+MOST_PROMPT_LOGPROBS = 1 << 20
+"""In all choices of a call; some 60 bytes each."""
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
@@ -125,6 +127,20 @@ def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> 
         raise RequestError("prompt_logprobs are not streamed; ask for a whole answer", "prompt_logprobs")
     echoed = num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
     return echoed if asked is None else max(asked, echoed or 0)
+
+
+def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
+    """Raise RequestError if the logprobs of prompts would make an answer too large. num_top: alternatives a token."""
+    if num_top is None:
+        return
+    count = sum(map(len, prompts)) * (num_top + 1) * body.n
+    if count > MOST_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestError(
+            f"{field}: {count} logprobs of prompt tokens (tokens times alternatives and one more, times n), more than "
+            f"{MOST_PROMPT_LOGPROBS}; ask for fewer alternatives, a smaller n or a shorter prompt",
+            field,
+        )
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:

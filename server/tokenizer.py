@@ -66,6 +66,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
         self._lanes = Lanes(_MOST_WAITING)
+        self._spelled: dict[int, tuple[str, bytes]] = {}
+        """Text and bytes of tokens, at most the vocabulary's."""
 
     async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
         """Run a method of this tokenizer in its threads.
@@ -74,6 +76,10 @@ class Tokenizer:
         """
         with self._lanes.of(size).room(size) as executor:
             return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+    async def run_answer(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run what makes a large answer of tokens in a thread for that alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._lanes.answers, call, *args)
 
     async def run_encode(
         self, text: str, add_special_tokens: bool, most: int | None = None, param: str = "prompt"
@@ -196,6 +202,12 @@ class Tokenizer:
 
     def spell(self, token: int) -> tuple[str, bytes]:
         """A token's text behind others, and its bytes, which may be a part of a character."""
+        spelled = self._spelled.get(token)
+        if spelled is None:
+            spelled = self._spelled[token] = self._new_spelling(token)
+        return spelled
+
+    def _new_spelling(self, token: int) -> tuple[str, bytes]:
         text = self._decode_behind(token)
         if _REPLACEMENT not in text:
             return text, text.encode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from engine.request import DrafterCount, TokenLogprob
@@ -34,14 +36,30 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How long the request waited before it was first admitted."""
     logprobs: list[TokenLogprob] = []
     """One per token, where the request asked for them."""
-    prompt_logprobs: list[TokenLogprob] = []
-    """With the first tokens: of the prompt's tokens but the first, where the request asked for them."""
+    prompt_logprobs: list[msgspec.Raw] = []
+    """With the first tokens: of the prompt's tokens but the first, where the request asked for them. Written by
+    `write_logprobs` for each step that read the prompt, so that none of it is decoded with the message."""
     gap: float | None = None
     """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
     bias: float = 0.0
     """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """The chains of the step, where the request asked for them; none of a plain step."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[TokenLogprob])
+
+
+def write_logprobs(logprobs: Sequence[TokenLogprob]) -> msgspec.Raw:
+    """Logprobs of one step as bytes."""
+    return msgspec.Raw(_encoder.encode(logprobs))
+
+
+def read_logprobs(written: Sequence[msgspec.Raw]) -> Iterator[TokenLogprob]:
+    """The logprobs of several steps in their order."""
+    for some in written:
+        yield from _decoder.decode(some)
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.controller import Controller
 from engine.scheduling.draft_prefill import DraftPrefill
-from engine.scheduling.outcome import Outcome
+from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
@@ -208,7 +208,8 @@ class Scheduler:
         outcomes = []
         for row, prompt_logprobs in zip(plan.rows, prompts, strict=True):
             sequence = self._running[row.sequence_id]
-            sequence.prompt_logprobs += prompt_logprobs
+            if prompt_logprobs:
+                sequence.prompt_logprobs.append(write_logprobs(prompt_logprobs))
             sequence.num_target_computed = row.end
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_input_ids)
             sequence.draft_start = row.draft_start

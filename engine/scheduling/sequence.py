@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.cache.store import Key, next_key, root_key
 from engine.plan import Grammar, TargetShift
-from engine.request import Request, TokenLogprob
+from engine.request import Request
 from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
@@ -80,7 +82,7 @@ class Sequence:
         self._keys: list[Key] = []
         self._drafts_taken = self._drafts_expected = 0.0
         self.last_step = -1
-        self.prompt_logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[msgspec.Raw] = []
         self.shifts: tuple[TargetShift, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = 0.0

@@ -11,6 +11,7 @@ import torch
 from engine.execution.attention import HOOK
 from engine.reporting import token_logprobs
 from engine.request import Speculation
+from engine.scheduling.outcome import read_logprobs
 from tests.engine import tiny
 
 
@@ -36,7 +37,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
     for one in requests:
         outcomes = run.outcomes[one.request_id]
         entries = [entry for outcome in outcomes for entry in outcome.logprobs]
-        of_prompt = [entry for outcome in outcomes for entry in outcome.prompt_logprobs]
+        of_prompt = [entry for outcome in outcomes for entry in read_logprobs(outcome.prompt_logprobs)]
         if one.num_logprobs is None:
             assert not entries
             continue

@@ -9,6 +9,7 @@ import pytest
 from engine.cache import store
 from engine.engine import Engine
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.outcome import read_logprobs
 from tests.engine import tiny
 
 SHAPES = {
@@ -130,4 +131,4 @@ def test_salts_and_prompt_logprobs() -> None:
     reported = Request(request_id="d", prompt_token_ids=tuple(prompt), num_prompt_logprobs=0)
     outcome = tiny.run(machine, [reported]).outcomes["d"][0]
     assert outcome.num_cached == 0
-    assert len(outcome.prompt_logprobs) == 39
+    assert len(list(read_logprobs(outcome.prompt_logprobs))) == 39

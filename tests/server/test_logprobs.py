@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncGenerator
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
 import pytest
+from msgspec.structs import replace
 
+from engine.api import Request, TokenLogprob
+from engine.scheduling.outcome import write_logprobs
+from server.prompts import Arrival, Prompt, with_prompts
+from server.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import open_stream
 from tests.server.test_edited_logits import SHAPES
 from tests.server.test_speculation_answers import CHAT, COMPLETIONS, answer_of
+from tests.server.test_statistics import outcome, stats
+from tests.server.tiny_models import TOKENIZER
 
 MESSAGES = [{"role": "user", "content": "A short story, please."}]
 
@@ -166,3 +177,85 @@ def test_prompt_logprobs_are_those_of_an_echo(http: httpx.Client, shape: str) ->
     call = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 0}
     body = http.post(CHAT, json=call).json()
     assert len(body["choices"][0]["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_share_the_logprobs_of_their_prompt(http: httpx.Client, stream: bool) -> None:
+    """Two prompts and three choices each: each echoes its prompt as a call for it alone does."""
+    prompts = ["Once upon a time", "A dog " * 30]
+    wish = {"echo": True, "logprobs": 3, "temperature": 0, "max_tokens": 4}
+    alone = [answer_of(http, **wish, prompt=prompt)["choices"][0] for prompt in prompts]
+    call = {"model": MODEL, **wish, "prompt": prompts, "n": 3}
+    if stream:
+        with open_stream(http, COMPLETIONS, **call) as opened:
+            chunks = [choice for chunk in opened.read() for choice in chunk["choices"]]
+    else:
+        chunks = http.post(COMPLETIONS, json={**call, "prompt_logprobs": 1}).json()["choices"]
+    for index in range(6):
+        mine, expected = [chunk for chunk in chunks if chunk["index"] == index], alone[index // 3]
+        assert "".join(chunk["text"] for chunk in mine) == expected["text"]
+        for field in ("tokens", "text_offset"):
+            assert [one for chunk in mine if chunk["logprobs"] for one in chunk["logprobs"][field]] == (
+                expected["logprobs"][field]
+            )
+        found = [one for chunk in mine if chunk["logprobs"] for one in chunk["logprobs"]["token_logprobs"]]
+        assert found[0] is None
+        assert found[1:] == pytest.approx(expected["logprobs"]["token_logprobs"][1:], abs=1e-4)
+        if not stream:
+            assert len(mine[0]["prompt_logprobs"]) == len(found) - 4
+
+
+def test_logprobs_of_a_prompt_are_asked_of_the_engine_once() -> None:
+    """The first outcome for a prompt carries them; outcomes of the other choices that come earlier wait for it."""
+    tokenizer = Tokenizer(str(TOKENIZER))
+    ids = tuple(tokenizer.encode("Once upon a time"))
+    requests = [Request(request_id=str(i), prompt_token_ids=ids, num_logprobs=1) for i in range(3)]
+    prompt = Prompt(replace(requests[0], num_prompt_logprobs=1), tokenizer, True, True, 1)
+    written = [write_logprobs([TokenLogprob(-1.0, ((token, -1.0),))]) for token in ids[1:]]
+    first = replace(outcome(1, 0), prompt_logprobs=written)
+
+    async def early() -> AsyncGenerator[Arrival, None]:
+        for index, one in ((2, outcome(1, 0)), (1, outcome(2, 0)), (0, first), (2, outcome(3, 0))):
+            yield index, one, stats()
+
+    async def order() -> list[tuple[int, int]]:
+        spelled = tokenizer.spell
+        with patch.object(tokenizer, "spell", side_effect=spelled) as spell:
+            found = [(part[0], len(part[1].token_ids)) async for part in with_prompts(early(), [prompt], 3, tokenizer)]
+        assert spell.call_count < 4 * len(ids), "spelled for each choice"
+        return found
+
+    assert [index for index, _ in asyncio.run(order())] == [0, 2, 1, 2]
+    assert prompt.text == "Once upon a time"
+    assert [token.logprob for token in prompt.tokens] == [None, *[-1.0] * (len(ids) - 1)]
+    assert prompt.by_place is not None
+    places = json.loads(bytes(prompt.by_place))
+    assert places[0] is None
+    assert [list(place) for place in places[1:]] == [[str(token)] for token in ids[1:]]
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [[5] * 200] * 100, "prompt_logprobs": 20, "n": 3}, "prompt_logprobs"),
+        ({"prompt": [[5] * 200] * 100, "logprobs": 20, "echo": True, "n": 3}, "logprobs"),
+    ],
+)
+def test_too_many_logprobs_are_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    """Tokens of all prompts times alternatives times choices."""
+    error = http.post(COMPLETIONS, json={"model": MODEL, "max_tokens": 1, **fields}).json()["error"]
+    assert error["param"] == param
+    assert "1260000 logprobs of prompt tokens" in error["message"]
+
+
+def test_a_large_answer_is_encoded_in_its_own_thread(http: httpx.Client) -> None:
+    """Above a size an answer goes out in pieces; it reads as a small one does."""
+    wish: dict[str, Any] = {"prompt": "A dog " * 60, "prompt_logprobs": 20, "logprobs": 20, "n": 16, "max_tokens": 4}
+    response = http.post(COMPLETIONS, json={"model": MODEL, **wish, "temperature": 0, "return_token_ids": True})
+    body = response.json()
+    assert int(response.headers["content-length"]) == len(response.content) > 1 << 19, "one piece; proves nothing"
+    assert [choice["index"] for choice in body["choices"]] == list(range(16))
+    assert all(choice["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"] for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == 64
+    assert body["metrics"]
