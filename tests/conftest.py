@@ -28,7 +28,27 @@ else:
     settings.load_profile("polydraft")
 
 # The files that take longest, in this order before all others: none of them is left for one core at the end.
-LONG = ("deploy/test_image", "deploy/test_ray", "engine/test_output_law", "execution/test_graphs")
+LONG = (
+    "deploy/test_image",
+    "deploy/test_ray",
+    "server/test_lm_eval",
+    "engine/test_gpu_session",
+    "engine/test_arms",
+    "engine/test_papers",
+    "server/test_faults",
+    "engine/test_output_law",
+    "execution/test_processors",
+    "engine/test_recorded_steps",
+    "execution/test_triton_layer",
+    "speculation/test_served_rules",
+    "execution/test_paged_attention",
+    "server/test_limits",
+    "server/test_grammar_bombs",
+    "server/test_hub_names",
+    "scheduling/test_controller",
+    "engine/test_places",
+    "execution/test_graphs",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ from engine.scheduling.controller import Controller
 from engine.scheduling.step_time import StepTimes
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+from tests.grid import grid
 from tests.scheduling.machine import Machine
 
 __all__ = ["pair"]
@@ -48,7 +49,13 @@ def repeating_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [*((name, "plain") for name in SHAPES), *((name, "edited and filtered") for name in ("copies alone", "bv_race"))],
+    grid(
+        [
+            *((name, "plain") for name in SHAPES),
+            *((name, "edited and filtered") for name in ("copies alone", "bv_race")),
+        ],
+        {("block", "plain"), ("traversal tree", "plain"), ("bv_race", "edited and filtered")},
+    ),
 )
 def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     assert PROMPT != REPEATING

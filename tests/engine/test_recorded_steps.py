@@ -110,12 +110,15 @@ def compared(both: tuple[Engine, Engine], requests: list[Request]) -> list[StepS
 
 @pytest.mark.parametrize(
     ("shape", "count", "sampling"),
-    [
-        *(((2, 3), 3, sampling) for sampling in SAMPLING),
-        *((shape, 1, "plain") for shape in ((0, 0), (1, 2), (1, 5), (2, 3), (4, 3))),
-        *(((0, 0), 3, sampling) for sampling in ("top-p", "greedy")),
-        ((1, 5), 2, "greedy"),
-    ],
+    grid(
+        [
+            *(((2, 3), 3, sampling) for sampling in SAMPLING),
+            *((shape, 1, "plain") for shape in ((0, 0), (1, 2), (1, 5), (2, 3), (4, 3))),
+            *(((0, 0), 3, sampling) for sampling in ("top-p", "greedy")),
+            ((1, 5), 2, "greedy"),
+        ],
+        {((2, 3), 3, "all filters"), ((0, 0), 1, "plain"), ((1, 2), 1, "plain"), ((0, 0), 3, "greedy")},
+    ),
 )
 def test_every_decode_step_gives_the_same_tokens(
     both: tuple[Engine, Engine], shape: tuple[int, int], count: int, sampling: str

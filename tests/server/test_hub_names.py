@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.files import check_source, model_file
 from loadtest.daemon import running_daemon
 from server.settings import Serve
+from tests.grid import grid
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import TOKENIZER_FILES, TinyModels, write_pair
 
@@ -66,7 +67,11 @@ def test_everything_is_of_the_revision(models: TinyModels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("revision", "fault"), [("bare", "no tokenizer could be loaded"), ("main", "have different vocabularies")]
+    ("revision", "fault"),
+    grid(
+        [("bare", "no tokenizer could be loaded"), ("main", "have different vocabularies")],
+        {("bare", "no tokenizer could be loaded")},
+    ),
 )
 def test_a_revision_that_cannot_be_served_is_refused(models: TinyModels, revision: str, fault: str) -> None:
     words = [NAME, "--revision", revision, "--draft-model", str(models.draft), "--no-calibrate"]
