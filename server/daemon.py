@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -32,6 +35,7 @@ from engine.api import (
     default_speculation,
 )
 from server.app import build_app
+from server.connections import Connection, Seldom, Waiting
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
 from server.metrics import ServerMetrics
@@ -50,6 +54,9 @@ _BACKLOG = 2048
 # Longer than clients and proxies keep an unused connection (httpx, and so the openai client: 5 s; load balancers often
 # 60 s). A server that closes it first may cut off a request that is on its way.
 _IDLE_CONNECTION_S = 75
+_MOST_FILES = 1 << 16
+_RESERVED_FILES = 96
+"""Open files that are no connections: sockets to the engine, libraries, what is accepted in one round of the loop."""
 _HTTP_CLIENTS = ("httpx", "httpx2")
 EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
 
@@ -255,8 +262,14 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
     settings = server.settings
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
+    waiting = Waiting(settings.max_connections or raise_file_limit(), settings.receive_timeout)
+    for name in ("uvicorn.error", "polydraft.connections"):
+        logging.getLogger(name).addFilter(Seldom())
     config = uvicorn.Config(
         build_app(server),
+        # uvicorn calls it as it would call the class.
+        http=cast(type[asyncio.Protocol], functools.partial(Connection, waiting)),
+        ws="none",
         log_config=None,
         # A proxy's headers count where it is named; otherwise any client could forge its address.
         proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
@@ -273,6 +286,16 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
     except OSError as error:  # also every ssl.SSLError
         raise ConfigError(f"--ssl-certfile {settings.ssl_certfile}: cannot be used ({error})") from error
     return config
+
+
+def raise_file_limit() -> int:
+    """Let the process open as many files as the system allows; the number of connections that leaves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(soft - _RESERVED_FILES, soft // 2)
 
 
 def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:

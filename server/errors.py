@@ -122,7 +122,10 @@ _HTTP_ERRORS = {
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
+    431: ("invalid_request_error", "headers_too_large"),
+    503: ("service_unavailable", "too_many_connections"),
 }
 
 

@@ -210,6 +210,12 @@ class Serve(BaseSettings):
     send_timeout: Annotated[float, Field(ge=0)] = Field(
         60.0, description="seconds a client may leave its answer unread before its requests are ended; 0: no limit"
     )
+    receive_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0, description="seconds a client may take to send a request, or to begin one; then it gets 408; 0: no limit"
+    )
+    max_connections: NotNegative = Field(
+        0, description="connections that may be open; 0: as many as the limit of open files allows"
+    )
     rate_limit: str | None = Field(
         None,
         description="POSTs under /v1/ that one key (without keys: one address) may send, such as 60/minute,5/second",
