@@ -9,7 +9,12 @@ from server.tokenizer import Tokenizer
 from server.turn_end import check_template, turn_remark
 from tests.server.tiny_models import EOS, TOKENIZER
 
-CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}END{% endfor %}"
+STRICT = (
+    "{% if messages | map(attribute='role') | list != ['user', 'assistant'] %}{{ raise_exception('roles') }}{% endif %}"
+    "{% if not messages[0].content %}{{ raise_exception('nothing was asked') }}{% endif %}"
+)
+"""As templates of real models are."""
+CHAT = STRICT + "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}END{% endfor %}"
 
 
 def of(template: str | None) -> Tokenizer:
@@ -25,15 +30,23 @@ def test_a_turn_that_ends_with_another_token_is_named() -> None:
     remark = turn_remark(tokenizer, [])
     assert remark is not None
     assert f"{end!r} ({EOS})" in remark
+    for other in (CHAT.replace("END", f"\n{end}"), CHAT.replace("END", f" {{{{ m['content'] }}}}{end}")):
+        assert turn_remark(of(other), []) == remark
 
 
 @pytest.mark.parametrize(
     "template",
-    [CHAT.replace("END", ""), CHAT.replace("END", "\n"), "{{ messages[0].content }}", "{{ raise_exception('no') }}"],
-    ids=["nothing", "text", "no answer", "refusal"],
+    [
+        CHAT.replace("END", ""),
+        CHAT.replace("END", "\n"),
+        "BEGIN{{ messages[0].content }}",
+        "{{ raise_exception('no') }}",
+        CHAT.replace("END", "") + "{% if add_generation_prompt %}BEGIN{% endif %}",
+    ],
+    ids=["nothing", "text", "no answer", "refusal", "next turn"],
 )
 def test_where_it_cannot_be_told_nothing_is_said(template: str) -> None:
-    tokenizer = of(template)
+    tokenizer = of(template.replace("BEGIN", of(None).token_text(EOS)))
     check_template(tokenizer)
     assert turn_remark(tokenizer, []) is None
 
