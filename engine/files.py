@@ -105,7 +105,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {fault}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
 
 

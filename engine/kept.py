@@ -43,7 +43,7 @@ def read_kept(file: Path | None) -> Any:
     """What is kept there, whatever it is; None where there is nothing that can be read."""
     try:
         return json.loads(file.read_text()) if file is not None else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -65,7 +65,7 @@ def _size_fault(file: Path) -> str:
             return "the file is cut off, or no safetensors file; download it again"
         try:
             header = msgspec.json.decode(opened.read(length), type=dict[str, dict[str, object]])
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             return "the file has no header of a safetensors file; download it again"
     ends = [end for name, one in header.items() if name != "__metadata__" for end in _ends(one)]
     promised = 8 + length + max(ends, default=0)

@@ -32,7 +32,7 @@ def read_config_file(path: str, fields: Container[str]) -> dict[str, Any]:
         values = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not valid ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold a table of settings")

@@ -143,7 +143,10 @@ def run(settings: Serve) -> int:
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
     """What the routes share; raises ConfigError for a tokenizer or a template that cannot be read."""
-    template = Path(settings.chat_template).read_text() if settings.chat_template else None
+    try:
+        template = Path(settings.chat_template).read_text() if settings.chat_template else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {settings.chat_template}: cannot be read ({error})") from error
     tokenizer = Tokenizer(settings.tokenizer_source(), template, settings.tokenizer_revision())
     check_template(tokenizer)
     neutral = settings.generation_config == "neutral"

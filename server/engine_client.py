@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -19,6 +20,7 @@ import zmq.asyncio
 from engine.api import (
     Abort,
     Accepted,
+    ConfigError,
     DeadlineExceeded,
     EngineBusy,
     EngineConfig,
@@ -45,6 +47,8 @@ from engine.api import (
 log = logging.getLogger("polydraft")
 
 StepPart = tuple[Outcome, StepStats]
+_LONGEST_SOCKET = 103
+"""Bytes in the path of a unix socket, on every system."""
 _POLL_S = 0.25
 _TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
 
@@ -100,6 +104,16 @@ class Ticket:
                 yield
         except TimeoutError as error:
             raise DeadlineExceeded(_TOO_LATE) from error
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the two sockets, in /tmp if the usual place has too long a name; raises ConfigError for none."""
+    usual = tempfile.gettempdir()
+    is_short = len(os.fsencode(usual)) <= _LONGEST_SOCKET - len("/polydraft-12345678/outbox")
+    try:
+        return tempfile.TemporaryDirectory(prefix="polydraft-", dir=usual if is_short else "/tmp")
+    except OSError as error:
+        raise ConfigError(f"no folder for the engine's sockets ({error}); set TMPDIR to another") from error
 
 
 class EngineClient:
@@ -170,7 +184,7 @@ class EngineClient:
     def launch(self) -> None:
         """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
         log.info("starting the engine")
-        self._folder = tempfile.TemporaryDirectory(prefix="polydraft-")
+        self._folder = socket_folder()
         inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in ("inbox", "outbox"))
         self._context = zmq.Context()
         self._bound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
@@ -304,6 +318,8 @@ class EngineClient:
             self.loading = message.text
             log.info("engine: %s", message.text)
         elif isinstance(message, Ready):
+            # Both ends are connected: without it, nothing is left behind even if this process is killed.
+            self._folder.cleanup()
             self.on_ready(message.facts)
             self.facts = message.facts
         elif isinstance(message, Accepted):

@@ -295,5 +295,5 @@ def generation_defaults(name: str, revision: str | None = None) -> GenerationDef
     try:
         stored = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         return msgspec.convert({name: value for name, value in stored.items() if value is not None}, GenerationDefaults)
-    except msgspec.MsgspecError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({error}); see --generation-config") from error

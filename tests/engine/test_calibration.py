@@ -266,6 +266,8 @@ def test_measurements_that_cannot_be_used_are_made_again(engine: Engine, tmp_pat
         "",
         "null",
         "[[]]",
+        "[" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
         kept.replace("rows", "lines"),
         kept.replace("]", ',"x"]', 1),
     ):

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.api import ConfigError
+from engine.files import read_object
+from engine.kept import read_kept
+from engine.weight_files import _size_fault
 from server.cli import main
+from server.config_file import read_config_file
+from server.engine_client import socket_folder
+from server.tokenizer import generation_defaults
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
@@ -206,6 +216,61 @@ def test_a_path_that_is_too_long_for_a_socket_exits_3(
     code, printed = run(capsys, str(models.target), "--uds", str(tmp_path / ("x" * 120)))
     assert code == 3
     assert "too long; choose another --uds" in printed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'\xff{"a": 1}', b'{"a": "\\ud800"}', b"9" * 9999, b""],
+    ids=range(6),
+)
+def test_files_that_no_reader_takes_are_named(tmp_path: Path, content: bytes) -> None:
+    """Deep JSON, half characters and other bytes end a start with the file's name, whoever reads it."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("generation_config.json", "settings.json", "settings.toml"):
+        (tmp_path / name).write_bytes(content)
+    header = tmp_path / "model.safetensors"
+    header.write_bytes(len(content).to_bytes(8, "little") + content)
+    readers: list[tuple[str, Callable[[], object]]] = [
+        ("generation_config.json", lambda: read_object(tmp_path / "generation_config.json")),
+        ("generation_config.json", lambda: generation_defaults(str(tmp_path))),
+        ("settings.json", lambda: read_config_file(str(tmp_path / "settings.json"), ())),
+    ]
+    if content:
+        readers.append(("settings.toml", lambda: read_config_file(str(tmp_path / "settings.toml"), ())))
+    for name, read in readers:
+        with pytest.raises(ConfigError, match=name):
+            read()
+    assert read_kept(tmp_path / "settings.json") in (None, {"a": "\ud800"})
+    assert _size_fault(header)
+
+
+def test_sockets_fit_a_path_whatever_the_folder_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One with a long name gives way to /tmp; one that is not there is explained."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 90)
+    with socket_folder() as folder:
+        assert Path(folder).parent == Path("/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        socket_folder()
+    short = "/tmp/" + "b" * 72
+    monkeypatch.setattr(tempfile, "tempdir", short)
+    Path(short).mkdir(exist_ok=True)
+    with socket_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        assert Path(folder).parent == Path(short)
+        listener.bind(f"{folder}/outbox")
+    Path(short).rmdir()
+
+
+def test_a_daemon_that_serves_has_nothing_to_leave_behind(daemon: Daemon) -> None:
+    """The folder of its sockets is gone once the engine is connected, so that a killed process leaves none."""
+    own = {os.readlink(link) for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = {Path(line[7]) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own}
+    folders = {path.parent for path in paths if path.parent.name.startswith("polydraft-")}
+    assert len(folders) == 1
+    assert not folders.pop().exists()
 
 
 def test_modules_in_the_users_folder_are_not_the_engine(tmp_path: Path, pair_arguments: list[str]) -> None:
