@@ -165,15 +165,24 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
     return ".".join(path) or None
 
 
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Free the request: FastAPI's frames hold the error, and the error holds the frames, until garbage is collected."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in OpenAI's shape."""
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        _let_go_of_frames(error)
         return error_response(ApiError(400, _validation_message(error)), request.url.path)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        _let_go_of_frames(error)
         if isinstance(error.__cause__, RequestError):
             # FastAPI replaces what is raised where it reads a body.
             return error_response(error.__cause__, request.url.path)
@@ -181,6 +190,7 @@ def install(app: FastAPI) -> None:
         return error_response(told, request.url.path)
 
     async def on_error(request: Request, error: Exception) -> Response:
+        _let_go_of_frames(error)
         # `RequestEnvelope` counts it.
         request.state.rejection = to_api_error(error).rejection
         return error_response(error, request.url.path)

@@ -6,6 +6,7 @@ The fields come from the routes' own models, so that a new field is covered with
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import tracemalloc
@@ -189,6 +190,41 @@ def test_a_full_body_of_wrong_types_names_its_field(path: str) -> None:
         assert len(answer.content) < 8192
         if "/v1/messages" not in path:
             assert answer.json()["error"]["param"].partition(".")[0] == field
+
+
+def test_a_refused_body_is_freed_at_once() -> None:
+    """Errors and frames hold each other no longer, so that no search for garbage is needed."""
+    app = Application()
+    errors.install(app)
+    app.include_router(generate_routes.build_router(_NO_SERVER))
+
+    async def refused() -> int:
+        for piece in ("{}", "1", '"a"', '["a"]'):
+            await answer(b'{"model":"x","prompt":' + filled(piece) + b"}")
+        return tracemalloc.get_traced_memory()[0]
+
+    async def answer(body: bytes) -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": ""}
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        statuses = []
+
+        async def receive() -> Any:
+            return messages.pop()
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+        assert statuses[0] == 400
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        assert asyncio.run(refused()) < FULL_BYTES
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 LEAST: dict[str, Any] = {
