@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.fixed_edits import FixedEdits
 from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
 from engine.text_drafters import TextDraft
 
@@ -64,6 +65,8 @@ class LogitContext:
     ends: tuple[int, ...] = ()
     """Tokens that would end the answer; they are held back before `min_tokens`."""
     grammar: Grammar | None = None
+    fixed: FixedEdits | None = None
+    """What of the request's edits is the same in every step; None where it is not prepared."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.fixed_edits import FixedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.transfer import to_device
@@ -60,20 +61,24 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
         return logits_NV
     device, vocab_size = logits_NV.device, logits_NV.shape[1]
     edited_NV = logits_NV.float().clone()
-    biased = [(row, *bias) for row, context in enumerate(contexts) if context for bias in context.sampling.logit_bias]
-    if biased:
-        rows, tokens, values = zip(*biased, strict=True)
-        index = (to_device(np.array(rows), device), to_device(np.array(tokens), device))
-        edited_NV.index_put_(index, to_device(np.array(values, np.float32), device), accumulate=True)
+    fixed = {row: _fixed(context) for row, context in enumerate(contexts) if context}
+    for edits, rows in _by_identity(fixed):
+        if len(edits.bias_tokens):
+            index = (to_device(np.array(rows), device).unsqueeze(1), to_device(edits.bias_tokens, device))
+            edited_NV.index_put_(index, to_device(edits.bias_values, device), accumulate=True)
     penalised = [(row, context) for row, context in enumerate(contexts) if context and context.sampling.has_penalties]
     if penalised:
         _penalise(edited_NV, penalised, path_ND)
     # A sum beyond float32 would make the law not a number.
     edited_NV.clamp_(max=_LARGEST)
-    masks = _masks(contexts, vocab_size)
+    masks = _masks(contexts, fixed, vocab_size)
     if masks:
         masked = to_device(np.array(list(masks)), device)
-        allowed_MV = to_device(np.stack(list(masks.values())), device)
+        # Most nodes of a request share one mask.
+        different = {id(mask): mask for mask in masks.values()}
+        number_of = {name: number for number, name in enumerate(different)}
+        number_M = to_device(np.array([number_of[id(mask)] for mask in masks.values()]), device)
+        allowed_MV = to_device(np.stack(list(different.values())), device)[number_M]
         masked_MV = edited_NV[masked].masked_fill(~allowed_MV, -torch.inf)
         possible_M1 = (masked_MV.amax(1) > -torch.inf).unsqueeze(1)
         edited_NV[masked] = torch.where(possible_M1, masked_MV, logits_NV[masked].float())
@@ -144,12 +149,26 @@ def _counts(text: LogitContext) -> tuple[Ints, Numbers]:
     return tokens_E, np.bincount(entry_T[text.num_prompt :], minlength=len(tokens_E)).astype(np.float32)
 
 
-def _masks(contexts: Sequence[NodeContext | None], vocab_size: int) -> dict[int, Bools]:
+def _fixed(context: NodeContext) -> FixedEdits:
+    return context.text.fixed or FixedEdits(context.sampling, context.text.ends)
+
+
+def _by_identity(fixed: dict[int, FixedEdits]) -> list[tuple[FixedEdits, list[int]]]:
+    """Different edits, each with its rows."""
+    rows: dict[int, list[int]] = {}
+    for row, edits in fixed.items():
+        rows.setdefault(id(edits), []).append(row)
+    return [(fixed[of_one[0]], of_one) for of_one in rows.values()]
+
+
+def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits], vocab_size: int) -> dict[int, Bools]:
     """[V] tokens that may come next, by row, where not all may."""
     following = _followed(contexts)
     masks = {}
-    for row, context in enumerate(contexts):
-        allowed = _allowed(context, vocab_size, following.get(row)) if context is not None else None
+    for row, edits in fixed.items():
+        context = contexts[row]
+        assert context is not None
+        allowed = _allowed(context, edits, vocab_size, following.get(row))
         if allowed is not None:
             masks[row] = allowed
     return masks
@@ -170,27 +189,17 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
     return {row: mask for of_one, wait in asked for row, mask in zip(of_one, wait(), strict=True)}
 
 
-def _allowed(context: NodeContext, vocab_size: int, following: Bools | None) -> Bools | None:
+def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:
     """[V] tokens that may come next, None for all; where grammar and other masks leave nothing, the grammar counts.
 
     following: what its grammar allows.
     """
-    sampling, text = context.sampling, context.text
-    holds_back = context.num_emitted < text.min_tokens
-    if not (sampling.allowed_token_ids or sampling.bad_words or holds_back or following is not None):
-        return None
-    allowed = np.ones(vocab_size, dtype=bool)
-    if sampling.allowed_token_ids:
-        allowed[:] = False
-        allowed[list(sampling.allowed_token_ids)] = True
-    if sampling.bad_words:
-        longest = max(len(word) for word in sampling.bad_words)
-        tail = (*text.tokens[-longest:], *context.path)
-        last = [word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
-        allowed[last] = False
-    if holds_back:
-        allowed[[token for token in text.ends if 0 <= token < vocab_size]] = False
-    if following is not None:
+    text = context.text
+    allowed = fixed.mask(vocab_size, context.num_emitted < text.min_tokens)
+    if barred := fixed.barred_after(text.tokens, context.path):
+        allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
+        allowed[barred] = False
+    if following is not None and allowed is not None:
         both = allowed & following
-        allowed = both if both.any() else following
-    return allowed
+        return both if both.any() else following
+    return following if allowed is None else allowed

@@ -74,18 +74,18 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
     return Part(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
 
 
-def _text_of(sequence: Sequence, eos_token_ids: frozenset[int]) -> LogitContext | None:
+def _text_of(sequence: Sequence) -> LogitContext | None:
     """What the sequence's law depends on besides its logits; None if on nothing."""
-    request, limits = sequence.request, sequence.request.limits
-    holds_back = sequence.num_emitted < limits.min_tokens
+    request, least = sequence.request, sequence.request.limits.min_tokens
+    holds_back = sequence.num_emitted < least
     if not request.sampling.edits_logits and not holds_back:
         return None
-    ends = {*limits.stop_token_ids, *(() if limits.ignore_eos else eos_token_ids)} if holds_back else ()
+    ends = sequence.ends if holds_back else ()
     num_prompt = len(request.prompt_token_ids)
-    return LogitContext(tuple(sequence.tokens), num_prompt, limits.min_tokens, tuple(sorted(ends)), sequence.grammar)
+    return LogitContext(tuple(sequence.tokens), num_prompt, least, ends, sequence.grammar, sequence.fixed_edits)
 
 
-def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
+def row_of(part: Part) -> Row:
     """The row of a part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request
     first, end = sequence.num_target_computed, part.end
@@ -106,7 +106,7 @@ def row_of(part: Part, eos_token_ids: frozenset[int]) -> Row:
         fanout=part.fanout,
         copies=part.copies,
         shifts=sequence.shifts,
-        text=_text_of(sequence, eos_token_ids) if part.emits else None,
+        text=_text_of(sequence) if part.emits else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),

@@ -91,7 +91,8 @@ class Scheduler:
         fixed_draft_law: as `Sequence` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
         window = self.draft_prefill.draft_window
-        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window, fixed_draft_law)
+        ends = self.eos_token_ids
+        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window, fixed_draft_law, ends)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=urgency)
@@ -121,7 +122,7 @@ class Scheduler:
         rows = []
         for part in self._in_place(parts):
             part.sequence.last_step = self._step
-            rows.append(row_of(part, self.eos_token_ids))
+            rows.append(row_of(part))
         self.last_plan = Plan(tuple(rows))
         return self.last_plan
 

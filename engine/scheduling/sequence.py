@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.cache.store import Key, next_key, root_key
+from engine.fixed_edits import FixedEdits
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
 from engine.text_drafters import TextDraftFinder
@@ -23,12 +24,15 @@ class Sequence:
         "_drafts_expected",
         "_drafts_taken",
         "_keys",
+        "_stop_ids",
         "_was_admitted",
         "block_ids",
         "copier",
         "draft_start",
         "draft_window",
+        "ends",
         "fanout",
+        "fixed_edits",
         "grammar",
         "last_step",
         "num_cached",
@@ -53,6 +57,7 @@ class Sequence:
         grammar: Grammar | None = None,
         draft_window: int = 0,
         fixed_draft_law: bool = False,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         """sequence_id: they count up, so that their order is that of arrival; draft_window: the server's, 0 is none;
         fixed_draft_law: whether the draft law below a text must be the same in every step, which a window does not give
@@ -60,6 +65,12 @@ class Sequence:
         self.sequence_id = sequence_id
         self.request = request
         self.grammar = grammar
+        self._stop_ids = frozenset(request.limits.stop_token_ids)
+        self.ends: tuple[int, ...] = ()
+        """Tokens that would end the answer, held back before min_tokens; none if it has no min_tokens."""
+        if request.limits.min_tokens:
+            self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
+        self.fixed_edits = FixedEdits(request.sampling, self.ends)
         self.copier = TextDraftFinder(request)
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
@@ -124,7 +135,7 @@ class Sequence:
         limits = self.request.limits
         for count, token in enumerate(emitted, start=1):
             ends = token in eos_token_ids and not limits.ignore_eos
-            if ends or token in limits.stop_token_ids:
+            if ends or token in self._stop_ids:
                 return emitted[:count], "stop"
             if count == self.num_remaining:
                 return emitted[:count], "length"

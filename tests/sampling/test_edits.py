@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from engine.fixed_edits import FixedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import Bools, NodeContext, edit
@@ -138,3 +140,41 @@ def test_extreme_values_leave_a_law() -> None:
     torch.testing.assert_close(rows.sum(1), torch.ones(3))
     assert rows[0, 6] == 0
     assert torch.equal(edited[2], logits[2])
+
+
+def test_what_is_prepared_for_a_request_edits_as_what_is_made_anew() -> None:
+    """To the bit, for all its nodes and steps, and nothing that nodes share is written to."""
+    chance = np.random.default_rng(8)
+    places = every_place(TEXTS)
+    logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).float()
+    prepared = {(id(p.sampling), p.text.ends): FixedEdits(p.sampling, p.text.ends) for p in places}
+    with_fixed = [
+        replace(place, text=replace(place.text, fixed=prepared[id(place.sampling), place.text.ends]))
+        for place in places
+    ]
+    paths = paths_of(places)
+    expected = edit(logits, places, paths)
+    for _ in range(2):
+        assert torch.equal(edit(logits, with_fixed, paths), expected)
+    one_by_one = [edit(logits[i : i + 1], [place], paths[i : i + 1]) for i, place in enumerate(with_fixed)]
+    assert torch.equal(torch.cat(one_by_one), expected)
+
+
+def test_masks_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    right = FixedEdits._new_mask
+    monkeypatch.setattr(FixedEdits, "_new_mask", lambda self, *args: made.append(args) or right(self, *args))
+    sampling = Sampling(allowed_token_ids=(2, 3, 5), bad_words=((5,), (3, 4)))
+    text = replace(TEXTS[0], fixed=FixedEdits(sampling, ()))
+    for _ in range(3):
+        edit(torch.zeros(len(PATHS), VOCABULARY), [NodeContext(sampling, text, len(path), path) for path in PATHS])
+    assert made == [(VOCABULARY, False)]
+
+
+def test_a_bad_word_is_seen_from_the_token_before_its_last() -> None:
+    edits = FixedEdits(Sampling(bad_words=((3, 4), (4, 3, 2), (7, 3), (9, 9, 9, 8))), ())
+    assert edits.barred_after((1, 4, 3), ()) == [4, 2]
+    assert edits.barred_after((1, 4), (3,)) == [4, 2]
+    assert edits.barred_after((4, 1), (3,)) == [4]
+    assert edits.barred_after((9,), (9, 9)) == [8]
+    assert edits.barred_after((9,), (9,)) == edits.barred_after((), ()) == []
