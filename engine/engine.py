@@ -178,7 +178,7 @@ class Engine:
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""
-        failed = self.following.failed()
+        failed = self.following.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
         for request_id, _ in failed:
             self.scheduler.abort(request_id)
         for outcome in outcomes:

@@ -18,7 +18,9 @@ NON_FINITE = "non_finite_logits"
 
 NO_END_TOKEN = "no_end_token"
 """Error code of structured output from a model whose files name no end token: the operator's to correct."""
-SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN})
+DEAD_END = "grammar_dead_end"
+"""Error code of structured output after which the grammar allows no token of this model: no client can correct it."""
+SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END})
 """Error codes of requests that no client can correct."""
 
 

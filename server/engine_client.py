@@ -231,12 +231,7 @@ class EngineClient:
         Raises EngineBusy when the queue has no room for all of them, RequestError when it never has.
         """
         self.ready_facts()
-        if len(requests) > self.max_open_requests:
-            raise RequestError(
-                f"the call asks for {len(requests)} answers (prompts times n), but at most {self.max_open_requests} "
-                "requests may be open here; ask for fewer",
-                "n",
-            )
+        self.check_count(len(requests))
         if self.num_open + len(requests) > self.max_open_requests:
             raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
         self._check_queued_tokens(requests)
@@ -252,6 +247,15 @@ class EngineClient:
         finally:
             for request_id in ticket.open_ids:
                 self.abort(request_id)
+
+    def check_count(self, num_answers: int) -> None:
+        """Raise RequestError for a call of more requests than may ever be open."""
+        if num_answers > self.max_open_requests:
+            raise RequestError(
+                f"the call asks for {num_answers} answers (prompts times n), but at most {self.max_open_requests} "
+                "requests may be open here; ask for fewer",
+                "n",
+            )
 
     def _check_queued_tokens(self, requests: Sequence[Request]) -> None:
         if not self._max_queued_tokens:

@@ -74,6 +74,7 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
+    server.client.check_count(len(prompts) * body.n)
     sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable)
     limits_of_speculation = server.client.config.speculation
     speculation = speculation_of(body, limits_of_speculation, facts)
@@ -108,7 +109,8 @@ def engine_requests(
                 num_prompt_logprobs=None if choice else num_prompt_logprobs,
                 reports_drafts=body.speculation is not None and body.speculation.return_drafts,
             )
-            check_request(request, facts, server.client.config.speculation)
+            if not choice:  # the others differ in their seeds
+                check_request(request, facts, server.client.config.speculation)
             requests.append(without_equal_chains(request, facts))
     return requests
 

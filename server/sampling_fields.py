@@ -78,7 +78,7 @@ def sampling_of(
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=logit_bias_of(body),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=bad_words,
         grammar=grammar,
         seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import GrammarConfig
-from engine.errors import RequestError
+from engine.errors import DEAD_END, RequestError
 from engine.request import GRAMMAR
 from engine.sampling.grammar_process import (
     KILL,
@@ -72,9 +72,21 @@ class GrammarState:
         self._kill = kill
         self._process_id = 0
         self._num_told = -1
+        self._dead_ends: set[tuple[int, ...]] = set()
+        """Paths below the answer after which nothing may follow."""
         self._is_ready = False
         self._begin_clock()
         self._send(Start(grammar))
+
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        """Note what a step has emitted after the paths that were asked about; a token after a dead end is none of the
+        grammar's, so the answer fails."""
+        if self.failure is None and any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
+            self.failure = RequestError(
+                "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
+                GRAMMAR,
+                DEAD_END,
+            )
 
     def is_ready(self) -> bool:
         """Whether masks can be asked for; does not wait. Raises GrammarFailed."""
@@ -86,21 +98,27 @@ class GrammarState:
             raise self.failure
         return self._is_ready
 
+    def seconds_read(self) -> float:
+        """CPU time that reading the grammar has taken; 0 before its process runs."""
+        return self._computed_s() if self._process_id else 0.0
+
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow each path below an answer: [V], None where a path has ended before.
 
         answer: the request's tokens so far; it only grows from step to step. The result waits for the masks: ask all
         grammars first. Where the grammar fails, anything may follow, and `failure` says so.
         """
+        if len(answer) != self._num_told:
+            self._dead_ends.clear()
         more = list(answer[max(0, self._num_told) :])
         if len(answer) != self._num_told:
             self._begin_clock()  # a step asks several times about one answer
         self._num_told = len(answer)
         if self.failure is None:
             self._send(Ask(more, [list(path) for path in paths]))
-        return lambda: self._take(len(paths))
+        return lambda: self._take(paths)
 
-    def _take(self, count: int) -> list[Bools | None]:
+    def _take(self, paths: Sequence[Sequence[int]]) -> list[Bools | None]:
         limit_s = self._limits.mask_timeout_s
         while self.failure is None:
             if not self._connection.poll(max(_LEAST_WAIT_S, limit_s - self._computed_s())):
@@ -109,8 +127,12 @@ class GrammarState:
             message = self._receive()
             if isinstance(message, Masks):
                 self._check_time(limit_s)
-                return [None if mask is None else self._unpacked(mask) for mask in message.masks]
-        return [None] * count
+                masks = [None if mask is None else self._unpacked(mask) for mask in message.masks]
+                for path, mask in zip(paths, masks, strict=True):
+                    if mask is not None and not mask.any():
+                        self._dead_ends.add(tuple(path))
+                return masks
+        return [None] * len(paths)
 
     def _unpacked(self, mask: bytes) -> Bools:
         bits = np.frombuffer(mask, dtype=np.uint8)

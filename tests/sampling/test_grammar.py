@@ -19,13 +19,13 @@ import torch
 from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
-from engine.errors import RequestError
+from engine.errors import DEAD_END, RequestError
 from engine.plan import LogitContext
 from engine.request import GRAMMAR, Request, Sampling
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.following import Following
 from engine.sampling.grammar import Grammars, GrammarState
-from engine.sampling.grammar_process import Vocabulary, _first_line, follow, read_vocabulary
+from engine.sampling.grammar_process import Begun, Masks, Vocabulary, _first_line, follow, read_vocabulary
 from tests.server.tiny_models import write_pair
 
 OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}]})
@@ -252,11 +252,20 @@ class Slow:
     def __init__(self) -> None:
         self.open: list[Slow] = []
         self.failure: RequestError | None = None
-        self.is_read = False
+        self.is_read = self.is_ended = False
+        self.read_s = 0.0
+        self.grammar = ""
 
     def start(self, grammar: str) -> Slow:
         self.open.append(Slow())
+        self.open[-1].grammar = grammar
         return self.open[-1]
+
+    def seconds_read(self) -> float:
+        return self.read_s
+
+    def check_answer(self, emitted: object) -> None:
+        pass
 
     def is_ready(self) -> bool:
         if self.failure is not None:
@@ -264,7 +273,7 @@ class Slow:
         return self.is_read
 
     def end(self) -> None:
-        self.is_read = False
+        self.is_read, self.is_ended = False, True
 
     def masks(self, answer: object, paths: object) -> object:
         raise AssertionError("not asked here")
@@ -328,3 +337,69 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pyt
         ask(str(number))
     following.ready()
     assert len(source.open) == 1 + 4, "more than four are read at once"
+
+
+def test_costly_grammars_leave_room_for_others() -> None:
+    """Twenty that are never read, then an ordinary one: it begins once each place has seen a first slice, while at most
+    two of the costly ones are read further; those get all the time they may have, in turn."""
+    source = Slow()
+    following = Following(source, 64)  # type: ignore[arg-type]
+    for number in range(20):
+        following.add(Request(request_id=str(number), prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
+    following.add(Request(request_id="honest", prompt_token_ids=(1,), sampling=Sampling(grammar="honest")))
+    for _ in range(30):
+        following.ready()
+        running = [one for one in source.open if not one.is_ended]
+        assert len(running) <= 4
+        for one in running:
+            one.read_s += 0.2
+            one.is_read = one.grammar == "honest"
+        if any(one.grammar == "honest" for one in running):
+            break
+    assert [one.request_id for one, _ in following.ready()[0]] == ["honest"]
+    assert sum(one.is_ended for one in source.open) <= 20
+    for _ in range(9):
+        following.ready()
+        for one in source.open:
+            one.read_s += 0.2
+    running = [one for one in source.open if not one.is_ended and one.grammar == "costly"]
+    assert 2 <= len(running) < 4, "there is a place for who comes next"
+    assert following.num_waiting == 20
+    running[-1].failure = RequestError("too long")
+    ((failed, _),) = following.ready()[1]
+    assert following.num_waiting == 19
+    assert all(following.end(str(number)) for number in range(20) if str(number) != failed)
+    assert following.num_waiting == 0
+
+
+def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
+    source = Slow()
+    following = Following(source, 64)  # type: ignore[arg-type]
+    following.add(Request(request_id="a", prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
+    following.ready()
+    source.open[0].read_s = 9.0
+    following.ready()
+    assert not source.open[0].is_ended
+    assert len(source.open) == 1
+
+
+@pytest.mark.parametrize(
+    ("dead", "emitted", "fails"),
+    [((), [7], True), ((5,), [5, 7], True), ((5,), [5], False), ((5,), [6, 7], False), ((5, 6), [5, 7], False)],
+)
+def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitted: list[int], fails: bool) -> None:
+    """Where the masks leave nothing a token is drawn all the same, and no client sees it: the server says so."""
+    paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:
+        state = GrammarState(connection, OBJECT, 16, LIMITS, lambda _: None)
+        wait = state.masks((), paths)
+        process.send_bytes(msgspec.msgpack.encode(Begun(os.getpid())))
+        process.send_bytes(msgspec.msgpack.encode(Masks([b"\0\0" if path == dead else b"\1\0" for path in paths])))
+        assert [mask is not None and mask.any() for mask in wait()] == [path != dead for path in paths]
+        state.check_answer(emitted)
+    if fails:
+        assert state.failure is not None
+        assert state.failure.code == DEAD_END
+    else:
+        assert state.failure is None
