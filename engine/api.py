@@ -37,7 +37,7 @@ from engine.errors import (
     PolydraftError,
     RequestError,
 )
-from engine.files import check_source, model_file
+from engine.files import check_source, model_file, read_object
 from engine.logs import log_fields, set_up_log
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
@@ -211,6 +211,7 @@ __all__ = [
     "log_fields",
     "model_file",
     "read_logprobs",
+    "read_object",
     "set_up_log",
     "start_process",
     "unknown_rule",

@@ -38,12 +38,13 @@ from server.app import build_app
 from server.connections import Connection, Seldom, Waiting
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
+from server.generation_defaults import generation_defaults
 from server.metrics import ServerMetrics
 from server.observer import Observer
 from server.reasoning import thinks
 from server.settings import Serve
 from server.state import Server
-from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
+from server.tokenizer import GenerationDefaults, Tokenizer
 from server.tools import format_of
 from server.tracing import Tracing
 from server.turn_end import check_template, turn_remark

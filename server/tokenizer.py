@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from engine.api import ConfigError, RequestError, check_source, model_file
+from engine.api import ConfigError, RequestError, check_source
 from server.lanes import Lanes
 from server.rendering import render_conversation
 from server.text_bounds import byte_characters, longest_token
@@ -285,15 +285,3 @@ class Detokenizer:
             # Bytes that are no character change how those before them are decoded: begin anew behind them.
             self._stream = self._new_stream()
             return _REPLACEMENT + (self._stream.step(self._backend, token) or "")
-
-
-def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:
-    """Sampling defaults of a model; neutral where it has none."""
-    path = model_file(name, "generation_config.json", revision)
-    if path is None:
-        return GenerationDefaults()
-    try:
-        stored = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return msgspec.convert({name: value for name, value in stored.items() if value is not None}, GenerationDefaults)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be used ({error}); see --generation-config") from error

@@ -22,7 +22,7 @@ from engine.weight_files import _size_fault
 from server.cli import main
 from server.config_file import read_config_file
 from server.engine_client import socket_folder
-from server.tokenizer import generation_defaults
+from server.generation_defaults import generation_defaults
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 

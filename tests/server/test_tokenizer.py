@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.api import ConfigError, RequestError
-from server.tokenizer import GenerationDefaults, Tokenizer, generation_defaults
+from server.generation_defaults import generation_defaults
+from server.tokenizer import GenerationDefaults, Tokenizer
 from tests.server.tiny_models import BOS, EOS, TOKENIZER
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -202,3 +204,27 @@ def test_special_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_special("<|end|>")
     assert not tokenizer.has_special("the")
     assert not tokenizer.has_special("</think>")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"repetition_penalty": 0}, {"temperature": -1}, {"top_p": 1.5}, {"top_k": -2}, {"min_p": 2}, {"temperature": 3}],
+)
+def test_defaults_beyond_the_bounds_of_requests_stop_the_start(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"{next(iter(content))}.*--generation-config neutral"):
+        generation_defaults(str(tmp_path))
+
+
+def test_what_transformers_calls_off_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "num_beams": 1}))
+    assert generation_defaults(str(tmp_path)) == GenerationDefaults(temperature=0.0)
+    assert caplog.text == ""
+
+
+def test_defaults_that_are_not_applied_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"suppress_tokens": [1], "max_new_tokens": 9, "typical_p": 1.0, "eos_token_id": 2}))
+    assert generation_defaults(str(tmp_path)) == GenerationDefaults()
+    assert "not applied: max_new_tokens, suppress_tokens" in caplog.text
