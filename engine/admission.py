@@ -27,8 +27,8 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
     prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
-    if answer < 1:
-        raise RequestError(f"max_tokens must be at least 1, not {answer}", "max_tokens")
+    if answer < 0:
+        raise RequestError(f"max_tokens must be at least 0, not {answer}", "max_tokens")
     if prompt + answer > facts.max_model_len:
         raise RequestError(
             f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt has {prompt} "

@@ -337,7 +337,7 @@ class Generation:
         self.clock.add(outcome, num_new)
         metrics = observer.metrics
         observer.take(kept, stats)
-        metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first else None)
+        metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first and num_new else None)
         if choice.finish_reason is not None:
             counted = choice.speculation
             times_s = choice.clock.times_s()

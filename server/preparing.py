@@ -224,7 +224,9 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     server.client.ready_facts()
     most = _most_tokens(server, body)
     prompts = await completion_prompts(server, body.prompt, body.add_special_tokens, most)
-    return await prepare(server, body, prompts, max_tokens_of(body) or _DEFAULT_COMPLETION_TOKENS)
+    wanted = max_tokens_of(body)
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
+    return await prepare(server, body, prompts, max_tokens)
 
 
 def wants_metrics(server: Server, asked: bool | None) -> bool:

@@ -101,8 +101,8 @@ class GenerationFields(Body):
     """What chat and completions have in common."""
 
     model: Name
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     """The newer name of `max_tokens`; counts where both are there."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Keep this many tokens of the prompt; -1: as many as leave room for the answer (vLLM's field)."""

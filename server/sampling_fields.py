@@ -106,7 +106,7 @@ def truncated(
             f"{wanted}",
             "truncate_prompt_tokens",
         )
-    kept = wanted if wanted > 0 else max(1, max_model_len - (max_tokens or 1))
+    kept = wanted if wanted > 0 else max(1, max_model_len - (1 if max_tokens is None else max_tokens))
     return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
 
 

@@ -133,6 +133,8 @@ class Sequence:
     def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
         """(the emitted tokens that the answer takes, why it ends with them: `stop`, `length` or None)."""
         limits = self.request.limits
+        if not limits.max_tokens:  # the prompt alone was asked for; what was drawn after it is dropped
+            return [], "length"
         for count, token in enumerate(emitted, start=1):
             ends = token in eos_token_ids and not limits.ignore_eos
             if ends or token in self._stop_ids:

@@ -259,3 +259,21 @@ def test_a_large_answer_is_encoded_in_its_own_thread(http: httpx.Client) -> None
     assert all(choice["prompt_logprobs"] == body["choices"][0]["prompt_logprobs"] for choice in body["choices"])
     assert body["usage"]["completion_tokens"] == 64
     assert body["metrics"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_is_scored_without_an_answer(http: httpx.Client, shape: str) -> None:
+    """max_tokens 0: the echo and its logprobs alone, whole and streamed; without echo an empty text."""
+    call = {"prompt": "Once upon a time", "temperature": 0, "speculation": SHAPES[shape]}
+    one = completion_logprobs(http, **call, echo=True, max_tokens=1)
+    none = completion_logprobs(http, **call, echo=True, max_tokens=0)
+    assert none["count"] == 0
+    assert none["text"] == "Once upon a time"
+    assert none["tokens"] == one["tokens"][:-1]
+    assert none["token_logprobs"][1:] == pytest.approx(one["token_logprobs"][1:-1], abs=1e-4)
+    with open_stream(http, COMPLETIONS, model=MODEL, **call, echo=True, logprobs=3, max_tokens=0) as stream:
+        (choice,) = [choice for chunk in stream.read() for choice in chunk["choices"]]
+    assert (choice["text"], choice["finish_reason"]) == (none["text"], "length")
+    assert choice["logprobs"]["tokens"] == none["tokens"]
+    (empty,) = answer_of(http, **call, max_tokens=0)["choices"]
+    assert (empty["text"], empty["finish_reason"]) == ("", "length")
