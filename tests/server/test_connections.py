@@ -187,7 +187,7 @@ def test_dripping_bytes_do_not_hold_a_connection(guarded: Daemon) -> None:
 
 def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> None:
     """A stream outlasts the time for requests, and so does an idle connection between two of them."""
-    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 1900, "n": 2, "ignore_eos": True, "stream": True}
     with guarded.client() as client:
         started = time.monotonic()
         with client.stream("POST", "/v1/completions", json=asked) as stream:
