@@ -185,7 +185,7 @@ def _read_config(name: str, revision: str | None) -> Any:
     check_source(name, revision)
     try:
         return transformers.AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
 
 
