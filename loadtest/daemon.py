@@ -20,14 +20,16 @@ _SHOWN_LINES = 20
 
 
 @contextlib.contextmanager
-def running_daemon(arguments: Sequence[str]) -> Iterator[str]:
+def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iterator[str]:
     """Start `polydraft serve` on a free port; the URL, once it is ready.
 
-    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. Raises RuntimeError, with the last
-    lines of the log, if the daemon exits or is not ready after ten minutes.
+    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command that starts it, for
+    instance with other limits of the system. Raises RuntimeError, with the last lines of the log, if the daemon exits
+    or is not ready after ten minutes.
     """
     url = f"http://127.0.0.1:{(port := _free_port())}"
-    command = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    serve = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [*prefix, *serve]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         # Its log is read all the time: a daemon whose log nobody reads stops when the pipe is full.

@@ -1,0 +1,129 @@
+"""Largest bodies that a client can send, by endpoint and field: right types up to their limits, and wrong types.
+
+The fields come from the daemon's own /openapi.json, so that a new field is measured without a change here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
+_MESSAGE = {"role": "user", "content": "hello"}
+_LEAST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [_MESSAGE], "max_tokens": 1},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 1},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/messages": {"messages": [_MESSAGE], "max_tokens": 1},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5]},
+}
+"""Smallest valid body of each endpoint, without its model."""
+_MARGIN = 1024
+"""Bytes left for the rest of the body."""
+
+
+def _array(item: str) -> Callable[[int], str]:
+    return lambda room: "[" + ",".join([item] * (room // (len(item) + 1))) + "]"
+
+
+def _mixed_array(first: str, item: str) -> Callable[[int], str]:
+    return lambda room: "[" + ",".join([first, *[item] * (room // (len(item) + 1) - len(first))]) + "]"
+
+
+def _text(piece: str) -> Callable[[int], str]:
+    return lambda room: '"' + piece * (room // len(piece)) + '"'
+
+
+def _object(room: int) -> str:
+    return "{" + ",".join(f'"{number}":1' for number in range(room // 12)) + "}"
+
+
+KINDS: dict[str, Callable[[int], str]] = {
+    "words": _text("word "),
+    "one word": _text("a"),
+    "escapes": _text("\\u00e9"),
+    "halves of characters": _text("\\ud800"),
+    "numbers": _array("1"),
+    "fractions": _array("1.5"),
+    "nulls": _array("null"),
+    "objects": _array("{}"),
+    "lists": _array("[]"),
+    "texts": _array('"a"'),
+    "lists of numbers": _array("[1]"),
+    "a text, then numbers": _mixed_array('"a"', "1"),
+    "a number, then objects": _mixed_array("1", "{}"),
+    "messages": _array('{"role":"user","content":"a"}'),
+    "messages of wrong types": _array('{"role":1,"content":[{}]}'),
+    "content parts": _array('{"type":"text","text":"a"}'),
+    "keys": _object,
+    "deep lists": lambda room: "[" * (room // 2) + "]" * (room // 2),
+    "deep objects": lambda room: '{"a":' * (room // 6) + "1" + "}" * (room // 6),
+    "digits": lambda room: "1" * room,
+}
+"""JSON of about this many bytes, by what it holds; every field gets each of them."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """One request of the measurement."""
+
+    path: str
+    field: str
+    kind: str
+    data: bytes
+
+
+def filled(path: str, model: str, field: str, value: str, more: dict[str, Any] | None = None) -> bytes:
+    """JSON of a valid body in which one field has this JSON."""
+    rest = {"model": model, **_LEAST[path], **(more or {})}
+    rest.pop(field, None)
+    return f'{json.dumps(rest)[:-1]}, "{field}": {value}}}'.encode()
+
+
+def fields_of(described: dict[str, Any], path: str) -> list[str]:
+    """Names of the fields of an endpoint's body, as /openapi.json has them."""
+    schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    if "$ref" in schema:
+        schema = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return sorted(schema["properties"])
+
+
+def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Body]:
+    """Every field of every endpoint with every kind of value at its full size."""
+    for path in ENDPOINTS:
+        if path not in described["paths"]:
+            continue
+        for field in fields_of(described, path):
+            for kind, value in KINDS.items():
+                yield Body(path, field, kind, filled(path, model, field, value(max_bytes - _MARGIN)))
+
+
+def limits(model: str, max_bytes: int) -> Iterator[Body]:
+    """Bodies whose every value is allowed, at the largest that is: they are served, or refused for their sum."""
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "enum": ["a" * 20]} for n in range(2000)}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "description": "word " * 5000, "parameters": schema}}
+        for n in range(16)
+    ]
+    asked: list[tuple[str, str, Any, dict[str, Any]]] = [
+        (completions, "logit_bias", {str(n): 1 for n in range(1024)}, {"n": 64, "max_tokens": 8}),
+        (completions, "allowed_token_ids", [n % 4096 for n in range(65536)], {"n": 64, "max_tokens": 8}),
+        (completions, "bad_words", ["word " * 1400] * 128, {"n": 16, "max_tokens": 8}),
+        (completions, "stop_token_ids", list(range(4096)), {"n": 64, "max_tokens": 8}),
+        (completions, "stop", ["a" * (max_bytes // 20)] * 16, {"n": 16, "max_tokens": 8}),
+        (completions, "prompt", ["hello"] * 128, {"n": 128}),
+        (completions, "prompt_logprobs", 20, {"n": 16, "prompt": [5] * 2000}),
+        (completions, "logprobs", 20, {"n": 16, "prompt": [5] * 1900, "echo": True}),
+        (completions, "n", 128, {"max_tokens": 8}),
+        (chat, "tools", tools, {}),
+        (chat, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, {}),
+        (chat, "prediction", {"type": "content", "content": "word " * 400}, {"n": 16}),
+        (chat, "messages", [_MESSAGE] * 1500, {}),
+        (chat, "documents", [{"text": "word " * 6000}] * 128, {}),
+    ]
+    for path, field, value, more in asked:
+        yield Body(path, field, "the most that is allowed", filled(path, model, field, json.dumps(value), more))

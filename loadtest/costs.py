@@ -1,0 +1,372 @@
+"""`python -m loadtest.costs`: the largest body of every field, beside somebody else's stream and /health.
+
+Each body is sent alone; the costliest kind of each field is sent again, twenty at once. Then come headers without an
+end, connections that say nothing under a small limit of open files, and hostile grammars. The longest gap between the
+stream's chunks and the longest answer of /health are noted for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import resource
+import socket
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from tqdm import tqdm
+
+from loadtest.client import metric
+from loadtest.cost_bodies import Body, filled, limits, sweep
+from loadtest.daemon import running_daemon
+from loadtest.environment import environment
+from loadtest.neighbour import watch
+
+_MODEL = "costs"
+_AT_ONCE = 20
+_ANSWER_TIMEOUT_S = 180.0
+_HEADER_BYTES = 75 << 20
+_OPEN_FILES, _SILENT = 256, 300
+_HOSTILE = {"regex": "(.*a.{40}){9}"}
+_EMBEDDED = Path(__file__).parents[1] / "engine" / "demo" / "target"
+_LONG_CONTEXT = 262_144
+_PAUSE_S = 0.02
+_NUM_ROWS = 16
+SETTLE_S = 0.3
+"""Time after a body in which the stream and /health are still watched."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One body's cost to itself and to others."""
+
+    path: str
+    field: str
+    kind: str
+    size_bytes: int
+    at_once: int
+    statuses: dict[str, int]
+    answer_s: float
+    """Until the last of the answers."""
+    neighbour: dict[str, float]
+
+
+class Neighbour:
+    """A process that reads a stream and asks for /health, apart from what this one sends."""
+
+    def __init__(self, url: str, model: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection: Connection
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=watch, args=(url, model, other), daemon=True)
+        self._process.start()
+        self._connection.recv()
+        self._since_s = time.perf_counter()
+
+    def seen(self) -> dict[str, float]:
+        """What was seen since the last call: longest gap of the stream, longest answer of /health, pace."""
+        self._connection.send(None)
+        gap_s, health_s, num_chunks = self._connection.recv()
+        now = time.perf_counter()
+        rate, self._since_s = num_chunks / (now - self._since_s), now
+        return {"longest_gap_ms": 1000 * gap_s, "longest_health_ms": 1000 * health_s, "chunks_per_second": rate}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+
+
+def post(address: tuple[str, int], path: str, body: bytes) -> str:
+    """Status of the answer to a request, or the name of what went wrong; reads the answer to its end."""
+    head = f"POST {path} HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    try:
+        with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
+            with contextlib.suppress(ConnectionError):  # refused before all of it was sent; the answer may be there
+                connection.sendall(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+            status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
+            while connection.recv(1 << 20):
+                pass
+    except (OSError, IndexError) as error:
+        return type(error).__name__
+    return status
+
+
+def measure_body(address: tuple[str, int], body: Body, at_once: int, neighbour: Neighbour) -> Cost:
+    """Send one body, `at_once` times at the same time."""
+    neighbour.seen()
+    began = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(lambda _: post(address, body.path, body.data), range(at_once)))
+    answer_s = time.perf_counter() - began
+    time.sleep(SETTLE_S if at_once > 1 else _PAUSE_S)
+    statuses: dict[str, int] = defaultdict(int)
+    for status in answers:
+        statuses[status] += 1
+    seen = neighbour.seen()
+    return Cost(body.path, body.field, body.kind, len(body.data), at_once, dict(statuses), answer_s, seen)
+
+
+def memory_bytes(url: str) -> float:
+    """Resident memory of the HTTP process."""
+    return metric(url, "process_resident_memory_bytes")
+
+
+def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour) -> dict[str, Any]:
+    """Every body alone, then the costliest of each field of an endpoint, twenty at once."""
+    parts = urlsplit(url)
+    address = str(parts.hostname), int(parts.port or 80)
+    before, peak = memory_bytes(url), 0.0
+    alone: list[Cost] = []
+    costliest: dict[tuple[str, str], tuple[float, Body]] = {}
+    for body in tqdm(bodies, unit="body", disable=None):
+        cost = measure_body(address, body, 1, neighbour)
+        peak = max(peak, memory_bytes(url))
+        alone.append(cost)
+        key = (body.path, body.field)
+        costliest[key] = max(costliest.get(key, (0.0, body)), (cost.answer_s, body), key=lambda pair: pair[0])
+    together = []
+    for _, body in tqdm(costliest.values(), unit="field", desc=f"{_AT_ONCE} at once", disable=None):
+        together.append(measure_body(address, body, _AT_ONCE, neighbour))
+        peak = max(peak, memory_bytes(url))
+    return {
+        "alone": [asdict(cost) for cost in alone],
+        "together": [asdict(cost) for cost in together],
+        "memory_mib": {"before": before / 2**20, "peak": peak / 2**20, "after": memory_bytes(url) / 2**20},
+    }
+
+
+def endless_header(address: tuple[str, int]) -> str:
+    """Send a header that does not end; status of the answer, or the name of what ended the connection."""
+    piece = b"a" * (1 << 20)
+    try:
+        with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx-long: ")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(_HEADER_BYTES // len(piece)):
+                    connection.sendall(piece)
+            return connection.recv(1 << 16).split(b" ", 2)[1].decode()
+    except (OSError, IndexError) as error:
+        return type(error).__name__
+
+
+def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
+    """Headers without an end, one and then twenty."""
+    parts = urlsplit(url)
+    address = str(parts.hostname), int(parts.port or 80)
+    found = {}
+    for at_once in (1, _AT_ONCE):
+        neighbour.seen()
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = list(pool.map(lambda _: endless_header(address), range(at_once)))
+        time.sleep(SETTLE_S)
+        found[str(at_once)] = {"answers": answers, "neighbour": neighbour.seen()}
+    return found
+
+
+def measure_silence(arguments: Sequence[str]) -> dict[str, Any]:
+    """Connections that say nothing, more than the daemon may have files open: when does /health answer again?"""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with running_daemon(arguments, ["prlimit", f"--nofile={_OPEN_FILES}:{_OPEN_FILES}"]) as url:
+        parts = urlsplit(url)
+        with contextlib.ExitStack() as stack:
+            for _ in range(_SILENT):
+                with contextlib.suppress(OSError):
+                    one = socket.create_connection((str(parts.hostname), int(parts.port or 80)), timeout=5)
+                    stack.enter_context(one)
+            began = time.perf_counter()
+            answers: list[str] = []
+            while "200" not in answers and time.perf_counter() - began < _ANSWER_TIMEOUT_S:
+                try:
+                    answers.append(str(httpx.get(f"{url}/health", timeout=5).status_code))
+                except httpx.HTTPError as error:
+                    answers.append(type(error).__name__)
+            return {"connections": _SILENT, "open_files": _OPEN_FILES, "answers": answers,
+                    "answered_after_s": time.perf_counter() - began}  # fmt: skip
+
+
+def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
+    """Twenty hostile grammars, and an honest schema that is sent after them."""
+    body = {"model": _MODEL, "prompt": "a", "max_tokens": 24}
+    honest = {**body, "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+
+    def send(asked: dict[str, Any]) -> tuple[str, float]:
+        began = time.perf_counter()
+        try:
+            status = str(httpx.post(f"{url}/v1/completions", json=asked, timeout=_ANSWER_TIMEOUT_S).status_code)
+        except httpx.HTTPError as error:
+            status = type(error).__name__
+        return status, time.perf_counter() - began
+
+    neighbour.seen()
+    with ThreadPoolExecutor(_AT_ONCE + 1) as pool:
+        hostile = [
+            pool.submit(send, {**body, "structured_outputs": {"regex": f"{_HOSTILE['regex']}{number}"}})
+            for number in range(_AT_ONCE)
+        ]
+        time.sleep(SETTLE_S)
+        status, waited_s = pool.submit(send, honest).result()
+        answers = [one.result() for one in hostile]
+    return {
+        "honest": {"status": status, "answer_s": waited_s},
+        "hostile": [{"status": status, "answer_s": answer_s} for status, answer_s in answers],
+        "neighbour": neighbour.seen(),
+    }
+
+
+@contextlib.contextmanager
+def neighbour_of(url: str) -> Iterator[Neighbour]:
+    """A neighbour for as long as the block lasts."""
+    neighbour = Neighbour(url, _MODEL)
+    try:
+        yield neighbour
+    finally:
+        neighbour.close()
+
+
+def quiet(neighbour: Neighbour, seconds: float = 10.0) -> dict[str, float]:
+    """What the neighbour sees with nobody else."""
+    neighbour.seen()
+    time.sleep(seconds)
+    return neighbour.seen()
+
+
+@contextlib.contextmanager
+def long_model() -> Iterator[str]:
+    """A folder with the embedded target, whose configuration allows a long context."""
+    with tempfile.TemporaryDirectory(prefix="long-model-") as folder:
+        for file in _EMBEDDED.iterdir():
+            if file.name != "config.json":
+                (Path(folder) / file.name).symlink_to(file)
+        config = json.loads((_EMBEDDED / "config.json").read_text())
+        config["max_position_embeddings"] = _LONG_CONTEXT
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
+def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> dict[str, Any]:
+    """An honest prompt of 1 MB beside a stream, from its arrival on; its client leaves after a while."""
+    data = filled("/v1/completions", _MODEL, "prompt", json.dumps("word " * (size_bytes // 5)))
+    with long_model() as folder:
+        words = [folder, *arguments, "--max-model-len", str(_LONG_CONTEXT), "--kv-cache-memory-bytes", str(8 << 30)]
+        with running_daemon(words) as url, neighbour_of(url) as neighbour:
+            parts = urlsplit(url)
+            before = quiet(neighbour)
+            with socket.create_connection((str(parts.hostname), int(parts.port or 80))) as connection:
+                head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                connection.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
+                arriving, reading = quiet(neighbour, 2.0), quiet(neighbour)
+            return {"size_bytes": len(data), "before": before, "first_2_s": arriving, "next_10_s": reading}
+
+
+def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Body], bool]) -> dict[str, Any]:
+    """All parts, one after the other; wanted: which bodies are sent."""
+    words = [*arguments, "--served-model-name", _MODEL]
+    result: dict[str, Any] = {"environment": environment(), "max_request_bytes": max_bytes}
+    with running_daemon([*words, "--max-request-bytes", str(max_bytes)]) as url, neighbour_of(url) as neighbour:
+        described = httpx.get(f"{url}/openapi.json").raise_for_status().json()
+        result["alone"] = quiet(neighbour)
+        result["limits"] = measure_bodies(url, [body for body in limits(_MODEL, max_bytes) if wanted(body)], neighbour)
+        bodies = [body for body in sweep(described, _MODEL, max_bytes) if wanted(body)]
+        result["bodies"] = measure_bodies(url, bodies, neighbour)
+        result["headers"] = measure_headers(url, neighbour)
+        result["grammars"] = measure_grammars(url, neighbour)
+    result["silence"] = measure_silence(words)
+    result["long_prompt"] = measure_long_prompt(words)
+    return result
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table: costliest fields, all other fields as one, and each other attack."""
+    alone: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    together: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for part in ("limits", "bodies"):
+        for costs, found in ((alone, result[part]["alone"]), (together, result[part]["together"])):
+            for cost in found:
+                allowed = ", the most that is allowed" if part == "limits" else ""
+                costs[f"`{cost['field']}`{allowed}"].append(cost)
+    order = sorted(alone, key=lambda name: -max(cost["answer_s"] for cost in alone[name]))
+    shown, others = order[:_NUM_ROWS], order[_NUM_ROWS:]
+    rows = [_row(name, alone[name], together[name]) for name in shown]
+    if others:
+        every = [[cost for name in others for cost in costs[name]] for costs in (alone, together)]
+        rows.append(_row(f"{len(others)} more", *every))
+    for at_once, found in result["headers"].items():
+        answers = ", ".join(sorted(set(found["answers"])))
+        seen = found["neighbour"]
+        rows.append(
+            [
+                f"a header without an end, {at_once} at once",
+                f"{_HEADER_BYTES >> 20} MiB",
+                answers,
+                "",
+                *_worst([seen]),
+                "",
+            ]
+        )
+    grammars = result["grammars"]
+    served = f"{grammars['honest']['status']} for an honest schema after {grammars['honest']['answer_s']:.1f} s"
+    rows.append([f"{_AT_ONCE} hostile grammars", "", served, "", *_worst([grammars["neighbour"]]), ""])
+    return rows
+
+
+def _worst(seen: Sequence[dict[str, float]]) -> list[str]:
+    return [f"{max(one[name] for one in seen):.0f}" for name in ("longest_gap_ms", "longest_health_ms")]
+
+
+def _row(name: str, alone: Sequence[dict[str, Any]], together: Sequence[dict[str, Any]]) -> list[str]:
+    costliest = max(alone, key=lambda cost: cost["answer_s"])
+    statuses = ", ".join(sorted({status for cost in (*alone, *together) for status in cost["statuses"]}))
+    size = f"{max(cost['size_bytes'] for cost in alone) / 1000:,.0f} kB"
+    many = " / ".join(_worst([cost["neighbour"] for cost in together]))
+    return [name, size, statuses, f"{costliest['answer_s']:.2f}", *_worst([cost["neighbour"] for cost in alone]), many]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of SECURITY.md."""
+    head = [
+        "field",
+        "largest body",
+        "answers",
+        "s",
+        "longest gap, ms",
+        "longest /health, ms",
+        f"{_AT_ONCE} at once, ms",
+    ]
+    rows = [head, ["---"] * len(head), *rows_of(result)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.costs", description=__doc__)
+    parser.add_argument("--max-request-bytes", type=int, default=4 << 20, help="size of the bodies (default 4 MiB)")
+    parser.add_argument("--fields", help="measure only these fields, comma-separated (default: all)")
+    parser.add_argument("--serve-args", default="--num-threads 1", help="arguments of `polydraft serve`, in one string")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    options = parser.parse_args(arguments)
+    names = options.fields.split(",") if options.fields else None
+    result = measure(
+        options.serve_args.split(), options.max_request_bytes, lambda body: names is None or body.field in names
+    )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
