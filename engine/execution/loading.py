@@ -21,6 +21,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.execution.attention import HOOK, register
 from engine.execution.parallel import Ranks, check_split, start_ranks
+from engine.execution.unplaced import check_unplaced
 from engine.files import check_source
 from engine.weight_files import check_weight_files
 
@@ -135,6 +136,8 @@ def load(
                 f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
                 "download it again, or point to the folder that holds them"
             )
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    check_unplaced(name, model, map(str, report.get("unexpected_keys", ())), is_quantised)
     return replace(adopt(model, name), is_share=split)
 
 

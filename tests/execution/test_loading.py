@@ -137,6 +137,44 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         load(name, None, torch.float32, torch.device("cpu"))
 
 
+ATTENTION = "model.layers.1.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("key", "outcome"),
+    [
+        (f"{ATTENTION}.q_proj.weight_scale", "refused"),
+        (f"{ATTENTION}.q_proj.bias", "refused"),
+        (f"{ATTENTION}.k_scale", "refused"),
+        ("model.norm.bias", "refused"),
+        ("lm_head.lora_A", "refused"),
+        ("model.layers.2.mlp.up_proj.weight", "named"),
+        ("model.vision_tower.weight", "named"),
+        ("mtp.0.weight", "named"),
+        (f"{ATTENTION}.rotary_emb.inv_freq", "silent"),
+        (f"{ATTENTION}.attn.bias", "silent"),
+    ],
+)
+def test_tensors_without_a_place_are_not_dropped_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, outcome: str
+) -> None:
+    """What changes the numbers of a module that exists is refused; parts beside the model are named once."""
+    from safetensors.torch import load_file, save_file
+
+    folder = saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, key: torch.ones(16)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    device = torch.device("cpu")
+    if outcome == "refused":
+        with pytest.raises(LoadError, match="would change its numbers") as caught:
+            load(folder, None, torch.float32, device)
+        assert key in str(caught.value)
+        return
+    assert load(folder, None, torch.float32, device).vocab_size == 64
+    ours = [record.getMessage() for record in caplog.records if record.name == "polydraft"]
+    assert any(key in line for line in ours) == (outcome == "named")
+
+
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     name = saved(tmp_path)
     file = tmp_path / "model.safetensors"
