@@ -21,7 +21,7 @@ _UNLIMITED = 10**9
 
 
 class Source(NamedTuple):
-    """Where the files of a model are: a folder, or a hub name with a revision."""
+    """Place of a model's files: a folder, or a hub name with a revision."""
 
     name: str
     revision: str | None = None
@@ -177,7 +177,7 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """What a file states; of a model with several parts, its text model's statements where it has none itself."""
+    """Return a file's statements; for a model of several parts, those of its text model if it has none itself."""
     path = model_file(source.name, file, source.revision)
     stored = {} if path is None else read_object(path)
     inner = stored.get("text_config")

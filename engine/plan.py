@@ -66,7 +66,7 @@ class LogitContext:
     """Tokens that would end the answer; they are held back before `min_tokens`."""
     grammar: Grammar | None = None
     fixed: FixedEdits | None = None
-    """What of the request's edits is the same in every step; None where it is not prepared."""
+    """Edits of the request that are the same in every step; None if they are not prepared."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,7 +76,7 @@ class Neighbour:
         self._since_s = time.perf_counter()
 
     def seen(self) -> dict[str, float]:
-        """What was seen since the last call: longest gap of the stream, longest answer of /health, pace."""
+        """Return what was seen since the last call: longest gap of the stream, longest answer of /health, pace."""
         self._connection.send(None)
         gap_s, health_s, num_chunks = self._connection.recv()
         now = time.perf_counter()
@@ -237,7 +237,7 @@ def neighbour_of(url: str) -> Iterator[Neighbour]:
 
 
 def quiet(neighbour: Neighbour, seconds: float = 10.0) -> dict[str, float]:
-    """What the neighbour sees with nobody else."""
+    """Watch the neighbour while nobody else sends anything."""
     neighbour.seen()
     time.sleep(seconds)
     return neighbour.seen()

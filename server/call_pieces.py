@@ -16,7 +16,7 @@ _STRING_END = re.compile(r'["\\\x00-\x1f]')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""What may stand outside strings and brackets: white space, separators, numbers, true, false and null."""
+"""Characters that may stand outside strings and brackets: white space, separators, numbers, true, false and null."""
 _CLOSER = {"{": "}", "[": "]"}
 
 

@@ -20,12 +20,12 @@ from server.call_pieces import Calls, Found
 class _At(Enum):
     TEXT = auto()
     HEAD = auto()
-    """Behind a mark that begins a call."""
+    """The text after a mark that begins a call."""
     OBJECT = auto()
     BROKEN = auto()
     """In a call that has been passed on, and is no JSON after all."""
     BEHIND = auto()
-    """Behind a call's object."""
+    """The text after a call's object."""
 
 
 class JsonRegions:

@@ -61,7 +61,7 @@ class ToolUse:
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self, answer: Structure) -> Structure:
-        """What the answer must follow; nothing if the model is free.
+        """Return what the answer must follow; nothing if the model is free.
 
         answer: what an answer without calls must follow. It is one choice, and calls are the other; an answer that must
         call has no such choice.

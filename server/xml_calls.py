@@ -37,12 +37,12 @@ _LONGEST_TAG = 212
 
 class _At(Enum):
     FUNCTION = auto()
-    """Behind the first tag."""
+    """The text after the first tag."""
     PARAMETERS = auto()
     """Between parameters."""
     VALUE = auto()
     END = auto()
-    """Behind the function's end."""
+    """The text after the function's end."""
 
 
 class _Region:
@@ -65,7 +65,7 @@ class _Region:
         """The last tag, if only white space has come since."""
 
     def text(self, text: str) -> bool:
-        """What stands between tags; returns whether this may still be a call."""
+        """Read the text between tags; return whether this may still be a call."""
         self.raw.append(text)
         if text.strip():
             self._last = ""
@@ -198,7 +198,7 @@ class XmlRegions:
             self._region = None
 
     def _give_back(self, found: Found) -> None:
-        """What has been read of the open call is text."""
+        """Give back as text what has been read of the open call."""
         assert self._region is not None
         found.say("".join(self._region.raw))
         self._region = None

@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.kernels import compiled_for_cpu
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+"""Features of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
 _LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
 """Numbers of a vector."""
 _VECTORS = 2

@@ -98,7 +98,7 @@ class Following:
             queue.pop(0)
 
     def _next_queue(self) -> list[Request]:
-        """Where the next grammar to be read is from; empty if none is."""
+        """Return the queue that the next grammar is taken from; it is empty if none is."""
         return self._slow if not self._waiting and len(self._starting_slow) < _SLOW_AT_ONCE else self._waiting
 
     def _collect(self, ready: list[tuple[Request, FollowedGrammar]], failed: list[tuple[str, RequestError]]) -> None:

@@ -23,7 +23,7 @@ _LEAST_TOKENS = 8
 
 
 class PromptLimit:
-    """What the prompts of one step may add to its time: as much as decoding takes, and at least 0.1 seconds."""
+    """Time that the prompts of one step may add: as much as decoding takes, and at least 0.1 seconds."""
 
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
         """rows, text: the requests that decode in this step, and the tokens of their texts together."""
@@ -37,7 +37,7 @@ class PromptLimit:
         return replace(work, prompt=work.prompt + count, prompt_text=work.prompt_text + count * (first + count // 2))
 
     def most(self, first: int, count: int) -> int:
-        """How many of `count` prompt tokens behind `first` others there is time for; a few always."""
+        """Return the number of `count` prompt tokens after `first` others that there is time for; always a few."""
         fitting = bisect_right(
             range(1, count + 1), self._most_s, key=lambda tokens: self._times.rest_s(self._with(first, tokens))
         )

@@ -238,8 +238,8 @@ class Scheduler:
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
     def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> Part:
-        """What of a sequence fits the budget, and a prompt's time: where the controller decides what it drafts, its
-        text alone."""
+        """Return the part of a sequence that fits the budget and the time of prompts; without drafts if the controller
+        decides about them."""
         is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
         is_adaptive = self._controller_of(sequence) is not None
         if is_prompt and limit is not None:
