@@ -39,7 +39,8 @@ _AT_ONCE = 20
 _ANSWER_TIMEOUT_S = 180.0
 _HEADER_BYTES = 75 << 20
 _OPEN_FILES, _SILENT = 256, 300
-_HOSTILE = {"regex": "(.*a.{40}){9}"}
+_HOSTILE = "start: /x+/ /x+/"
+"""A grammar that the library does not finish reading within the limits."""
 _EMBEDDED = Path(__file__).parents[1] / "engine" / "demo" / "target"
 _LONG_CONTEXT = 262_144
 _PAUSE_S = 0.02
@@ -214,7 +215,7 @@ def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
     neighbour.seen()
     with ThreadPoolExecutor(_AT_ONCE + 1) as pool:
         hostile = [
-            pool.submit(send, {**body, "structured_outputs": {"regex": f"{_HOSTILE['regex']}{number}"}})
+            pool.submit(send, {**body, "structured_outputs": {"grammar": f'{_HOSTILE} "{number}"'}})
             for number in range(_AT_ONCE)
         ]
         time.sleep(SETTLE_S)

@@ -127,7 +127,7 @@ def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
 
 
 def test_begin_end_and_padding_may_be_one_token(tmp_path: Path) -> None:
-    """As in GPT-2, and wherever a training script pads with the end token."""
+    """GPT-2 has this, and so do models whose training pads with the end token."""
     token = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     config = {"eos_token_id": 151643, "bos_token_id": 151643}
     found = roles(written(tmp_path, QWEN, config=config, tokenizer_config=token), 151936)

@@ -158,7 +158,7 @@ ATTENTION = "model.layers.1.self_attn"
 def test_tensors_without_a_place_are_not_dropped_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, outcome: str
 ) -> None:
-    """What changes the numbers of a module that exists is refused; parts beside the model are named once."""
+    """Tensors that change the numbers of an existing module are refused; parts that the model lacks are named once."""
     from safetensors.torch import load_file, save_file
 
     folder = saved(tmp_path)

@@ -72,7 +72,7 @@ class Reached:
     passed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[int]] = field(default_factory=dict)
-    """By test; by file, for what its shared fixtures reach; and under "" for what an import reaches."""
+    """Lines reached, by test; by file for its shared fixtures; and under "" for imports."""
 
     def __post_init__(self) -> None:
         self.cover = coverage.Coverage(data_file=None, include=[str(self.path)], config_file=False)

@@ -31,11 +31,11 @@ class Survivor:
 
 @dataclass
 class Result:
-    """What is known of a module's mutants."""
+    """Results of a module's mutants."""
 
     module: str
     fingerprint: str = ""
-    """Of its functions when it was run; empty if it never was."""
+    """Fingerprint of its functions when it was run; empty if it never was."""
     statuses: str = ""
     """A letter for each mutant, in order."""
     survivors: list[Survivor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Result:
 
 
 def load(paths: list[Path]) -> dict[str, Result]:
-    """What is known of these modules; those whose functions are others were never run."""
+    """Return the results of these modules; those whose functions have changed count as never run."""
     known = {}
     for one in json.loads(RESULTS.read_text())["modules"] if RESULTS.exists() else []:
         if "statuses" in one:

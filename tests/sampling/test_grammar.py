@@ -388,7 +388,7 @@ def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
     [((), [7], True), ((5,), [5, 7], True), ((5,), [5], False), ((5,), [6, 7], False), ((5, 6), [5, 7], False)],
 )
 def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitted: list[int], fails: bool) -> None:
-    """Where the masks leave nothing a token is drawn all the same, and no client sees it: the server says so."""
+    """If the masks leave nothing, a token is drawn all the same. No client sees it: the answer fails."""
     paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:

@@ -136,7 +136,7 @@ def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> Non
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_any_text_reads_the_same_in_pieces_and_nothing_is_lost(form: str, data: st.DataObject) -> None:
-    """What is no call is said as it came, also when it looks like one for a while."""
+    """Text that is no call is passed on as it came, also when it looks like one for a while."""
     noise = st.sampled_from([*MARKS, SPELL[form]([("rm", {"a": 1})]), '{"name": "add", ', "add", "function", "\n"])
     answer = "".join(data.draw(st.lists(noise | st.text(max_size=3), max_size=12)))
     whole, in_characters = pieces_of(form, [answer]), pieces_of(form, list(answer) or [""])

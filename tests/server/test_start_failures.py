@@ -224,7 +224,7 @@ def test_a_path_that_is_too_long_for_a_socket_exits_3(
     ids=range(6),
 )
 def test_files_that_no_reader_takes_are_named(tmp_path: Path, content: bytes) -> None:
-    """Deep JSON, half characters and other bytes end a start with the file's name, whoever reads it."""
+    """Deep JSON, half characters and other bytes end a start with the name of the file, in each process."""
     (tmp_path / "config.json").write_text("{}")
     for name in ("generation_config.json", "settings.json", "settings.toml"):
         (tmp_path / name).write_bytes(content)
