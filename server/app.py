@@ -6,7 +6,15 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from server import dashboard_route, errors, generate_routes, messages_route, operation_routes, responses_route
+from server import (
+    dashboard_route,
+    errors,
+    generate_routes,
+    messages_route,
+    operation_routes,
+    pages_route,
+    responses_route,
+)
 from server.middleware import RequestEnvelope
 from server.openapi import Application
 from server.state import Server
@@ -37,6 +45,7 @@ def build_app(server: Server) -> FastAPI:
     app.include_router(responses_route.build_router(server))
     app.include_router(messages_route.build_router(server))
     app.include_router(operation_routes.build_router(server))
+    app.include_router(pages_route.build_router(server))
     if settings.dashboard:
         app.include_router(dashboard_route.build_router(server))
     return app

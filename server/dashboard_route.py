@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, Response
 
+from server.pages_route import READ
 from server.state import Server
 
 _PAGE = Path(__file__).parent / "static" / "dashboard.html"
@@ -33,7 +34,7 @@ def build_router(server: Server) -> APIRouter:
     )
     headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
-    @router.get("/dashboard", include_in_schema=False)
+    @router.api_route("/dashboard", methods=READ, include_in_schema=False)
     async def dashboard() -> Response:
         """The page; it holds nothing of what is served."""
         return HTMLResponse(page, headers=headers)

@@ -289,7 +289,7 @@ def test_a_large_body_is_refused_unread(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-@pytest.mark.parametrize("path", ["/", "/nowhere", "/v1", "/v1/embeddings", "/v1/chat", "//v1/models"])
+@pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/embeddings", "/v1/chat", "//v1/models"])
 def test_an_unknown_route_is_not_found(http: httpx.Client, method: str, path: str) -> None:
     """404 with a code."""
     assert error_of(http.request(method, f"{http.base_url}{path}"), 404)["code"] == "not_found"

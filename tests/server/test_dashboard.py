@@ -119,8 +119,19 @@ def test_only_the_page_itself_may_run(http: httpx.Client) -> None:
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import", answer.text)
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_root_leads_to_the_page(http: httpx.Client, method: str) -> None:
+    """A browser and a probing agent both end at the page."""
+    first = http.request(method, "/")
+    assert (first.status_code, first.headers["location"]) == (307, "dashboard")
+    last = http.request(method, "/", follow_redirects=True)
+    assert (last.status_code, last.url.path) == (200, "/dashboard")
+    assert bool(last.text) == (method == "GET")
+
+
 def test_the_page_can_be_turned_off(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """Page and state are 404 then."""
+    """Page and state are 404 then, and the root leads to the API's description."""
     daemon = daemons.get(*pair_arguments, "--no-calibrate", "--no-dashboard")
     with daemon.client() as client:
+        assert client.head("/").headers["location"] == "docs"
         assert [client.get(path).status_code for path in ("/dashboard", "/dashboard/state")] == [404, 404]
