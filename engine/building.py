@@ -5,6 +5,7 @@ Not for: running it (`process.py`), or measuring it (`calibration.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,9 +37,10 @@ from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES, fused_block
 from engine.text_drafters import TEXT_DRAFTERS
 
+log = logging.getLogger("polydraft")
+
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
 _CPU_PROMPT_TOKENS = 512
-_LARGEST_DEFAULT_LENGTH = 32768
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
@@ -86,6 +88,7 @@ def assemble(
         recorded_bytes += buffer_bytes(drafts, most_sequences, target.vocab_size)
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
+    _report_context(config, models, memory.max_model_len)
     runners = [
         ModelRunner(
             model.model,
@@ -108,6 +111,7 @@ def assemble(
     facts = msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,
+        max_model_len=memory.max_model_len,
         eos_token_ids=sorted(target.eos_token_ids),
         device=str(target.model.device),
         dtype=str(target.model.dtype).removeprefix("torch."),
@@ -238,4 +242,15 @@ def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
         raise ConfigError(
             f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions; lower it to {longest}"
         )
-    return wanted or min(longest, _LARGEST_DEFAULT_LENGTH)
+    return wanted or longest
+
+
+def _report_context(config: EngineConfig, models: Sequence[Outline], context: int) -> None:
+    """Log a context that is shorter than the target's, if the operator has not chosen it."""
+    reach, shortest = models[0].max_positions, min(models, key=lambda model: model.max_positions)
+    if config.scheduler.max_model_len or context == reach:
+        return
+    reason = f"the draft model {shortest.name} reaches {context} positions; choose another"
+    if context < shortest.max_positions:
+        reason = "the K/V cache has no room for more; give it memory (--kv-cache-memory-bytes)"
+    log.warning("context %d of the model's %d: %s, or set --max-model-len", context, reach, reason)

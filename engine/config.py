@@ -75,7 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int = 0
     """Prompt tokens of a step in which others decode; 0 is 512 on a CPU, and elsewhere what the step has room for."""
     max_model_len: int = 0
-    """Longest prompt plus answer in tokens; 0 takes the model's own limit."""
+    """Longest prompt plus answer in tokens; 0 takes the model's own limit, or what the K/V pool holds of it."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):

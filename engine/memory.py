@@ -16,6 +16,8 @@ from engine.text_drafters import most_copied
 _DEFAULT_CPU_BYTES = 1 << 30
 # Of the memory that is free beside what is kept back; the rest is for a pass's activations.
 _DEFAULT_CUDA_SHARE = 0.9
+_LEAST_CONTEXT = 1024
+"""Tokens below which the context is not shortened to what the pool holds: a start with less is refused."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class MemoryPlan:
 
     num_blocks: int
     """Of the pool that target and draft share."""
+    max_model_len: int
+    """Longest prompt plus answer in tokens, of which the pool holds at least one request."""
     most_blocks: int
     """Of the longest text with its drafts."""
     pool_bytes: Sequence[int]
@@ -35,16 +39,18 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], recorded_bytes: int, device: torch.device
 ) -> MemoryPlan:
-    """Share out what memory is left; raises ConfigError where it does not hold one request of the longest text.
+    """Share out what memory is left; raises ConfigError if it does not hold one request of the longest text.
 
+    A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
     token_bytes: what each model keeps of a token; recorded_bytes: what recorded passes and steps write into.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
         "graphs": recorded_bytes,
     }
-    block_bytes = [config.cache.block_size * per_token for per_token in token_bytes]
-    most_blocks = -(-(facts.max_model_len + lookahead(config)) // config.cache.block_size)
+    longest, block_size = facts.max_model_len, config.cache.block_size
+    block_bytes = [block_size * per_token for per_token in token_bytes]
+    most_blocks = -(-(longest + lookahead(config)) // block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
         num_blocks = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
@@ -53,11 +59,14 @@ def plan_memory(
             # Further blocks could only hold prefixes of requests that have ended: where the operator gave a size.
             num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
     if num_blocks < most_blocks:
-        raise ConfigError(
-            f"the K/V cache has room for {num_blocks} blocks, but one request of {facts.max_model_len} tokens needs "
-            f"{most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
-        )
-    return MemoryPlan(num_blocks, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
+        longest = num_blocks * block_size - lookahead(config)
+        if config.scheduler.max_model_len or longest < _LEAST_CONTEXT:
+            raise ConfigError(
+                f"the K/V cache has room for {num_blocks} blocks, but one request of {facts.max_model_len} tokens "
+                f"needs {most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
+            )
+        most_blocks = num_blocks
+    return MemoryPlan(num_blocks, longest, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
 
 
 def lookahead(config: EngineConfig) -> int:

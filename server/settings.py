@@ -119,7 +119,9 @@ class Serve(BaseSettings):
         description="on a CPU repack weights (oneDNN's layout, or own kernels), on CUDA fuse norms into products; "
         "auto: where that is measured to be faster",
     )
-    max_model_len: NotNegative = Field(0, description="longest prompt plus answer; 0: the model's limit")
+    max_model_len: NotNegative = Field(
+        0, description="longest prompt plus answer; 0: the model's limit, or what the K/V cache holds"
+    )
     max_num_seqs: Positive = Field(64, description="requests that run at once")
     max_num_batched_tokens: Positive = Field(2048, description="tokens of one target pass")
     max_prompt_tokens_per_step: NotNegative = Field(

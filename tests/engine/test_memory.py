@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -13,7 +14,7 @@ from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
-from engine.memory import plan_memory
+from engine.memory import lookahead, plan_memory
 from engine.recorded.steps import buffer_bytes
 from engine.text_drafters import most_copied
 from tests.engine import tiny
@@ -103,3 +104,35 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
     assert rows(msgspec.structs.replace(drafts, speculation=copies)) == 1 + 4 * 5 + copied
     alone = msgspec.structs.replace(drafts, speculation=copies, model=ModelConfig(target="target"))
     assert rows(alone) == 1 + copied
+
+
+def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A shorter one that nobody has chosen is logged with its reason; one of a few tokens is refused."""
+    reach = 131_072
+    target = replace(tiny.llama(1), max_positions=reach)
+    draft = replace(tiny.llama(2), max_positions=4096)
+    token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values of two layers with two heads of 8 in float32
+
+    def context(size_tokens: int, with_draft: bool = False, chosen: int = 0) -> tuple[int, str]:
+        caplog.clear()
+        config = EngineConfig(
+            model=ModelConfig(target="t", draft="d" if with_draft else None, prepack="off"),
+            cache=CacheConfig(memory_bytes=size_tokens * token_bytes * (1 + with_draft)),
+            scheduler=SchedulerConfig(max_model_len=chosen),
+        )
+        facts = assemble(config, target, draft if with_draft else None).facts
+        assert facts.max_model_len + lookahead(config) <= facts.num_blocks * facts.block_size
+        return facts.max_model_len, caplog.text
+
+    assert context(2 * reach) == (reach, "")
+    length, line = context(10_016)
+    assert 9900 < length < 10_016
+    assert f"context {length} of the model's {reach}: the K/V cache has no room for more" in line
+    assert "--max-model-len" in line
+    length, line = context(2 * reach, with_draft=True)
+    assert length == 4096
+    assert f"context 4096 of the model's {reach}: the draft model {draft.name} reaches 4096 positions" in line
+    assert context(10_016, chosen=2048) == (2048, "")
+    for size_tokens, chosen in ((1000, 0), (10_016, 20_000)):
+        with pytest.raises(ConfigError, match="give it more memory"):
+            context(size_tokens, chosen=chosen)
