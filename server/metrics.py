@@ -1,4 +1,4 @@
-"""The one Prometheus registry, in the HTTP process. Names and buckets: `docs/operations.md`.
+"""The one Prometheus registry, in the HTTP process. Names and buckets: `docs/observability.md`.
 
 Labels have a bounded number of values whatever clients ask for, and never hold a request id. The children of metrics
 that every step changes are looked up once: a step of the engine should cost the HTTP process microseconds.

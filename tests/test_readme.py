@@ -115,6 +115,6 @@ def test_make_targets_and_links_exist() -> None:
 
 def test_the_table_of_clients_is_the_committed_result() -> None:
     rows = json.loads((ROOT / "docs/results/clients.json").read_text())
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/quickstart.md").read_text()
     table = page.partition("<!-- clients:begin -->\n")[2].partition("<!-- clients:end -->")[0].splitlines()
     assert table[2:] == [f"| {row['client']} | {row['version']} | {row['result']} |" for row in rows]

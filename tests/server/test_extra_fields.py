@@ -131,6 +131,7 @@ OPENAI = {
     "safety_identifier": "x",
     "prompt_cache_key": "x",
     "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "auto"},
     "service_tier": "auto",
 }
 VLLM = {

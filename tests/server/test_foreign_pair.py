@@ -1,4 +1,4 @@
-"""A pair that no program of this project wrote: the recipe of docs/operations.md, and answers equal to transformers'.
+"""A pair that no program of this project wrote: the recipe of docs/models.md, and answers equal to transformers'.
 
 Tokenizer by tokenizers, with tokens added to it afterwards; the target (Qwen2, head not tied, wider than the tokenizer)
 in shards by transformers; the draft (Llama, tied head of another width, bfloat16) in shards by huggingface_hub.
@@ -24,7 +24,7 @@ from engine.analysis.__main__ import main as analyze
 from loadtest.cli import main as bench
 from tests.server.daemon_process import Daemons
 
-PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -118,7 +118,7 @@ def test_the_recipe_of_the_page_runs(
     pair: ForeignPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its commands, word by word, with sizes that take seconds."""
-    section = PAGE[PAGE.index("## A pair of your own") :]
+    section = PAGE[PAGE.index("## Your own pair") :]
     block = re.search(r"```sh\n(.*?)```", section, re.DOTALL)
     assert block is not None
     commands = [shlex.split(line) for line in block[1].splitlines()]

@@ -76,6 +76,7 @@ def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client,
         ({"structured_outputs": {"grammar": 'start: "a" "b"+ "c"'}}, "ab+c"),
         ({"guided_regex": "(yes|no)!"}, "(yes|no)!"),
         ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_grammar": 'start: "a" "c"'}, "ac"),
     ],
 )
 def test_other_structures_are_followed(http: httpx.Client, structure: dict[str, Any], pattern: str) -> None:

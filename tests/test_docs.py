@@ -1,0 +1,109 @@
+"""The pages of docs/ are complete and short: fields, metrics and families are on them, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.execution.loading import FITTING_MODEL_TYPES
+from server.answers import Metrics, SpeculativeDecoding
+from server.protocol import ChatRequest, CompletionRequest, SpeculationFields
+from server.responses import ResponsesRequest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+FIELDS = (DOCS / "fields.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), DOCS / "results" / "papers.md", ROOT / "tests" / "README.md"])
+LONG_PAGES = frozenset({"architecture.md", "log.md", "performance.md", "speculation.md"})
+# Tests that show each group of request fields under speculation: for a field, at least one of them names it.
+SHOWN_BY = {
+    "temperature top_p top_k min_p seed": "engine/test_output_law engine/test_independence",
+    "logit_bias presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids": (
+        "engine/test_output_law server/test_edited_logits"
+    ),
+    "min_tokens stop_token_ids ignore_eos max_tokens max_completion_tokens": (
+        "engine/test_output_law engine/test_independence server/test_edited_logits server/test_bad_requests"
+    ),
+    "stop include_stop_str_in_output": "server/test_stop_cut server/test_stop_strings",
+    "skip_special_tokens": "server/test_logprobs",
+    "logprobs top_logprobs echo prompt_logprobs": "engine/test_logprobs server/test_logprobs",
+    "response_format structured_outputs": "server/test_structured",
+    "guided_json guided_regex guided_choice guided_grammar": "server/test_structured",
+    "n stream stream_options metrics": "server/test_openai_client server/test_speculation_answers",
+    "user metadata safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options client_metadata": (
+        "server/test_extra_fields"
+    ),
+    "truncate_prompt_tokens truncation_side add_special_tokens return_token_ids": "server/test_extra_fields",
+    "priority": "scheduling/test_scheduler engine/test_independence",
+    "seed_stable": "engine/test_seed_stable server/test_edited_logits",
+    "cache_salt": "engine/test_prefix_cache",
+    "prediction": "engine/test_copies server/test_predictions",
+    "tools tool_choice parallel_tool_calls": "server/test_tools server/test_tool_calls",
+    "chat_template_kwargs continue_final_message add_generation_prompt documents": (
+        "server/test_tokenizer server/test_openai_client server/test_extra_fields"
+    ),
+    "reasoning_effort reasoning": "server/test_reasoning server/test_messages",
+    "speculation": "server/test_trees_and_bias server/test_return_drafts",
+}
+# Names that mean where a request goes or what it says, not how it is answered.
+WHERE_AND_WHAT = frozenset({"model", "messages", "prompt", "input", "instructions", "text", "max_output_tokens"})
+
+
+def table_names(section: str) -> frozenset[str]:
+    """Return the names in the first column of the tables of one section of the page of fields."""
+    text = FIELDS[FIELDS.index(f"\n## {section}") :].removeprefix("\n").partition("\n## ")[0]
+    columns = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    return frozenset(re.findall(r"[a-z_]+", " ".join(columns))) - {"field"}
+
+
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponsesRequest])
+def test_every_field_of_a_request_has_its_row(body: type) -> None:
+    rows = table_names("Request fields") | table_names("Fields that are known")
+    assert not sorted(set(body.model_fields) - rows - WHERE_AND_WHAT)  # type: ignore[attr-defined]
+
+
+def test_every_setting_of_speculation_is_on_the_page() -> None:
+    assert not sorted(set(SpeculationFields.model_fields) - frozenset(re.findall(r"[a-z_]+", FIELDS)))
+
+
+def test_every_served_field_has_tests_that_name_it() -> None:
+    tests = {name: tests for names, tests in SHOWN_BY.items() for name in names.split()}
+    assert sorted(table_names("Request fields") - set(tests)) == ["output_config", "thinking"], "fields of messages"
+    for name, files in tests.items():
+        texts = [(ROOT / "tests" / f"{file}.py").read_text() for file in files.split()]
+        assert any(re.search(rf"\b{name}\b", text) for text in texts), name
+
+
+@pytest.mark.parametrize("part", [Metrics, SpeculativeDecoding])
+def test_every_field_of_the_metrics_has_its_row(part: type) -> None:
+    page = (DOCS / "observability.md").read_text()
+    rows = frozenset(re.findall(r"^\| ([a-z_]+) \|", page, re.MULTILINE))
+    assert not sorted(set(part.__struct_fields__) - rows)  # type: ignore[attr-defined]
+
+
+def test_the_families_on_the_page_are_those_that_are_served() -> None:
+    page = (DOCS / "models.md").read_text()
+    section = page[page.index("\n## Families") :].partition("\n## Where")[0]
+    lists = re.findall(r":((?:\s+[a-z0-9_-]+,?)+)\.", section)
+    assert frozenset(re.findall(r"[a-z0-9_-]+", " ".join(lists))) == FITTING_MODEL_TYPES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, link
+
+
+def test_pages_are_short() -> None:
+    lengths = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    assert {name for name, words in lengths.items() if words > 1500} <= LONG_PAGES
