@@ -112,30 +112,23 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def summary_markdown(result: dict[str, Any]) -> str:
-    """A row per cell, for somebody who is new: plain decoding, the best of one chain and of several, adaptive."""
-    head = ["prompts", "requests at once", "plain tokens/s", "one draft", "several drafts", "adaptive"]
+    """Return a row per number of requests: plain rate and adaptive's ratio, by prompts; the README's table."""
+    cells = {(cell["concurrency"], cell["prompts"]): cell["arms"] for cell in result["cells"]}
+    prompts = list(dict.fromkeys(name for _, name in cells))
+    head = ["requests at once", *(text for name in prompts for text in (f"{name}, plain", "with drafts"))]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for cell in result["cells"]:
-        arms = cell["arms"]
-        shown = [_best(arms, several=False), _best(arms, several=True), _shown(arms[ADAPTIVE]["ratio_to_off"])]
-        plain = f"{arms[OFF]['tokens_per_second']:.0f}"
-        lines.append("| " + " | ".join([cell["prompts"], str(cell["concurrency"]), plain, *shown]) + " |")
+    for concurrency in dict.fromkeys(number for number, _ in cells):
+        row = [str(concurrency)]
+        for name in prompts:
+            arms = cells[concurrency, name]
+            row += [f"{arms[OFF]['tokens_per_second']:.0f} tokens/s", _shown(arms[ADAPTIVE]["ratio_to_off"])]
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
 def is_shape(name: str) -> bool:
     """Whether an arm has a fixed shape (`rule:KxL`)."""
     return ":" in name
-
-
-def _best(arms: Mapping[str, Any], several: bool) -> str:
-    """The fastest arm that drafts one chain, or several."""
-    known = {name: arm["ratio_to_off"] for name, arm in arms.items() if is_shape(name)}
-    known = {name: found for name, found in known.items() if (not name.partition(":")[2].startswith("1x")) == several}
-    if not known:
-        return "-"
-    best = max(known, key=lambda name: known[name]["ratio"])
-    return f"{_shown(known[best])} {best.partition(':')[2]}"
 
 
 def chart(result: dict[str, Any], file: Path) -> None:

@@ -149,15 +149,18 @@ def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
     assert found["after_the_fact"] == pytest.approx(1.0)
 
 
-def test_the_summary_names_the_best_of_one_draft_and_of_several(tmp_path: Path) -> None:
+def test_the_summary_has_a_row_per_number_of_requests(tmp_path: Path) -> None:
     def arm(ratio: float) -> dict[str, object]:
         return {"tokens_per_second": 100 * ratio, "ratio_to_off": {"ratio": ratio, "low": ratio, "high": ratio}}
 
     rates = {OFF: 1.0, AGAIN: 1.0, "block:1x1": 1.3, "block:1x3": 1.5, "bv_race:2x5": 1.75, "bv_race:4x5": 1.25}
     arms = {name: arm(ratio) for name, ratio in rates.items()} | {ADAPTIVE: arm(2.0)}
-    result = {"cells": [{"prompts": "dialogues", "concurrency": 4, "arms": arms}]}
-    shown = "1.50x (1.50-1.50) 1x3 | 1.75x (1.75-1.75) 2x5 | 2.00x (2.00-2.00)"
-    assert summary_markdown(result).splitlines()[-1] == f"| dialogues | 4 | 100 | {shown} |"
+    prompts = ("dialogues", "prose")
+    result = {
+        "cells": [{"prompts": name, "concurrency": number, "arms": arms} for name in prompts for number in (1, 4)]
+    }
+    shown = "| 100 tokens/s | 2.00x (2.00-2.00) " * 2
+    assert summary_markdown(result).splitlines()[2:] == [f"| 1 {shown}|", f"| 4 {shown}|"]
     chart(result, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
