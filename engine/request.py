@@ -147,6 +147,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer will probably be."""
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
+    client: str = ""
+    """Opaque name of the client: clients take turns where they wait for grammars."""
     num_prompt_logprobs: int | None = None
     """The same for the prompt's tokens (all but the first)."""
     reports_drafts: bool = False

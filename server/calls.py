@@ -15,6 +15,8 @@ class Call:
     """As it was sent: a decoded path may hold line breaks."""
     trace_parent: str | None = None
     """The caller's span (W3C `traceparent`)."""
+    client: str = ""
+    """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
     is_generation: bool = False
     """Whether its end is told by the generation it has begun."""
 

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import math
+import os
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -29,6 +30,8 @@ log = logging.getLogger("polydraft")
 
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
 _MAX_REQUEST_ID = 128
+# Names of clients go to the engine: nobody who sees one there can try out which key or address it is of.
+_SECRET = os.urandom(16)
 
 
 class RequestEnvelope:
@@ -57,7 +60,8 @@ class RequestEnvelope:
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
         scope.setdefault("state", {})
-        call = Call(request_id, scope["raw_path"].decode("latin-1"), headers.get("traceparent"))
+        path = scope["raw_path"].decode("latin-1")
+        call = Call(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))
         current_call.set(call)
         started = time.perf_counter()
         has_begun = reads_nothing = False
@@ -86,7 +90,7 @@ class RequestEnvelope:
             await error_response(error, call.path)(scope, receive, send_marked)
         elif self._is_too_large(headers):
             await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
-        elif (refusal := self._too_many(scope, headers)) is not None:
+        elif (refusal := self._too_many(scope, call.client)) is not None:
             scope["state"]["rejection"] = refusal.rejection
             await error_response(refusal, call.path)(scope, receive, send_marked)
         else:
@@ -110,12 +114,16 @@ class RequestEnvelope:
         # All keys are compared, each in constant time.
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
-    def _too_many(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """What a caller is told that asks too often."""
+    def _client_of(self, scope: Scope, headers: Headers) -> str:
+        """Return the opaque name of a client: of its key, or of its address if there are no keys."""
+        address = scope.get("client") or ("",)
+        return opaque(_key_of(headers) if self._keys else str(address[0]))
+
+    def _too_many(self, scope: Scope, client: str) -> ApiError | None:
+        """Return the error for a client that asks too often."""
         if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith("/v1/"):
             return None
-        client = scope.get("client")
-        wait_s = self._rate.take(_key_of(headers) if self._keys else str(client[0] if client else ""))
+        wait_s = self._rate.take(client)
         if wait_s is None:
             return None
         told = f"more requests than {self._rate_text}; try again in {wait_s} s"
@@ -148,7 +156,7 @@ class RequestEnvelope:
 
 
 class RateLimit:
-    """How often one caller may ask, over windows that move with time."""
+    """How often one client may ask, over windows that move with time."""
 
     def __init__(self, rates: Sequence[tuple[int, float]]) -> None:
         """rates: (requests, seconds) that all hold."""
@@ -156,23 +164,26 @@ class RateLimit:
         self._most = max(count for count, _ in rates)
         self._longest_s = max(window_s for _, window_s in rates)
         self._times_of: OrderedDict[str, deque[float]] = OrderedDict()
-        """Each caller's last requests; who has asked last is last."""
+        """Each client's last requests; the client that has asked last is last."""
 
-    def take(self, caller: str) -> int | None:
+    def take(self, client: str) -> int | None:
         """Count a request; None where it may come in, else the seconds until the next one may."""
         now = time.monotonic()
         while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
             self._times_of.popitem(last=False)
-        # No key is kept in memory for it.
-        name = hashlib.sha256(caller.encode("latin-1", "replace")).hexdigest()
-        times = self._times_of.get(name, deque(maxlen=self._most))
+        times = self._times_of.get(client, deque(maxlen=self._most))
         wait_s = max(times[-count] + window_s - now if len(times) >= count else 0.0 for count, window_s in self._rates)
         if wait_s > 0:
             return math.ceil(wait_s)
         times.append(now)
-        self._times_of[name] = times
-        self._times_of.move_to_end(name)
+        self._times_of[client] = times
+        self._times_of.move_to_end(client)
         return None
+
+
+def opaque(client: str) -> str:
+    """Return a name for a key or an address that differs from start to start and does not reveal it."""
+    return hashlib.blake2b(client.encode("latin-1", "replace"), key=_SECRET, digest_size=8).hexdigest()
 
 
 def _key_of(headers: Headers) -> str:

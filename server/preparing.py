@@ -14,6 +14,7 @@ import msgspec
 from engine.api import Limits, RequestError, check_request, choice_seed
 from engine.api import Request as EngineRequest
 from server.call_formats import call_marks
+from server.calls import this_call
 from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
@@ -105,6 +106,7 @@ def engine_requests(
                 priority=body.priority,
                 prediction=prediction,
                 cache_salt=body.cache_salt or "",
+                client=this_call().client,
                 # Those of its prompt are the same for every choice: computed and sent once.
                 num_prompt_logprobs=None if choice else num_prompt_logprobs,
                 reports_drafts=body.speculation is not None and body.speculation.return_drafts,

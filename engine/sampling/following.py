@@ -1,11 +1,12 @@
 """Requests whose answers follow a grammar, from their arrival until they end.
 
 They wait here until their grammar can be followed, which takes a process of its own some time; nobody waits for that.
+Clients take turns: one that sends many costly grammars delays another client's by one of them, and its own by all.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -15,10 +16,10 @@ from engine.request import GRAMMAR, Request
 
 # Reading a grammar may take a core for seconds; one call may ask for many.
 _READ_AT_ONCE = 4
-# A grammar that takes longer than its first slice begins again behind all others, and few such are read at once: one
-# client's costly grammars leave room for everybody's ordinary ones, which take milliseconds.
+# A grammar that takes longer than its first slice begins again behind all others, and few such are read at once:
+# costly grammars leave room for ordinary ones, which take milliseconds. New ones leave room for a costly one, too.
 _FIRST_SLICE_S = 0.25
-_SLOW_AT_ONCE = 2
+_SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
 
 
 class FollowedGrammar(Grammar, Protocol):
@@ -47,6 +48,49 @@ class GrammarSource(Protocol):
         """Begin to follow a grammar."""
 
 
+class Turns:
+    """Waiting requests: the most urgent come first, and clients of one priority take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, str], deque[Request]] = {}
+        """By priority and client; the client whose turn comes last is last."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, request: Request) -> None:
+        """Append a request to its client's; a client without one gets the last turn."""
+        self._waiting.setdefault((request.priority, request.client), deque()).append(request)
+
+    @property
+    def first(self) -> Request:
+        """The next request; there must be one."""
+        return self._waiting[self._turn()][0]
+
+    def take(self) -> Request:
+        """Remove and return the next request; its client's next turn comes after all others'."""
+        turn = self._turn()
+        own = self._waiting.pop(turn)
+        request = own.popleft()
+        if own:
+            self._waiting[turn] = own
+        return request
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request; whether it waited here."""
+        for turn, own in self._waiting.items():
+            for request in own:
+                if request.request_id == request_id:
+                    own.remove(request)
+                    if not own:
+                        del self._waiting[turn]
+                    return True
+        return False
+
+    def _turn(self) -> tuple[int, str]:
+        return min(self._waiting, key=lambda turn: turn[0])
+
+
 class Following:
     """The grammars of all requests."""
 
@@ -54,9 +98,9 @@ class Following:
         """most: grammars that are followed at once; further requests wait for one to end, the most urgent first."""
         self.source = source
         self._most = most
-        self._waiting: list[Request] = []
-        self._slow: list[Request] = []
-        """Requests whose grammars have used up their first slice, in turn."""
+        self._waiting = Turns()
+        self._slow = Turns()
+        """Requests whose grammars have used up their first slice."""
         self._starting: dict[str, tuple[Request, FollowedGrammar]] = {}
         self._starting_slow: set[str] = set()
         self._followed: dict[str, FollowedGrammar] = {}
@@ -68,7 +112,7 @@ class Following:
 
     def add(self, request: Request) -> None:
         """Begin with a request's grammar as soon as there is room."""
-        insort(self._waiting, request, key=lambda one: one.priority)
+        self._waiting.add(request)
 
     def ready(self) -> tuple[list[tuple[Request, FollowedGrammar]], list[tuple[str, RequestError]]]:
         """(requests that can run from now on, those that never will and why); does not wait."""
@@ -84,7 +128,7 @@ class Following:
     def _begin(self, failed: list[tuple[str, RequestError]]) -> None:
         """Start the grammars of waiting requests while there is room."""
         while (queue := self._next_queue()) and self._has_room:
-            request = queue[0]
+            request = queue.first
             try:
                 state = self.source.start(request.sampling.grammar)
             except OSError as error:  # no more processes or files: others will end
@@ -95,11 +139,11 @@ class Following:
                 self._starting[request.request_id] = request, state
                 if queue is self._slow:
                     self._starting_slow.add(request.request_id)
-            queue.pop(0)
+            queue.take()
 
-    def _next_queue(self) -> list[Request]:
+    def _next_queue(self) -> Turns:
         """Return the queue that the next grammar is taken from; it is empty if none is."""
-        return self._slow if not self._waiting and len(self._starting_slow) < _SLOW_AT_ONCE else self._waiting
+        return self._slow if self._slow and self._slow_has_room else self._waiting
 
     def _collect(self, ready: list[tuple[Request, FollowedGrammar]], failed: list[tuple[str, RequestError]]) -> None:
         """Move started grammars to those that are ready, or have failed."""
@@ -111,8 +155,11 @@ class Following:
                     del self._starting[request_id]
                     self._starting_slow.discard(request_id)
                 elif self._is_over(request_id, state):
+                    if not self._slow and self._slow_has_room:
+                        self._starting_slow.add(request_id)
+                        continue
                     self.end(request_id)
-                    self._slow.append(request)
+                    self._slow.add(request)
             except RequestError as error:
                 failed.append((request_id, error))
                 self.end(request_id)
@@ -121,6 +168,10 @@ class Following:
         """Whether a grammar's first slice is over and others wait for its place."""
         others_wait = bool(self._waiting or self._slow) and not self._has_room
         return others_wait and request_id not in self._starting_slow and state.seconds_read() > _FIRST_SLICE_S
+
+    @property
+    def _slow_has_room(self) -> bool:
+        return len(self._starting_slow) < (_SLOW_AMONG_OTHERS if self._waiting else _SLOW_AT_ONCE)
 
     @property
     def _has_room(self) -> bool:
@@ -141,11 +192,7 @@ class Following:
 
     def end(self, request_id: str) -> bool:
         """Forget a request that has ended, or will not begin; whether it had not begun yet."""
-        is_new = False
-        for queue in (self._waiting, self._slow):
-            if found := [one for one in queue if one.request_id == request_id]:
-                queue.remove(found[0])
-                is_new = True
+        is_new = self._waiting.remove(request_id) or self._slow.remove(request_id)
         _, state = self._starting.pop(request_id, (None, None))
         self._starting_slow.discard(request_id)
         is_new = is_new or state is not None

@@ -372,6 +372,48 @@ def test_costly_grammars_leave_room_for_others() -> None:
     assert following.num_waiting == 0
 
 
+def started_by(following: Following, source: Slow, round_s: float, num_rounds: int) -> list[str]:
+    """The grammars that have been started in some rounds, each of which reads all open ones for a while."""
+    for _ in range(num_rounds):
+        following.ready()
+        for one in source.open:
+            one.read_s += round_s
+            one.failure = RequestError("too long") if one.read_s > 1.5 else None
+    return [one.grammar for one in source.open]
+
+
+def ask(following: Following, client: str, *names: str, priority: int = 0) -> None:
+    for name in names:
+        sampling = Sampling(grammar=name)
+        following.add(
+            Request(request_id=name, prompt_token_ids=(1,), sampling=sampling, client=client, priority=priority)
+        )
+
+
+def test_clients_take_turns() -> None:
+    """Twenty costly grammars of one client: another's begin one by one between them, in any of the queues."""
+    source = Slow()
+    following = Following(source, 64)  # type: ignore[arg-type]
+    costly = [f"costly {number}" for number in range(20)]
+    ask(following, "many", *costly)
+    assert started_by(following, source, 0.3, 1) == costly[:4]
+    ask(following, "few", "ordinary", "large")
+    ask(following, "many", "urgent", priority=-1)
+    started = started_by(following, source, 0.3, 12)
+    assert started[4:9] == ["urgent", costly[4], "ordinary", costly[5], "large"]
+
+
+def test_a_large_grammar_is_read_while_new_ones_come() -> None:
+    """It has used up its first slice: it begins again, in its client's turn, though others' first slices never end."""
+    source = Slow()
+    following = Following(source, 64)  # type: ignore[arg-type]
+    ask(following, "many", *(f"costly {number}" for number in range(400)))
+    ask(following, "few", "large")
+    started = started_by(following, source, 0.3, 40)
+    assert started.count("large") == 2
+    assert following.num_waiting > 300
+
+
 def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
     source = Slow()
     following = Following(source, 64)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -85,6 +86,32 @@ def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, s
         assert error["param"] == "structured_outputs"
         assert "process has ended" in error["message"]
         assert neighbour.read()[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_clients_take_turns(strict: Daemon) -> None:
+    """Twenty costly grammars of one client, and a schema behind them: another client's schema, sent last, is first."""
+    schema = {**SHORT, "max_tokens": 200, "response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}}
+    costly = {**SHORT, "structured_outputs": {"grammar": 'start: /x+/ /x+/ "N"'}}
+    many, few = (httpx.AsyncHTTPTransport(local_address=address) for address in ("127.0.0.2", "127.0.0.3"))
+
+    async def calls() -> None:
+        url = strict.url + COMPLETIONS
+        async with httpx.AsyncClient(transport=many) as much, httpx.AsyncClient(transport=few, timeout=60) as little:
+            asked: list[asyncio.Task[httpx.Response]] = []
+            for bodies in ([costly] * 20, [schema]):
+                asked += [asyncio.create_task(much.post(url, json=body, timeout=60)) for body in bodies]
+                while (await little.get(f"{strict.url}/load")).json()["server_load"] < len(asked):
+                    await asyncio.sleep(0.01)
+            answer = await little.post(url, json=schema)
+            assert set(json.loads(answer.json()["choices"][0]["text"])) == {"n", "ok"}
+            done = [one.done() for one in asked]
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            assert not done[-1], "the schema that was sent first is answered first"
+            assert sum(done) < 10, "some may have been refused meanwhile"
+
+    asyncio.run(calls())
 
 
 def http_running(daemon: Daemon) -> int:

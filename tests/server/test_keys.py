@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
 import httpx
 import pytest
 
+from server.calls import this_call
+from server.metrics import ServerMetrics
+from server.middleware import RequestEnvelope
+from server.settings import Serve
 from tests.server.conftest import KEYS, PREFIX
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.test_bad_requests import error_of
@@ -61,6 +67,30 @@ def test_keys_and_texts_are_never_logged(one_seat: Daemon, one_seat_http: httpx.
     assert re.search(r"INFO GET id=\S+ path=/v1/models status=401", one_seat.log)
     for secret in (*KEYS, "a-wrong-key", "a secret prompt"):
         assert secret not in one_seat.log
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_clients_have_opaque_names(keys: tuple[str, ...]) -> None:
+    """Configured keys name clients; without them addresses do, because a client can send any header. A name reveals
+    neither."""
+    names = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        names.append(this_call().client)
+
+    async def nothing(message: Any = None) -> None:
+        pass
+
+    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(api_key=list(keys), _cli_parse_args=[]))
+    callers = [(KEYS[0], "10.0.0.1"), (KEYS[0], "10.0.0.2"), (KEYS[1], "10.0.0.2")]
+    for key, address in callers:
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "raw_path": b"/v1/x", "client": (address, 1)}
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        asyncio.run(envelope({**scope, "headers": headers}, nothing, nothing))
+    first, second, third = names
+    assert (first == second, second == third) == ((True, False) if keys else (False, True))
+    for name in names:
+        assert re.fullmatch("[0-9a-f]{16}", name)
 
 
 def test_a_path_cannot_forge_a_log_line(one_seat: Daemon) -> None:
