@@ -129,6 +129,14 @@ def test_shares_are_shares(watching: Prometheus) -> None:
     assert all(0 <= share <= 1 for share in watching.values(expressions(by_title["Acceptance by position"])[0]))
 
 
+def test_no_quantile_of_acceptance_length_is_below_one(watching: Prometheus) -> None:
+    """One is the least possible; the traffic has answers at that end."""
+    (panel,) = [panel for panel in PANELS if panel["title"].startswith("Acceptance length")]
+    values = [value for expression in expressions(panel) for value in watching.values(expression)]
+    assert len(values) == 3
+    assert min(values) >= 0.999
+
+
 def test_the_alerts_can_be_evaluated(watching: Prometheus) -> None:
     """Prometheus has loaded them all and finds no fault in any."""
 

@@ -197,6 +197,15 @@ def test_a_fresh_daemon_has_an_exposition() -> None:
     check_names(samples_of(ServerMetrics("tiny", compat=True).render().decode()))
 
 
+def test_no_acceptance_length_is_in_the_lowest_bucket() -> None:
+    """Prometheus interpolates there from 0, and the least possible length is 1."""
+    metrics = ServerMetrics("tiny", compat=False)
+    metrics.finish("stop", 1, {}, 1.0, None)
+    samples = samples_of(metrics.render().decode())
+    buckets = [s.value for s in samples if s.name == "polydraft_request_spec_acceptance_length_bucket"]
+    assert buckets[:2] == [0, 1]
+
+
 def test_a_served_exposition_agrees_with_the_answers(http: httpx.Client) -> None:
     """A real daemon's counters grow by what its answer says about itself."""
 
