@@ -28,6 +28,7 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from engine.config_check import check_settings
 from engine.errors import (
     SERVER_FAULTS,
     ConfigError,
@@ -201,6 +202,7 @@ __all__ = [
     "ToEngine",
     "TokenLogprob",
     "check_request",
+    "check_settings",
     "check_source",
     "choice_seed",
     "decode_config",

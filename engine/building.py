@@ -16,7 +16,8 @@ import torch
 from engine.admission import check_defaults
 from engine.cache.store import BlockStore
 from engine.cache.tensors import KVShape
-from engine.config import MODEL, EngineConfig, EngineFacts, RuleFacts
+from engine.config import EngineConfig, EngineFacts
+from engine.config_check import check_settings, early_facts
 from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -26,16 +27,14 @@ from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens,
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
-from engine.memory import lookahead, plan_memory
+from engine.memory import plan_memory
 from engine.recorded.inputs import RECORDED_RULES
 from engine.recorded.steps import buffer_bytes
 from engine.sampling.grammar import Grammars
 from engine.scheduling.controller import menu
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_time import PLAIN, Shape
-from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.verification import RULES, fused_block
-from engine.text_drafters import TEXT_DRAFTERS
 
 log = logging.getLogger("polydraft")
 
@@ -48,7 +47,7 @@ def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> E
 
     What can be found wrong without the weights is found before they are read.
     """
-    check_speculation(config)
+    check_settings(config)
     check_outlines(config, outline_pair(config.model))
     ends = end_tokens(config.model, progress)
     target, draft = load_pair(config.model, progress)
@@ -66,7 +65,7 @@ def assemble(
 
     kind: what drafts with the draft model, where that is not seen from the model.
     """
-    check_speculation(config)
+    check_settings(config)
     if target.ranks is not None:
         target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
     models = [target] if draft is None else [target, draft]
@@ -172,66 +171,14 @@ def _prepare(
     return way, packed_bytes + loaded.weight_bytes
 
 
-def rule_facts() -> dict[str, RuleFacts]:
-    """What admission must know of every rule."""
-    return {name: rule.facts for name, rule in RULES.items()}
-
-
-def check_speculation(config: EngineConfig) -> None:
-    """Raise ConfigError for speculation settings that cannot work together."""
-    wanted = config.speculation
-    if wanted.rule != "off" and wanted.rule not in RULES:
-        raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULES)}")
-    if wanted.draft_method and wanted.draft_method not in DRAFT_METHODS:
-        raise ConfigError(f"--draft-method {wanted.draft_method}: unknown; choose one of {', '.join(DRAFT_METHODS)}")
-    usable = [MODEL, *(name for name, source in TEXT_DRAFTERS.items() if source.for_every_request)]
-    if not wanted.drafters or not set(wanted.drafters) <= set(usable):
-        raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {', '.join(usable)}")
-    if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
-        raise ConfigError(
-            f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}, or raise "
-            "--max-num-drafts"
-        )
-    if not 0 <= wanted.draft_window <= config.scheduler.max_num_batched_tokens // 2:
-        raise ConfigError(
-            f"--draft-window {wanted.draft_window}: must be 0 (all of the text), or at most half of "
-            f"--max-num-batched-tokens ({config.scheduler.max_num_batched_tokens})"
-        )
-    if not 1 <= wanted.draft_length <= wanted.max_draft_length:
-        raise ConfigError(
-            f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}, or raise "
-            "--max-draft-length"
-        )
-    largest = 1 + lookahead(config)
-    if config.scheduler.max_num_batched_tokens < largest:
-        raise ConfigError(
-            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: one request may verify {largest} "
-            f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}, and --max-copied-tokens); "
-            "raise it or lower the caps"
-        )
-
-
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
     check_defaults(_facts(config, outlines), config.speculation)
 
 
 def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:
-    """What is known of an engine before its weights are read."""
-    return EngineFacts(
-        vocab_size=models[0].vocab_size,
-        max_model_len=_max_model_len(config, models),
-        num_blocks=0,
-        block_size=config.cache.block_size,
-        eos_token_ids=[],
-        device="",
-        dtype="",
-        architecture=models[0].model_type,
-        has_draft=len(models) > 1,
-        max_copied_tokens=config.scheduler.max_copied_tokens,
-        rules=rule_facts(),
-        memory_plan={},
-    )
+    """Return what is known of an engine before its weights are read."""
+    return early_facts(config, models[0].vocab_size, _max_model_len(config, models), models[0].model_type)
 
 
 def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
+from engine.config_check import lookahead
 from engine.errors import ConfigError
 from engine.plan import level_widths
 from engine.text_drafters import most_copied
@@ -67,14 +68,6 @@ def plan_memory(
             )
         most_blocks = num_blocks
     return MemoryPlan(num_blocks, longest, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
-
-
-def lookahead(config: EngineConfig) -> int:
-    """Most tokens that one request drafts in a step."""
-    copied = most_copied(config.scheduler.max_copied_tokens)
-    if config.model.draft is None:
-        return copied
-    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:

@@ -66,30 +66,40 @@ def _serve(arguments: list[str]) -> int:
     from pydantic import ValidationError
     from pydantic_settings import CliApp, SettingsError
 
-    from engine.api import ConfigError, set_up_log
+    from engine.api import ConfigError, check_settings, set_up_log
+    from server.listening import bind, bind_fault
     from server.settings import Serve
+    from server.start_checks import check_sources
 
     try:
         settings = CliApp.run(Serve, cli_args=arguments, cli_exit_on_error=False)
+        config = settings.engine_config()
+        check_settings(config)
+        listener = bind(settings)
     except ValidationError as error:
         for problem in error.errors():
             name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
             got = "" if problem["loc"][0] == "api_key" else f" (got {problem['input']!r})"
-            print(f"polydraft serve: --{name}: {problem['msg']}{got}", file=sys.stderr)
+            print(f"polydraft serve: --{name}: {problem['msg'].removeprefix('Value error, ')}{got}", file=sys.stderr)
         return 2
     except (ConfigError, SettingsError) as error:
         text = str(error).removeprefix("error parsing CLI: ")
         print(f"polydraft serve: {text}; see polydraft serve --help", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"polydraft serve: {bind_fault(settings, error)}", file=sys.stderr)
+        return 3
     set_up_log(settings.log_level, settings.log_format)
-    from server.daemon import run
+    with listener:
+        try:
+            check_sources(config)
+            from server.daemon import run
 
-    _on_signals(lambda *_: sys.exit(0))
-    try:
-        return run(settings)
-    except ConfigError as error:
-        print(f"polydraft serve: {error}", file=sys.stderr)
-        return 2
+            _on_signals(lambda *_: sys.exit(0))
+            return run(settings, config, listener)
+        except ConfigError as error:
+            print(f"polydraft serve: {error}", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import gc
 import logging
@@ -16,7 +15,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -31,7 +29,6 @@ from engine.api import (
     EngineFacts,
     SpeculationConfig,
     Step,
-    check_source,
     default_speculation,
 )
 from server.app import build_app
@@ -51,15 +48,13 @@ from server.turn_end import check_template, turn_remark
 
 log = logging.getLogger("polydraft")
 
-_BACKLOG = 2048
 # Longer than clients and proxies keep an unused connection (httpx, and so the openai client: 5 s; load balancers often
 # 60 s). A server that closes it first may cut off a request that is on its way.
 _IDLE_CONNECTION_S = 75
 _MOST_FILES = 1 << 16
 _RESERVED_FILES = 96
 """Open files that are no connections: sockets to the engine, libraries, what is accepted in one round of the loop."""
-_HTTP_CLIENTS = ("httpx", "httpx2")
-EXIT_OK, EXIT_FAILURE, EXIT_CONFIG, EXIT_BIND = 0, 1, 2, 3
+EXIT_OK, EXIT_FAILURE = 0, 1
 
 
 class _Uvicorn(uvicorn.Server):
@@ -70,53 +65,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def bind(settings: Serve) -> socket.socket:
-    """The socket, listening: clients queue from here on. Raises OSError when the address is taken or not ours."""
-    if settings.uds:
-        _remove_stale(Path(settings.uds))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address: str | tuple[str, int] = settings.uds
-    else:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit it: the system ends those whose client takes no bytes, with what it still holds.
-            most_ms = max(1, round(1000 * settings.send_timeout))
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
-        address = (settings.host, settings.port)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    listener.set_inheritable(True)
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove a socket file whose daemon has ended; raises OSError where one still listens."""
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        path.unlink()
-
-
-def run(settings: Serve) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError before anything is started."""
-    config = settings.engine_config()
-    check_sources(config)
-    try:
-        listener = bind(settings)
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        way_out = "--uds" if settings.uds else "--port"
-        print(
-            f"polydraft: cannot listen on {where}: {error.strerror or error}; choose another {way_out}", file=sys.stderr
-        )
-        return EXIT_BIND
+def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
+    """Serve until told to stop; the exit code. Raises ConfigError for a tokenizer or a template that is wrong."""
     client = EngineClient(
         config,
         settings.max_num_seqs + settings.max_num_queued_reqs,
@@ -124,22 +74,21 @@ def run(settings: Serve) -> int:
         settings.request_timeout,
         settings.max_num_queued_tokens,
     )
-    with listener:
-        # The engine takes longest to load: it begins before the tokenizer is read.
-        client.launch()
-        try:
-            server = build_server(settings, client)
-            daemon = _Daemon(server, listener)
-        except BaseException:
-            client.kill()
-            raise
-        # What is there now stays: looking through it for garbage would hold every stream up.
-        gc.freeze()
-        gc.enable()
-        try:
-            return uvloop.run(daemon.serve())
-        finally:
-            server.tokenizer.close()
+    # The engine takes longest to load: it begins before the tokenizer is read.
+    client.launch()
+    try:
+        server = build_server(settings, client)
+        daemon = _Daemon(server, listener)
+    except BaseException:
+        client.kill()
+        raise
+    # What is there now stays: looking through it for garbage would hold every stream up.
+    gc.freeze()
+    gc.enable()
+    try:
+        return uvloop.run(daemon.serve())
+    finally:
+        server.tokenizer.close()
 
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
@@ -160,17 +109,6 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     has_thoughts = thinks(settings.reasoning_parser, tokenizer.chat_template)
     name = settings.served_name()
     return Server(settings, client, tokenizer, defaults, observer, name, call_format, has_thoughts, unknown)
-
-
-def check_sources(config: EngineConfig) -> None:
-    """Raise ConfigError for a model that is not there, before anything is loaded."""
-    if not log.isEnabledFor(logging.DEBUG):
-        for client in _HTTP_CLIENTS:
-            # A line for every question to the hub would hide the one about the answer.
-            logging.getLogger(client).setLevel(logging.WARNING)
-    check_source(config.model.target, config.model.revision)
-    if config.model.draft is not None:
-        check_source(config.model.draft, config.model.draft_revision)
 
 
 class _Daemon:

@@ -98,7 +98,7 @@ class RequestEnvelope:
                 await self._app(scope, self._limited(receive), send_marked)
             except Exception as error:
                 if reads_nothing:
-                    # Over TCP the system is usually first (`daemon.bind`). The server closes the connection, because
+                    # Over TCP the system is usually first (`listening.bind`). The server closes the connection, because
                     # the answer is not complete.
                     log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
                     return

@@ -6,6 +6,7 @@ Flag names are vLLM's wherever the meaning is the same. Precedence: flag, enviro
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -264,6 +265,18 @@ class Serve(BaseSettings):
         if rate is not None:
             rates_of(rate)
         return rate
+
+    @field_validator("host")
+    @classmethod
+    def _address(cls, host: str) -> str:
+        numbers = re.fullmatch(r"[0-9.]+", host)
+        if not numbers and re.fullmatch(r"[A-Za-z0-9._-]*", host):
+            return host
+        try:
+            socket.inet_pton(socket.AF_INET6, host.partition("%")[0]) if not numbers else socket.inet_aton(host)
+        except OSError:
+            raise ValueError("must be an address such as 127.0.0.1, 0.0.0.0 or ::, or the name of a host") from None
+        return host
 
     @field_validator("spec_shape")
     @classmethod

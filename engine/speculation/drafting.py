@@ -1,10 +1,10 @@
 """Drafted chains, the laws they were drawn from, and the noise that decides about them.
 
-A request's chains are the leaves of a tree: below every node some children are drawn together, by one of
-DRAFT_METHODS, from the draft law below the node's prefix. In the usual tree only the root has several children, and
-below its first token every chain goes on alone; with `iid` such chains are independent given the context, which is
-what the block rules need. A chain *leads* a node when it is the first of the chains through it: rules that look at
-nodes see every drawn node once, through its leader (equal tokens of different draws stay different nodes).
+A request's chains are the leaves of a tree: below every node some children are drawn together, by one of the draft
+methods (`engine.rule_facts`), from the draft law below the node's prefix. In the usual tree only the root has several
+children, and below its first token every chain goes on alone; with `iid` such chains are independent given the context,
+which is what the block rules need. A chain *leads* a node when it is the first of the chains through it: rules that
+look at nodes see every drawn node once, through its leader (equal tokens of different draws stay different nodes).
 A row that does not speculate has one chain of length 0, so that it can be verified in one batch with rows that do. (A
 step in which no row drafts draws its tokens directly: `engine.verifying`.)
 
@@ -21,14 +21,6 @@ from torch import Tensor
 
 from engine.sampling import fused
 from engine.sampling.draw import categorical
-
-DRAFT_METHODS = {
-    "iid": "independent draws, duplicates and all",
-    "without_replacement": "one after another, each token at most once",
-    "greedy": "the most likely tokens, and one drawn from the rest",
-    "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
-}
-"""How the children of one node are drawn."""
 
 MOST_LIKELY = "most_likely"
 """At temperature 0 nothing is drawn: the children are the most likely tokens by their logits."""

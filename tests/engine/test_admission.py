@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from engine.admission import check_defaults, default_speculation, served_rules
-from engine.building import check_speculation as check_settings
-from engine.building import rule_facts
 from engine.config import EngineConfig, EngineFacts, ModelConfig, SpeculationConfig
+from engine.config_check import check_settings
 from engine.errors import ConfigError
+from engine.rule_facts import RULE_FACTS
 
 FACTS = EngineFacts(
     vocab_size=1000,
@@ -22,7 +22,7 @@ FACTS = EngineFacts(
     architecture="llama",
     has_draft=True,
     max_copied_tokens=32,
-    rules=rule_facts(),
+    rules=dict(RULE_FACTS),
     memory_plan={},
 )
 
@@ -49,7 +49,7 @@ def test_an_unknown_draft_method_is_refused() -> None:
         check_settings(config)
 
 
-@pytest.mark.parametrize("rule", [rule for rule in rule_facts() if rule != "ot_lp"])
+@pytest.mark.parametrize("rule", [rule for rule in RULE_FACTS if rule != "ot_lp"])
 def test_every_rule_may_be_the_default(rule: str) -> None:
     limits = SpeculationConfig(rule=rule)
     check_defaults(FACTS, limits)

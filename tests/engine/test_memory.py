@@ -12,9 +12,10 @@ import torch
 
 from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config_check import lookahead
 from engine.errors import ConfigError
 from engine.execution.graphs import logit_bytes
-from engine.memory import lookahead, plan_memory
+from engine.memory import plan_memory
 from engine.recorded.steps import buffer_bytes
 from engine.text_drafters import most_copied
 from tests.engine import tiny

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
-from engine.building import assemble, build_engine, check_speculation
+from engine.building import assemble, build_engine
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config_check import check_settings
 from engine.errors import SERVER_FAULTS, ConfigError, LoadError, RequestError
 from engine.execution import groups, inputs, probe, runner
 from engine.execution.loading import check_config, choose_device, load
@@ -312,9 +313,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
     }
     for reason, speculation in bad.items():
         with pytest.raises(ConfigError, match=reason):
-            check_speculation(engine_config("t", "d", speculation=speculation))
+            check_settings(engine_config("t", "d", speculation=speculation))
     with pytest.raises(ConfigError, match="max-num-batched-tokens"):
-        check_speculation(engine_config("t", "d", scheduler=SchedulerConfig(max_num_batched_tokens=100)))
+        check_settings(engine_config("t", "d", scheduler=SchedulerConfig(max_num_batched_tokens=100)))
     target = tiny.llama(seed=1)
     for scheduler, cache, reason in (
         (SchedulerConfig(max_model_len=1000), CacheConfig(), "256 positions"),

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.api import EngineFacts
-from engine.building import rule_facts
+from engine.rule_facts import RULE_FACTS
 from server.daemon import _drafting
 from server.settings import Serve
 from tests.server.daemon_process import Daemon
@@ -22,7 +22,7 @@ FACTS = EngineFacts(
     architecture="llama",
     has_draft=False,
     max_copied_tokens=32,
-    rules=rule_facts(),
+    rules=dict(RULE_FACTS),
     memory_plan={},
 )
 HELP = "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.analysis import bounds
 from engine.analysis.enumeration import conditional_laws, draft_tuples
+from engine.rule_facts import DRAFT_METHODS
 from engine.speculation import gap, theory
-from engine.speculation.drafting import DRAFT_METHODS
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES
 from engine.speculation.verification.nss import nss

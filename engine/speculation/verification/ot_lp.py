@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-MAX_VOCABULARY = 12
+from engine.rule_facts import RULE_FACTS
+
+_MAX_VOCABULARY = RULE_FACTS["ot_lp"].max_vocabulary or 0
 
 _TIGHT = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
 
@@ -68,7 +70,7 @@ def transport_plan(
 
 def ot_lp(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
     """The law of the emitted token given the set of drafts."""
-    assert target_NV.shape[1] <= MAX_VOCABULARY, "the program grows as V^n; admission refuses larger vocabularies"
+    assert target_NV.shape[1] <= _MAX_VOCABULARY, "the program grows as V^n; admission refuses larger vocabularies"
     law_NV = target_NV.clone()
     for node, count in enumerate(present_NK.sum(1).tolist()):
         if not count:

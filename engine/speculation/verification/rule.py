@@ -74,11 +74,6 @@ class Rule(RuleFacts, frozen=True):
         """Whether the acceptance of `count` drafts is known without drawing them."""
         return count == 1 or self.closed_form_of is None or method in self.closed_form_of
 
-    @property
-    def facts(self) -> RuleFacts:
-        """What admission must know."""
-        return RuleFacts(**{name: getattr(self, name) for name in RuleFacts.__struct_fields__})
-
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
     """([B, K] the chains of each request in order, [B, K] whether there is one).

@@ -1,0 +1,76 @@
+"""Checks of a configuration that need no model and no torch: the command line makes them before anything is loaded."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.admission import check_defaults
+from engine.config import MODEL, EngineConfig, EngineFacts
+from engine.errors import ConfigError
+from engine.rule_facts import DRAFT_METHODS, RULE_FACTS
+from engine.text_drafters import TEXT_DRAFTERS, most_copied
+
+_ANY_VOCABULARY = 1 << 31
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that cannot work together, whatever the models are."""
+    wanted = config.speculation
+    if wanted.rule != "off" and wanted.rule not in RULE_FACTS:
+        raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULE_FACTS)}")
+    if wanted.draft_method and wanted.draft_method not in DRAFT_METHODS:
+        raise ConfigError(f"--draft-method {wanted.draft_method}: unknown; choose one of {', '.join(DRAFT_METHODS)}")
+    usable = [MODEL, *(name for name, source in TEXT_DRAFTERS.items() if source.for_every_request)]
+    if not wanted.drafters or not set(wanted.drafters) <= set(usable):
+        raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {', '.join(usable)}")
+    if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
+        raise ConfigError(
+            f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}, or raise "
+            "--max-num-drafts"
+        )
+    if not 0 <= wanted.draft_window <= config.scheduler.max_num_batched_tokens // 2:
+        raise ConfigError(
+            f"--draft-window {wanted.draft_window}: must be 0 (all of the text), or at most half of "
+            f"--max-num-batched-tokens ({config.scheduler.max_num_batched_tokens})"
+        )
+    if not 1 <= wanted.draft_length <= wanted.max_draft_length:
+        raise ConfigError(
+            f"--draft-length {wanted.draft_length}: must be between 1 and {wanted.max_draft_length}, or raise "
+            "--max-draft-length"
+        )
+    largest = 1 + lookahead(config)
+    if config.scheduler.max_num_batched_tokens < largest:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens}: one request may verify {largest} "
+            f"tokens in a step (caps {wanted.max_num_drafts} x {wanted.max_draft_length}, and --max-copied-tokens); "
+            "raise it or lower the caps"
+        )
+    facts = early_facts(config, _ANY_VOCABULARY)
+    rules = {name: msgspec.structs.replace(known, max_vocabulary=None) for name, known in facts.rules.items()}
+    check_defaults(msgspec.structs.replace(facts, rules=rules), wanted)
+
+
+def lookahead(config: EngineConfig) -> int:
+    """Most tokens that one request drafts in a step."""
+    copied = most_copied(config.scheduler.max_copied_tokens)
+    if config.model.draft is None:
+        return copied
+    return copied + config.speculation.max_num_drafts * config.speculation.max_draft_length
+
+
+def early_facts(config: EngineConfig, vocab_size: int, max_model_len: int = 0, architecture: str = "") -> EngineFacts:
+    """Return what is known of an engine before its weights are read."""
+    return EngineFacts(
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=0,
+        block_size=config.cache.block_size,
+        eos_token_ids=[],
+        device="",
+        dtype="",
+        architecture=architecture,
+        has_draft=config.model.draft is not None,
+        max_copied_tokens=config.scheduler.max_copied_tokens,
+        rules=dict(RULE_FACTS),
+        memory_plan={},
+    )

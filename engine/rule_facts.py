@@ -1,0 +1,41 @@
+"""Facts of the verification rules and names of the draft methods, for admission and the command line. No torch.
+
+The rules themselves are `engine.speculation.verification.RULES`, which takes these facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from engine.config import RuleFacts
+
+DRAFT_METHODS = {
+    "iid": "independent draws, duplicates and all",
+    "without_replacement": "one after another, each token at most once",
+    "greedy": "the most likely tokens, and one drawn from the rest",
+    "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
+}
+"""How the children of one node are drawn."""
+
+_WITHOUT_REPLACEMENT = ("without_replacement", "iid")
+
+RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
+    {
+        "token": RuleFacts(max_drafts=1),
+        "nss": RuleFacts(draft_methods=tuple(DRAFT_METHODS), trees=True),
+        "rrs": RuleFacts(trees=True),
+        "rrs_without_replacement": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
+        "kseq": RuleFacts(trees=True),
+        "spechub": RuleFacts(max_drafts=2, draft_methods=("spechub",), trees=True),
+        "greedy": RuleFacts(draft_methods=("greedy",), trees=True),
+        "weighted_race": RuleFacts(trees=True),
+        "ot_lp": RuleFacts(trees=True, max_vocabulary=12),
+        "block": RuleFacts(max_drafts=1),
+        "greedy_block": RuleFacts(max_drafts=1, changes_targets=True),
+        "bv_race": RuleFacts(),
+        "spectr_gbv": RuleFacts(changes_targets=True),
+        "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
+    }
+)
+"""By the name of the rule, in the order in which rules are listed."""
