@@ -5,12 +5,13 @@ No torch: the server imports it through `engine.api`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import msgspec
 
 from engine.config import MODEL, PREDICTION, EngineFacts, RuleFacts, SpeculationConfig
-from engine.errors import NO_END_TOKEN, ConfigError, RequestError
+from engine.errors import NO_END_TOKEN, NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Request, Speculation
 from engine.text_drafters import TEXT_DRAFTERS
 
@@ -22,8 +23,28 @@ _SEED_SHAPE_ON_CPU = (1, 4)
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
-def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfig) -> None:
-    """Raise RequestError where the engine cannot serve the request as asked."""
+def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise RequestError where the engine cannot serve the requests of one call as asked.
+
+    Lists that several of them share, as the same object, are read once.
+    """
+    for request in requests:
+        _check_lengths(request, facts)
+        _check_edits(request, facts)
+        check_speculation(request.speculation, facts, limits)
+        _check_copies(request, facts)
+    lists = {
+        id(tokens): (name, tokens)
+        for request in requests
+        for name, tokens in (("prompt", request.prompt_token_ids), ("prediction", request.prediction))
+    }
+    for name, tokens in lists.values():
+        _check_tokens(name, tokens, facts)
+    for request in {_mask_key(request): request for request in requests}.values():
+        _check_masks(request, facts)
+
+
+def _check_lengths(request: Request, facts: EngineFacts) -> None:
     prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
     if prompt == 0:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
@@ -36,11 +57,12 @@ def check_request(request: Request, facts: EngineFacts, limits: SpeculationConfi
             "max_tokens" if prompt < facts.max_model_len else "prompt",
             "context_length_exceeded",
         )
-    if bad := [token for token in request.prompt_token_ids if not 0 <= token < facts.vocab_size]:
-        raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prompt")
-    _check_edits(request, facts)
-    check_speculation(request.speculation, facts, limits)
-    _check_copies(request, facts)
+
+
+def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= facts.vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < facts.vocab_size)
+        raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {facts.vocab_size}", name)
 
 
 def _check_copies(request: Request, facts: EngineFacts) -> None:
@@ -60,8 +82,6 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
             f"the prediction has {len(request.prediction)} tokens, more than the context of {facts.max_model_len}",
             "prediction",
         )
-    if bad := [token for token in request.prediction if not 0 <= token < facts.vocab_size]:
-        raise RequestError(f"token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", "prediction")
     if not speculation.copies:
         return
     if not facts.max_copied_tokens:
@@ -78,7 +98,7 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
 
 
 def _check_edits(request: Request, facts: EngineFacts) -> None:
-    """The fields that change logits: tokens of the vocabulary, and lengths that fit together."""
+    """The fields that change logits: numbers in their bounds, which fit together."""
     sampling, limits = request.sampling, request.limits
     if limits.min_tokens > limits.max_tokens:
         raise RequestError(
@@ -99,14 +119,31 @@ def _check_edits(request: Request, facts: EngineFacts) -> None:
         raise RequestError(
             f"repetition_penalty must be from 0.01 to 10, not {sampling.repetition_penalty}", "repetition_penalty"
         )
-    named = {
-        "logit_bias": [token for token, _ in sampling.logit_bias],
-        "allowed_token_ids": sampling.allowed_token_ids,
-        "bad_words": [token for word in sampling.bad_words for token in word],
-    }
-    for name, tokens in named.items():
-        if bad := [token for token in tokens if not 0 <= token < facts.vocab_size]:
-            raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {facts.vocab_size}", name)
+
+
+def _mask_key(request: Request) -> tuple[int, ...]:
+    sampling, limits = request.sampling, request.limits
+    lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, limits.stop_token_ids
+    return (*map(id, lists), limits.min_tokens)
+
+
+def _check_masks(request: Request, facts: EngineFacts) -> None:
+    """Masks and biases: tokens of the vocabulary, of which some token is left."""
+    sampling, limits = request.sampling, request.limits
+    _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], facts)
+    _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
+    _check_tokens("bad_words", [token for word in sampling.bad_words for token in word], facts)
+    masked = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if limits.min_tokens and not sampling.grammar:
+        masked |= set(limits.stop_token_ids)
+        masked |= set() if limits.ignore_eos else set(facts.eos_token_ids)
+    allowed = sampling.allowed_token_ids or range(facts.vocab_size)
+    if masked and masked.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids, bad_words and the ends that min_tokens holds back leave no token; allow more",
+            "allowed_token_ids" if sampling.allowed_token_ids else "bad_words",
+            NOTHING_LEFT,
+        )
 
 
 def served_rules(facts: EngineFacts) -> list[str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
-from engine.admission import check_request, default_speculation, unknown_rule, with_kept_shape
+from engine.admission import check_requests, default_speculation, unknown_rule, with_kept_shape
 from engine.config import (
     DRAFTERS,
     MODEL,
@@ -48,10 +49,56 @@ from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 _SPIN_COUNT = "10000"
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start a request."""
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """In what a request differs from the first of its call."""
 
-    request: Request
+    request_id: str
+    prompt: int
+    """Index of its prompt."""
+    seed: int
+    max_tokens: int
+    num_prompt_logprobs: int | None
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: start the requests of one call; what they share is sent once, and is the same object there."""
+
+    first: Request
+    """The first request, without its prompt."""
+    prompts: list[tuple[int, ...]]
+    choices: list[Choice]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Submit:
+        """The message for requests that differ in nothing but what a `Choice` has, and their prompts."""
+        prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
+        number = {name: index for index, name in enumerate(prompts)}
+        choices = [
+            Choice(
+                request.request_id,
+                number[id(request.prompt_token_ids)],
+                request.sampling.seed,
+                request.limits.max_tokens,
+                request.num_prompt_logprobs,
+            )
+            for request in requests
+        ]
+        return cls(msgspec.structs.replace(requests[0], prompt_token_ids=()), list(prompts.values()), choices)
+
+    def requests(self) -> list[Request]:
+        """The requests, which share prompts and lists as those sent do."""
+        first, replace = self.first, msgspec.structs.replace
+        return [
+            replace(
+                first,
+                request_id=choice.request_id,
+                prompt_token_ids=self.prompts[choice.prompt],
+                sampling=replace(first.sampling, seed=choice.seed),
+                limits=replace(first.limits, max_tokens=choice.max_tokens),
+                num_prompt_logprobs=choice.num_prompt_logprobs,
+            )
+            for choice in self.choices
+        ]
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +248,7 @@ __all__ = [
     "Submit",
     "ToEngine",
     "TokenLogprob",
-    "check_request",
+    "check_requests",
     "check_settings",
     "check_source",
     "choice_seed",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.admission import check_request
+from engine.admission import check_requests
 from engine.cache.tensors import KVMoves, slot_moves
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
@@ -25,6 +25,7 @@ from engine.plan import Emission, Plan, Verdict
 from engine.recorded.steps import RecordedSteps
 from engine.reporting import observe_gap, split_prompts
 from engine.request import Request
+from engine.sampling.edits import MASKED, has_dead_end
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
 from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.scheduler import Scheduler
@@ -72,7 +73,8 @@ class Engine:
         """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
         drafted tokens (`drafters.draft.trees_of`); 0 always merges."""
         self.recorded = RecordedSteps()
-        self._broken: list[str] = []
+        self._ended: list[tuple[str, RequestError]] = []
+        """Requests that could not go on in this step."""
 
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
@@ -81,6 +83,7 @@ class Engine:
             verdict = self.carry_out(plan)
         outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
         self._end_broken(plan, verdict)
+        self._end_masked(plan, verdict, outcomes)
         return outcomes
 
     @torch.inference_mode()
@@ -117,8 +120,8 @@ class Engine:
         """One step with its measurements."""
         self.telemetry.begin_step()
         outcomes = self.step()
-        failed = [*self._end_followed(outcomes), *((request_id, BROKEN) for request_id in self._broken)]
-        self._broken = []
+        failed = [*self._end_followed(outcomes), *self._ended]
+        self._ended = []
         stats = self.telemetry.end_step(self.following.num_waiting)
         gone = {request_id for request_id, _ in failed}
         return StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], stats, failed)
@@ -132,13 +135,14 @@ class Engine:
         """The state between steps."""
         return self.telemetry.stats(self.following.num_waiting)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; raises RequestError where it cannot be served as asked."""
-        check_request(request, self.facts, self.limits)
-        if request.sampling.grammar:
-            self.following.add(request)
-        else:
-            self._queue(request, None)
+    def submit(self, *requests: Request) -> None:
+        """Queue requests; raises RequestError where one cannot be served as asked, and then queues none."""
+        check_requests(requests, self.facts, self.limits)
+        for request in requests:
+            if request.sampling.grammar:
+                self.following.add(request)
+            else:
+                self._queue(request, None)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
         """Queue the requests whose grammars have become ready; (their ids, those whose grammars cannot be followed)."""
@@ -168,13 +172,23 @@ class Engine:
         if not verdict.broken:
             return
         rows = [row for row in plan.rows if row.sequence_id in verdict.broken]
-        self._broken = [row.request_id for row in rows]
-        for request_id in self._broken:
-            self.abort(request_id)
+        for row in rows:
+            self._end(row.request_id, BROKEN)
         free = self.scheduler.blocks.forget({block for row in rows for block in row.block_ids})
         self.target.wipe(free)
         if self.draft_runner is not None:
             self.draft_runner.wipe(free)
+
+    def _end_masked(self, plan: Plan, verdict: Verdict, outcomes: Sequence[Outcome]) -> None:
+        """End the requests that emitted a token where their masks left nothing; it is not sent."""
+        rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if row.text is not None and has_dead_end(row.text, outcome.token_ids, self.facts.vocab_size):
+                self._end(row.request_id, MASKED)
+
+    def _end(self, request_id: str, error: RequestError) -> None:
+        self._ended.append((request_id, error))
+        self.abort(request_id)
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
         """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""

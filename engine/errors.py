@@ -20,6 +20,8 @@ NO_END_TOKEN = "no_end_token"
 """Error code of structured output from a model whose files name no end token: the operator's to correct."""
 DEAD_END = "grammar_dead_end"
 """Error code of structured output after which the grammar allows no token of this model: no client can correct it."""
+NOTHING_LEFT = "no_token_left"
+"""Error code of a request whose own masks (bad_words, allowed_token_ids, min_tokens) allow no token: the caller's."""
 SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END})
 """Error codes of requests that no client can correct."""
 

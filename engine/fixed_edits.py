@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class FixedEdits:
-    """Bias and masks of one request."""
+    """Bias and masks of the requests of one call, which share the lists that the client sent."""
 
     def __init__(self, sampling: Sampling, ends: Sequence[int]) -> None:
         """ends: tokens that are held back before min_tokens."""
+        self.source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
         self.bias_tokens = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self.bias_values = np.array([added for _, added in sampling.logit_bias], np.float32)
         self._allowed = np.array(sampling.allowed_token_ids, np.int64)
@@ -57,6 +59,27 @@ class FixedEdits:
         mask.flags.writeable = False
         return mask
 
+    def allowed(self, vocab_size: int, holds_back: bool, tokens: Sequence[int], path: Sequence[int]) -> Bools | None:
+        """[V] tokens that may come after a text and a path below it; None for all. Not to be written to."""
+        allowed = self.mask(vocab_size, holds_back)
+        if barred := self.barred_after(tokens, path):
+            allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
+            allowed[barred] = False
+        return allowed
+
+    def has_dead_end(self, tokens: Sequence[int], emitted: Sequence[int], num_held: int, vocab_size: int) -> bool:
+        """Whether one of the tokens emitted after a text is masked: they come only where the masks leave nothing.
+
+        num_held: how many of them must come before an end may.
+        """
+        for depth, token in enumerate(emitted):
+            allowed = self.mask(vocab_size, depth < num_held)
+            if allowed is not None and not allowed[token]:
+                return True
+            if token in self.barred_after(tokens, emitted[:depth]):
+                return True
+        return False
+
     def barred_after(self, tokens: Sequence[int], path: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word of several tokens after a text and a path below it."""
         if not self._words or not (path or tokens):
@@ -66,3 +89,19 @@ class FixedEdits:
             return []
         tail = (*tokens[-self._longest :], *path)
         return [word[-1] for word in words if tail[1 - len(word) :] == word[:-1]]
+
+
+class SharedEdits:
+    """The edits of the requests that run, each made once for all requests that have them."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[tuple[object, ...], FixedEdits] = WeakValueDictionary()
+
+    def of(self, sampling: Sampling, ends: tuple[int, ...]) -> FixedEdits:
+        """The edits of a request. Those of the same objects are shared: they are not compared by what they hold."""
+        source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
+        key = (*map(id, source), ends)
+        edits = self._known.get(key)
+        if edits is None:
+            edits = self._known[key] = FixedEdits(sampling, ends)
+        return edits

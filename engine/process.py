@@ -105,10 +105,11 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
 
 
 def _submit(engine: Engine, message: Submit, mailbox: Mailbox) -> None:
+    requests = message.requests()
     try:
-        engine.submit(message.request)
+        engine.submit(*requests)
     except RequestError as error:
-        _refuse([(message.request.request_id, error)], mailbox)
+        _refuse([(request.request_id, error) for request in requests], mailbox)
 
 
 def _refuse(failures: Failures, mailbox: Mailbox) -> None:

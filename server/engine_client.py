@@ -241,7 +241,7 @@ class EngineClient:
         for request in requests:
             self._tickets[request.request_id] = ticket
             self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
-            self._send(Submit(request))
+        self._send(Submit.of(requests))
         try:
             yield ticket
         finally:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.api import Limits, RequestError, check_request, choice_seed
+from engine.api import Limits, RequestError, check_requests, choice_seed
 from engine.api import Request as EngineRequest
 from server.call_formats import call_marks
 from server.calls import this_call
@@ -84,6 +84,7 @@ def engine_requests(
     num_logprobs = num_logprobs_of(body)
     num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
     check_num_entries(prompts, num_prompt_logprobs, body)
+    stop_token_ids = tuple(body.stop_token_ids or ())
     requests: list[EngineRequest] = []
     for prompt in prompts:
         prompt_ids = tuple(prompt)
@@ -91,7 +92,7 @@ def engine_requests(
         limits = Limits(
             max_tokens=answer,
             min_tokens=body.min_tokens or 0,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=stop_token_ids,
             ignore_eos=body.ignore_eos,
         )
         for choice in range(body.n):
@@ -111,10 +112,9 @@ def engine_requests(
                 num_prompt_logprobs=None if choice else num_prompt_logprobs,
                 reports_drafts=body.speculation is not None and body.speculation.return_drafts,
             )
-            if not choice:  # the others differ in their seeds
-                check_request(request, facts, server.client.config.speculation)
-            requests.append(without_equal_chains(request, facts))
-    return requests
+            requests.append(request)
+    check_requests(requests, facts, limits_of_speculation)
+    return [without_equal_chains(request, facts) for request in requests]
 
 
 async def prepare(

@@ -133,7 +133,7 @@ class GenerationFields(Body):
     """By token id (OpenAI's keys are strings), each from -100 to 100."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[Listed[Int64], Field(max_length=65536)] | None = None
-    bad_words: Annotated[Listed[str], Field(max_length=128)] | None = None
+    bad_words: Annotated[Listed[Annotated[str, Field(max_length=256)]], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Lower is served earlier (vLLM's meaning)."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -3,8 +3,9 @@
 A *context* is where a law is needed: after a text, and after a path of drafted tokens below it; every node of every
 branch has a context of its own, and counts are those of its own path. Order, as vLLM has it: logit_bias; repetition
 penalty (tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence
-penalties (tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end before min_tokens.
-Where the masks leave nothing, the logits stay as they were.
+penalties (tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end before min_tokens (unless
+the grammar demands one). Where the masks leave nothing, all tokens are equally likely, and a request that comes there
+is ended (`has_dead_end`).
 
 Penalties count drafted tokens where they are, so that they never wait for a device; bad words and grammars need them on
 the host.
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.errors import NOTHING_LEFT, RequestError
 from engine.fixed_edits import FixedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
@@ -31,6 +33,11 @@ Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
+MASKED = RequestError(
+    "the answer has come to a text after which bad_words, allowed_token_ids and min_tokens leave no token; allow more",
+    "bad_words",
+    NOTHING_LEFT,
+)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -79,10 +86,20 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
         number_of = {name: number for number, name in enumerate(different)}
         number_M = to_device(np.array([number_of[id(mask)] for mask in masks.values()]), device)
         allowed_MV = to_device(np.stack(list(different.values())), device)[number_M]
-        masked_MV = edited_NV[masked].masked_fill(~allowed_MV, -torch.inf)
-        possible_M1 = (masked_MV.amax(1) > -torch.inf).unsqueeze(1)
-        edited_NV[masked] = torch.where(possible_M1, masked_MV, logits_NV[masked].float())
+        masked_MV = edited_NV[masked].masked_fill_(~allowed_MV, -torch.inf)
+        is_dead_M1 = (masked_MV.amax(1) == -torch.inf).unsqueeze(1)
+        edited_NV[masked] = masked_MV.masked_fill_(is_dead_M1, 0.0)
     return edited_NV
+
+
+def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) -> bool:
+    """Whether one of the tokens emitted after a text was drawn where the request's masks left nothing.
+
+    Dead ends of the grammar itself are found where it is followed.
+    """
+    assert text.fixed is not None
+    num_held = 0 if text.grammar else text.min_tokens - (len(text.tokens) - text.num_prompt)
+    return text.fixed.has_dead_end(text.tokens, emitted, num_held, vocab_size)
 
 
 def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], path_ND: Tensor | None) -> None:
@@ -190,16 +207,17 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
 
 
 def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:
-    """[V] tokens that may come next, None for all; where grammar and other masks leave nothing, the grammar counts.
+    """[V] tokens that may come next, None for all; an end that the grammar demands comes before min_tokens.
 
     following: what its grammar allows.
     """
     text = context.text
-    allowed = fixed.mask(vocab_size, context.num_emitted < text.min_tokens)
-    if barred := fixed.barred_after(text.tokens, context.path):
-        allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
-        allowed[barred] = False
-    if following is not None and allowed is not None:
-        both = allowed & following
-        return both if both.any() else following
-    return following if allowed is None else allowed
+    holds_back = context.num_emitted < text.min_tokens
+    allowed = fixed.allowed(vocab_size, holds_back, text.tokens, context.path)
+    if following is None:
+        return allowed
+    both = following if allowed is None else allowed & following
+    if holds_back and not both.any():
+        allowed = fixed.allowed(vocab_size, False, text.tokens, context.path)
+        both = following if allowed is None else allowed & following
+    return both

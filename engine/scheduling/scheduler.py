@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
+from engine.fixed_edits import SharedEdits
 from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
 from engine.request import Request
 from engine.scheduling.controller import Controller
@@ -59,6 +60,7 @@ class Scheduler:
         """Sorted by `urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
         self._sequence_ids: dict[str, int] = {}
+        self._edits = SharedEdits()
         self.last_plan = Plan(())
         self._read_along = 0
         """How many tokens beyond the target's chunk the draft model may compute of an adaptive prompt in this step; 0:
@@ -91,8 +93,8 @@ class Scheduler:
         fixed_draft_law: as `Sequence` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
         window = self.draft_prefill.draft_window
-        ends = self.eos_token_ids
-        sequence = Sequence(self._next_id, request, time.monotonic(), grammar, window, fixed_draft_law, ends)
+        now_s, ends = time.monotonic(), self.eos_token_ids
+        sequence = Sequence(self._next_id, request, now_s, grammar, window, fixed_draft_law, ends, self._edits)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=urgency)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.cache.store import Key, next_key, root_key
-from engine.fixed_edits import FixedEdits
+from engine.fixed_edits import SharedEdits
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
 from engine.text_drafters import TextDraftFinder
@@ -58,10 +58,11 @@ class Sequence:
         draft_window: int = 0,
         fixed_draft_law: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
+        edits: SharedEdits | None = None,
     ) -> None:
         """sequence_id: they count up, so that their order is that of arrival; draft_window: the server's, 0 is none;
         fixed_draft_law: whether the draft law below a text must be the same in every step, which a window does not give
-        because it begins somewhere else in each."""
+        because it begins somewhere else in each; edits: those that it may share with others."""
         self.sequence_id = sequence_id
         self.request = request
         self.grammar = grammar
@@ -70,7 +71,7 @@ class Sequence:
         """Tokens that would end the answer, held back before min_tokens; none if it has no min_tokens."""
         if request.limits.min_tokens:
             self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
-        self.fixed_edits = FixedEdits(request.sampling, self.ends)
+        self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
         self.copier = TextDraftFinder(request)
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.admission import check_defaults, default_speculation, served_rules
+from engine.admission import check_defaults, check_requests, default_speculation, served_rules
 from engine.config import EngineConfig, EngineFacts, ModelConfig, SpeculationConfig
 from engine.config_check import check_settings
-from engine.errors import ConfigError
+from engine.errors import NOTHING_LEFT, ConfigError, RequestError
+from engine.request import Limits, Request, Sampling
 from engine.rule_facts import RULE_FACTS
 
 FACTS = EngineFacts(
@@ -61,3 +62,64 @@ def test_every_rule_may_be_the_default(rule: str) -> None:
 def test_the_linear_program_is_offered_to_small_vocabularies_only() -> None:
     assert "ot_lp" not in served_rules(FACTS)
     assert "ot_lp" in served_rules(msgspec.structs.replace(FACTS, vocab_size=12))
+
+
+ENDS = msgspec.structs.replace(FACTS, eos_token_ids=[0, 9], vocab_size=10)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "limits", "param"),
+    [
+        (Sampling(allowed_token_ids=(4, 5), bad_words=((4,), (5,), (6,))), Limits(), "allowed_token_ids"),
+        (Sampling(allowed_token_ids=(0, 9)), Limits(min_tokens=1), "allowed_token_ids"),
+        (Sampling(allowed_token_ids=(0, 3)), Limits(min_tokens=1, stop_token_ids=(3,)), "allowed_token_ids"),
+        (Sampling(bad_words=tuple((token,) for token in range(10))), Limits(), "bad_words"),
+        (Sampling(bad_words=tuple((token,) for token in range(1, 9))), Limits(min_tokens=2), "bad_words"),
+        (Sampling(grammar="any", allowed_token_ids=(4,), bad_words=((4,),)), Limits(), "allowed_token_ids"),
+    ],
+)
+def test_masks_that_leave_no_token_are_refused(sampling: Sampling, limits: Limits, param: str) -> None:
+    requests = [
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=(1, 2),
+            sampling=msgspec.structs.replace(sampling, seed=seed),
+            limits=limits,
+        )
+        for seed in range(2)
+    ]
+    with pytest.raises(RequestError, match="leave no token; allow more") as raised:
+        check_requests(requests, ENDS, SpeculationConfig())
+    assert (raised.value.param, raised.value.code) == (param, NOTHING_LEFT)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "limits"),
+    [
+        (Sampling(allowed_token_ids=(4, 5), bad_words=((4,), (5, 5))), Limits()),
+        (Sampling(allowed_token_ids=(0, 9)), Limits(min_tokens=1, ignore_eos=True)),
+        (Sampling(allowed_token_ids=(0, 9)), Limits()),
+        (Sampling(allowed_token_ids=(0, 9), grammar="any"), Limits(min_tokens=1)),
+        (Sampling(bad_words=tuple((token,) for token in range(9))), Limits()),
+    ],
+)
+def test_masks_that_leave_a_token_are_served(sampling: Sampling, limits: Limits) -> None:
+    request = Request(request_id="a", prompt_token_ids=(1, 2), sampling=sampling, limits=limits)
+    check_requests([request], ENDS, SpeculationConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("prompt", {"prompt_token_ids": (1, 1000)}),
+        ("prompt", {"prompt_token_ids": (-1, 3)}),
+        ("logit_bias", {"sampling": Sampling(logit_bias=((3, 1.0), (1000, 1.0)))}),
+        ("allowed_token_ids", {"sampling": Sampling(allowed_token_ids=(3, 1000))}),
+        ("bad_words", {"sampling": Sampling(bad_words=((3,), (4, -1)))}),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused_in_every_request_of_a_call(name: str, changes: dict) -> None:
+    right = Request(request_id="a", prompt_token_ids=(1, 2))
+    with pytest.raises(RequestError, match=f"^{name}: token id .* is outside the vocabulary of 1000") as raised:
+        check_requests([right, msgspec.structs.replace(right, **changes)], FACTS, SpeculationConfig())
+    assert raised.value.param == name

@@ -1,14 +1,17 @@
-"""A grammar that allows nothing any more: the step that drew a token after it ends the request, which is not sent."""
+"""Grammars and masks that allow nothing any more: the step that drew a token after them ends the request, and the
+token is not sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from engine.errors import DEAD_END, SERVER_FAULTS, RequestError
+from engine.errors import DEAD_END, NOTHING_LEFT, SERVER_FAULTS, RequestError
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation
 from engine.sampling.following import Following
 from tests.engine import tiny
@@ -83,3 +86,85 @@ def test_no_token_after_a_dead_end_is_sent(most: int, drafts: bool) -> None:
     if not drafts:
         assert len(sent) == most
     engine.scheduler.check_invariants()
+
+
+MASKS: dict[str, tuple[Sampling, Limits]] = {
+    # 7 and 8 in turn, until their third pair would be complete.
+    "bad words": (Sampling(allowed_token_ids=(7, 8), bad_words=((7, 7), (8, 8), (7, 8, 7, 8), (8, 7, 8, 7))), Limits()),
+    "ends held back": (
+        Sampling(allowed_token_ids=(7, 31), bad_words=((7, 7, 7),)),
+        Limits(max_tokens=20, min_tokens=10),
+    ),
+    "words below the prompt": (Sampling(allowed_token_ids=(7,), bad_words=((4, 5, 7, 7),)), Limits()),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_token_that_the_masks_exclude_is_sent(name: str, temperature: float, drafts: bool) -> None:
+    """Every answer ends with the error, after texts that the masks allow, of which the last one allows no more."""
+    sampling, limits = MASKS[name]
+    target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
+    draft = replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids) if drafts else None
+    engine = tiny.build(target, draft)
+    speculation = Speculation(num_drafts=2, draft_length=2) if drafts else Speculation()
+    requests = [
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=(3, 4, 5),
+            sampling=replace_sampling(sampling, temperature=temperature, seed=seed),
+            limits=limits,
+            speculation=speculation,
+        )
+        for seed in range(8)
+    ]
+    engine.submit(*requests)
+    sent: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    failed: dict[str, RequestError] = {}
+    while engine.scheduler.has_work:
+        result = engine.run_step()
+        for outcome in result.outcomes:
+            sent[outcome.request_id] += outcome.token_ids
+        failed.update(result.failed)
+    assert {error.code for error in failed.values()} == {NOTHING_LEFT}
+    assert set(failed) == set(sent)
+    for answer in sent.values():
+        assert all(token in allowed_by(requests[0], answer[:place]) for place, token in enumerate(answer))
+        if not drafts:
+            assert not allowed_by(requests[0], answer), "an answer that could go on was ended"
+    engine.scheduler.check_invariants()
+
+
+def allowed_by(request: Request, answer: Sequence[int]) -> set[int]:
+    """The tokens that may come after an answer, by the words of the fields."""
+    sampling, text = request.sampling, [*request.prompt_token_ids, *answer]
+    allowed = set(sampling.allowed_token_ids)
+    allowed -= {word[-1] for word in sampling.bad_words if text[1 - len(word) :] == list(word[:-1])}
+    return allowed - ({VOCABULARY - 1} if len(answer) < request.limits.min_tokens else set())
+
+
+def test_an_end_that_is_due_is_no_dead_end() -> None:
+    """What is dropped behind an end or the length is not looked at, nor is an end that may come."""
+    target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
+    engine = tiny.build(target, replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids))
+    sampling = Sampling(allowed_token_ids=(7, 31), bad_words=((7, 7, 7), (31, 31), (31, 7)), logit_bias=((31, -2.0),))
+    for seed in range(20):
+        request = Request(
+            request_id=str(seed),
+            prompt_token_ids=(3, 4, 5),
+            sampling=replace_sampling(sampling, seed=seed),
+            limits=Limits(max_tokens=2 + seed % 2),
+            speculation=Speculation(num_drafts=2, draft_length=3),
+        )
+        engine.submit(request)
+    reasons: dict[str, str | None] = {}
+    while engine.scheduler.has_work:
+        result = engine.run_step()
+        assert not result.failed
+        reasons.update({outcome.request_id: outcome.finish_reason for outcome in result.outcomes})
+    assert set(reasons.values()) == {"stop", "length"}
+
+
+def replace_sampling(sampling: Sampling, **changes: Any) -> Sampling:
+    return msgspec.structs.replace(sampling, **changes)

@@ -46,19 +46,20 @@ def by_hand(row: np.ndarray, place: NodeContext) -> np.ndarray:
         edited[token] = edited[token] / factor if edited[token] > 0 else edited[token] * factor
         edited[token] -= sampling.frequency_penalty * answer.count(token)
         edited[token] -= sampling.presence_penalty * (token in answer)
-    plain, allowed = row.astype(np.float64), np.ones(VOCABULARY, dtype=bool)
+    allowed = np.ones(VOCABULARY, dtype=bool)
     if sampling.allowed_token_ids:
         allowed = np.isin(np.arange(VOCABULARY), sampling.allowed_token_ids)
     for word in sampling.bad_words:
         if len(word) == 1 or (len(whole) >= len(word) - 1 and whole[1 - len(word) :] == word[:-1]):
             allowed[word[-1]] = False
-    if len(answer) < text.min_tokens:
-        allowed[[token for token in text.ends if 0 <= token < VOCABULARY]] = False
     if text.grammar is not None and not (place.path and place.path[-1] == 1):
-        follows = np.arange(VOCABULARY) % 2 == 1
-        allowed = allowed & follows if (allowed & follows).any() else follows
-    masked = np.where(allowed, edited, -np.inf)
-    return masked if np.isfinite(masked).any() else plain
+        allowed &= np.arange(VOCABULARY) % 2 == 1
+    if len(answer) < text.min_tokens:
+        before = allowed.copy()
+        allowed[[token for token in text.ends if 0 <= token < VOCABULARY]] = False
+        if text.grammar is not None and place.path[-1:] != (1,) and not allowed.any():
+            allowed = before
+    return np.where(allowed, edited, -np.inf) if allowed.any() else np.zeros(VOCABULARY)
 
 
 PENALTIES = {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": 0.35}

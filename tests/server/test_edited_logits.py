@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -88,10 +89,30 @@ def test_min_tokens_is_before_any_end(http: httpx.Client) -> None:
     assert at_once < 12 <= later
 
 
-def test_a_request_that_bans_everything_still_ends(http: httpx.Client) -> None:
-    """Masks that leave nothing are lifted for that position; nothing breaks."""
+def test_a_bias_against_the_only_allowed_token_changes_nothing(http: httpx.Client) -> None:
     response = http.post(COMPLETIONS, json={**CALL, "allowed_token_ids": [500], "logit_bias": {"500": -100}})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_answer_whose_masks_leave_no_token_ends_with_an_error(http: httpx.Client, shape: str) -> None:
+    """Before anything is drawn where the lists show it, else where the answer comes to such a place."""
+    the = http.post("/tokenize", json={"prompt": " the", "add_special_tokens": False}).json()["tokens"]
+    assert len(the) == 1
+    masks = {"allowed_token_ids": the, "speculation": SHAPES[shape], "temperature": 1}
+    for words in (["the"], ["the the the"]):
+        response = http.post(COMPLETIONS, json={**CALL, **masks, "bad_words": words})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "no_token_left"
+    stream = http.post(COMPLETIONS, json={**CALL, **masks, "bad_words": ["the the the"], "stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events if event.get("choices")) in ("", " the", " the the")
+    assert events[-1]["error"]["code"] == "no_token_left"
+
+
+def test_a_bad_word_has_a_length(http: httpx.Client) -> None:
+    for length, status in ((256, 200), (257, 400)):
+        assert http.post(COMPLETIONS, json={**CALL, "bad_words": ["a" * length]}).status_code == status
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "off"])
