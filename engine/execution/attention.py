@@ -3,7 +3,7 @@
 One function is registered with transformers under `HOOK`; a model loaded with that attention
 implementation calls it in every layer with rotated q and k, and whatever object was passed to the
 model as the keyword `metadata` arrives here. No mask function is registered under the name, so
-transformers builds no mask at all. (transformers >= 5.17; `docs/architecture.md`.)
+transformers builds no mask at all. (transformers >= 5.17; `docs/execution.md`.)
 
 The plain path is one call for each group of sequences (`groups.py`), on any device; with every sequence in a group of
 its own it is the oracle of every faster way.

@@ -1,4 +1,4 @@
-"""Pending changes of the target law that greedy block verification leaves behind (`docs/speculation.md`).
+"""Pending changes of the target law that greedy block verification leaves behind (`docs/speculation-rules.md`).
 
 Greedy rules accept more of a block than rules that leave the target alone; what they took too much of is missing
 from the positions up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the

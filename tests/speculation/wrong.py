@@ -1,6 +1,6 @@
 """Rules that are nearly right, and by how much they are wrong: the tests must catch every one of them.
 
-`python -m tests.speculation.wrong` prints the table of docs/speculation.md.
+`python -m tests.speculation.wrong` prints the table of docs/speculation-rules.md.
 """
 
 from __future__ import annotations

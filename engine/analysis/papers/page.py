@@ -31,7 +31,7 @@ SpecTr-GBV 8.59 tokens a pass; speedups 1.64, 1.96, 1.67, 2.12. The embedded pai
 million parameters and knows no code, and held-out dialogues stand for LM1B. The order of the rules is what can be
 compared. SpecTr-GBV and GBV change the target of the steps after a block, and so agree less with the draft there: the
 exact rule gains over K-SEQ in its first block, not always in the long run; the authors' program leaves that change
-out and is not lossless (docs/speculation.md).
+out and is not lossless (docs/speculation-rules.md).
 """.strip()
 _CLOSED_FORMS = """
 Closed forms: tokens that the engine accepted in each step, and what the rule's formula expects there, along the text

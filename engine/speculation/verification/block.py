@@ -1,4 +1,4 @@
-"""Block verification of one chain (Sun et al., ICLR 2025; `docs/speculation.md`).
+"""Block verification of one chain (Sun et al., ICLR 2025; `docs/speculation-rules.md`).
 
 With R_i = prod_{j<=i} q_j(x_j)/p_j(x_j) along a chain x:
   ceiling u_i = min(1, min_{j<=i} R_j)      probability that prefix i is accepted, given it is the truth

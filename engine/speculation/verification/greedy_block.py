@@ -6,7 +6,7 @@ Along a chain whose law is G (the draft law of one chain, or the law of the chai
 The accepted length is the largest i whose uniform number falls below h_i; then the next token is drawn from
 norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability min(P_v, G_v), the most that any
 rule can keep of one chain, so E[tau] = sum_v min(P_v, G_v). The price: the positions up to the end of the block
-follow a changed target (a shift); without it the output would be biased (`docs/speculation.md`).
+follow a changed target (a shift); without it the output would be biased (`docs/speculation-rules.md`).
 
 `spectr_gbv`: the score race chooses a chain and its own accepted length and token are thrown away; the decisions
 about the chosen chain take numbers that had no part in the choice. G_v >= P_v f_K(min(1, Q_v/P_v)) for every v, so

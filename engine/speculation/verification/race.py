@@ -1,4 +1,4 @@
-"""The score race: exact block verification of several chains (`docs/speculation.md`).
+"""The score race: exact block verification of several chains (`docs/speculation-rules.md`).
 
 Every chain runs plain block verification on its own and draws a score that is independent of
 what it would emit; the chain with the smallest score wins. Given that a chain's output begins

@@ -6,7 +6,7 @@ supply (`a(H) <= 1 - (1 - q(H))^n` for all sets H). Every copy k draws U_k; the 
 in it, the largest w_x U_k wins, and is accepted unless it lies beyond the point where all needs are met;
 then the token is drawn from norm (p - a). `w` solves the supply balance token by token: token i joins the
 race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it joins the others' remaining supply decays by
-(t - s_{i+1})/(t - s_i). A tight knot (F = G) starts a new segment. See `docs/speculation.md`.
+(t - s_{i+1})/(t - s_i). A tight knot (F = G) starts a new segment. See `docs/speculation-rules.md`.
 
 The code works with what is left: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the
 weights from the first drafted token to the end of its segment matter. W tokens can be accepted at all.
