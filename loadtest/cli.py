@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest import plots, report
+from loadtest.arguments import Parser
 from loadtest.workload import TASKS, load
 
 
@@ -62,7 +63,7 @@ def _lengths(text: str) -> list[int]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="polydraft bench",
         description="Measure speculation on against off: closed loop over HTTP, arms interleaved in one run. "
         "Prints a table; the last line is one JSON document. Where the daemon wants an API key, it is read from "

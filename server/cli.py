@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from logging.handlers import MemoryHandler
+
+log = logging.getLogger("polydraft")
 
 USAGE = """\
 usage: polydraft COMMAND [ARGUMENTS]
@@ -48,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(USAGE, end="", file=sys.stderr)
     if command:
-        print(f"\npolydraft: unknown command {command!r}", file=sys.stderr)
+        from server.suggest import did_you_mean
+
+        meant = did_you_mean(command, ("serve", "analyze", "bench", "version", "help"))
+        print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
 
 
@@ -60,39 +70,52 @@ def _on_signals(handler: Callable[..., object]) -> None:
         signal.signal(number, handler)
 
 
+def _held_back() -> MemoryHandler:
+    """Keep log lines until the settings say where they go and in which form."""
+    from logging.handlers import MemoryHandler
+
+    handler = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    log.addHandler(handler)
+    return handler
+
+
 def _serve(arguments: list[str]) -> int:
     # Nothing has begun yet; a library that is being imported may not survive an exception (pydantic_core does not).
     _on_signals(lambda *_: os._exit(0))
     from pydantic import ValidationError
-    from pydantic_settings import CliApp, SettingsError
+    from pydantic_settings import SettingsError
 
     from engine.api import ConfigError, check_settings, set_up_log
+    from server.flags import faults, parse_flags
     from server.listening import bind, bind_fault
-    from server.settings import Serve
-    from server.start_checks import check_sources
+    from server.start_checks import check_quantization, check_sources
 
+    early = _held_back()
     try:
-        settings = CliApp.run(Serve, cli_args=arguments, cli_exit_on_error=False)
+        settings = parse_flags(arguments)
         config = settings.engine_config()
         check_settings(config)
         listener = bind(settings)
     except ValidationError as error:
-        for problem in error.errors():
-            name = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
-            got = "" if problem["loc"][0] == "api_key" else f" (got {problem['input']!r})"
-            print(f"polydraft serve: --{name}: {problem['msg'].removeprefix('Value error, ')}{got}", file=sys.stderr)
+        for line in faults(error):
+            print(f"polydraft serve: {line}", file=sys.stderr)
         return 2
     except (ConfigError, SettingsError) as error:
-        text = str(error).removeprefix("error parsing CLI: ")
-        print(f"polydraft serve: {text}; see polydraft serve --help", file=sys.stderr)
+        print(f"polydraft serve: {error}; see polydraft serve --help", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"polydraft serve: {bind_fault(settings, error)}", file=sys.stderr)
         return 3
+    finally:
+        log.removeHandler(early)
     set_up_log(settings.log_level, settings.log_format)
+    for record in early.buffer:
+        if log.isEnabledFor(record.levelno):
+            log.handle(record)
     with listener:
         try:
             check_sources(config)
+            check_quantization(config, settings.quantization)
             from server.daemon import run
 
             _on_signals(lambda *_: sys.exit(0))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Container
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic_settings import PydanticBaseSettingsSource
 
 from engine.api import ConfigError
+from server.foreign_flags import translate
+from server.suggest import did_you_mean
 
 
 class ConfigFileSource(PydanticBaseSettingsSource):
@@ -24,19 +27,33 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         return read_config_file(str(path), self.settings_cls.model_fields) if path else {}
 
 
-def read_config_file(path: str, fields: Container[str]) -> dict[str, Any]:
-    """Settings in a TOML or JSON file; keys with dashes or underscores. Raises ConfigError, also for one that is not
-    among `fields`."""
+def read_config_file(path: str, fields: Collection[str]) -> dict[str, Any]:
+    """Return the settings in a TOML, JSON or YAML file; keys with dashes or underscores.
+
+    Other servers' keys are translated. Raises ConfigError, also for a key that is not among `fields`.
+    """
     try:
-        text = Path(path).read_text()
-        values = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+        values = _parse(Path(path))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {path}: not valid ({error})") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: not valid ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must hold a table of settings")
-    known = {key.replace("-", "_"): value for key, value in values.items()}
-    if unknown := sorted(key for key in known if key not in fields):
-        raise ConfigError(f"--config {path}: unknown setting {unknown[0]!r}")
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    try:
+        known = translate(named, "{}")
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    for key in known:
+        if key not in fields:
+            raise ConfigError(f"--config {path}: unknown setting {key!r}{did_you_mean(key, fields)}")
     return known
+
+
+def _parse(path: Path) -> Any:
+    """Return the values in a file, which is read by its suffix, and as TOML without one of these."""
+    text = path.read_text()
+    if path.suffix == ".json":
+        return json.loads(text)
+    return yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)

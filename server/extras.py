@@ -5,7 +5,6 @@ Not for: what a served field means (`sampling_fields.py`), or the fields themsel
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import logging
@@ -17,6 +16,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from engine.api import RequestError
+from server.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
 
@@ -64,8 +64,7 @@ def refuse_unsupported(body: BaseModel) -> None:
 def unknown_field(names: list[str], known: list[str]) -> RequestError:
     """The refusal of names that no field has, in OpenAI's words; the message says what may have been meant."""
     shown = ", ".join(_shown(name) for name in names[:_MOST_SHOWN])
-    close = difflib.get_close_matches(names[0][:_LONGEST_SHOWN], known, n=1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
+    meant = did_you_mean(names[0][:_LONGEST_SHOWN], known)
     plural = "s" if len(names) > 1 else ""
     return RequestError(f"Unrecognized request argument{plural} supplied: {shown}{meant}", _shown(names[0]), UNKNOWN)
 

@@ -24,7 +24,8 @@ from engine.api import log_fields
 from server.calls import Call, current_call
 from server.errors import ApiError, ErrorBody, error_response, http_error
 from server.metrics import ServerMetrics
-from server.settings import Serve, rates_of
+from server.setting_groups import rates_of
+from server.settings import Serve
 
 log = logging.getLogger("polydraft")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from engine.api import EngineConfig, check_source
+from engine.api import ConfigError, EngineConfig, check_source, model_file, read_object
 
 log = logging.getLogger("polydraft")
 
@@ -20,3 +20,30 @@ def check_sources(config: EngineConfig) -> None:
     check_source(config.model.target, config.model.revision)
     if config.model.draft is not None:
         check_source(config.model.draft, config.model.draft_revision)
+
+
+def check_quantization(config: EngineConfig, wanted: str | None) -> None:
+    """Raise ConfigError unless the target's weights are quantised as the operator says.
+
+    wanted: the method by the name that a checkpoint or vLLM gives it; None is not checked.
+    """
+    if wanted is None:
+        return
+    path = model_file(config.model.target, "config.json", config.model.revision)
+    stored = {} if path is None else read_object(path).get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    if method is None:
+        raise ConfigError(
+            f"--quantization {wanted}: the weights of {config.model.target} are not quantised, and are not quantised "
+            "while they are loaded; name a checkpoint that is, or leave the flag out (--dtype bfloat16 halves float32)"
+        )
+    if _method(str(method)) != _method(wanted):
+        raise ConfigError(
+            f"--quantization {wanted}: {config.model.target} is quantised by {method}; leave the flag out, the "
+            "checkpoint decides"
+        )
+
+
+def _method(name: str) -> str:
+    """Return a method without its kernel: awq_marlin is awq."""
+    return name.lower().replace("_", "-").removesuffix("-marlin")

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_settings import CliApp
 
 from engine.analysis import growth, peers, reports, turns
 from engine.analysis.report import table
 from loadtest import overhead, picture
 from loadtest.daemon import running_daemon
 from loadtest.report import rules_markdown
-from server.settings import Serve
+from server.flags import parse_flags
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -61,7 +60,7 @@ def test_the_picture_is_that_answer(url: str, tmp_path: Path) -> None:
 
 def test_the_command_for_a_real_pair_is_understood() -> None:
     (command,) = [block.split() for block in code_blocks("sh") if block.startswith(".venv/bin/polydraft")]
-    settings = CliApp.run(Serve, cli_args=command[2:], cli_exit_on_error=False)
+    settings = parse_flags(command[2:])
     assert (settings.model, settings.draft_model) == ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")
 
 

@@ -23,6 +23,7 @@ from engine.analysis.reports import analyze_reports
 from engine.analysis.selfcheck import selfcheck
 from engine.analysis.times import analyze_times
 from engine.errors import ConfigError, LoadError
+from loadtest.arguments import Parser
 
 
 def _temperatures(text: str) -> list[float]:
@@ -34,7 +35,7 @@ def _temperatures(text: str) -> list[float]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="polydraft analyze", description="What drafts are worth: optima, acceptances, exactness, settings to run."
     )
     commands = result.add_subparsers(dest="command", required=True)

@@ -16,7 +16,6 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
@@ -24,7 +23,7 @@ from deploy.ray_app import _SUPERVISED, Front, Options, Replica, _rest, daemon_a
 from deploy.ray_call import Call, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
-from server.settings import Serve
+from server.flags import parse_flags
 from tests.deploy.ray_load import NUM_PREFIXES
 from tests.server.daemon_process import ROOT
 from tests.server.tiny_models import write_pair
@@ -233,4 +232,4 @@ def test_a_replica_takes_the_cores_that_ray_gives_it() -> None:
     """One stays for HTTP; whoever names a number of threads gets that."""
     for options, expected in (({"num_cpus": 4}, 3), ({"num_cpus": 0.5}, 1), ({"arguments": "--num-threads 7"}, 7)):
         words = daemon_arguments(Options.model_validate(options))
-        assert CliApp.run(Serve, cli_args=words).num_threads == expected
+        assert parse_flags(words).num_threads == expected

@@ -81,7 +81,7 @@ def test_clients_have_opaque_names(keys: tuple[str, ...]) -> None:
     async def nothing(message: Any = None) -> None:
         pass
 
-    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(api_key=list(keys), _cli_parse_args=[]))
+    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(api_key=list(keys)))
     callers = [(KEYS[0], "10.0.0.1"), (KEYS[0], "10.0.0.2"), (KEYS[1], "10.0.0.2")]
     for key, address in callers:
         scope = {"type": "http", "method": "POST", "path": "/v1/x", "raw_path": b"/v1/x", "client": (address, 1)}

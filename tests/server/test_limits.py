@@ -20,7 +20,8 @@ from server.answering import EventStream
 from server.engine_client import Ticket
 from server.metrics import ServerMetrics
 from server.middleware import RateLimit, RequestEnvelope
-from server.settings import Serve, rates_of
+from server.setting_groups import rates_of
+from server.settings import Serve
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -179,7 +180,7 @@ def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture)
     async def receive() -> Any:
         return await asyncio.Event().wait()
 
-    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(send_timeout=0.05, _cli_parse_args=[]))
+    envelope = RequestEnvelope(app, ServerMetrics("m", compat=False), Serve(send_timeout=0.05))
     scope = {"type": "http", "method": "POST", "path": "/v1/x", "raw_path": b"/v1/x", "headers": []}
     asyncio.run(envelope(scope, receive, send))
     assert ended == ["generation"]
@@ -225,4 +226,4 @@ def test_callers_are_forgotten_when_their_windows_have_passed(clock: list[float]
 @pytest.mark.parametrize("text", ["often", "0/minute", "60/minute;5/second", "5", "-1/second"])
 def test_a_strange_rate_is_a_bad_setting(text: str) -> None:
     with pytest.raises(ValueError, match="60/minute"):
-        Serve(rate_limit=text, _cli_parse_args=[])
+        Serve(rate_limit=text)

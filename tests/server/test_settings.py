@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from engine.api import ConfigError
 from server.config_file import read_config_file
+from server.flags import parse_flags
 from server.settings import Serve
 
 
@@ -26,7 +26,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parse(*arguments: str) -> Serve:
     """Settings as `polydraft serve` reads them."""
-    return CliApp.run(Serve, cli_args=list(arguments), cli_exit_on_error=False)
+    return parse_flags(arguments)
 
 
 @pytest.fixture
@@ -161,4 +161,4 @@ def test_every_setting_is_described() -> None:
 def test_spaces_and_line_ends_around_keys_are_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Secret that was made of a file ends with the file's last line end."""
     monkeypatch.setenv("POLYDRAFT_API_KEY", "alpha, beta\n")
-    assert CliApp.run(Serve, cli_args=[]).api_key == ["alpha", "beta"]
+    assert parse_flags([]).api_key == ["alpha", "beta"]

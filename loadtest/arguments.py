@@ -1,0 +1,23 @@
+"""A parser of command lines that suggests the flag that was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that knows whole names only, and suggests one for a flag that it does not know."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; end with exit code 2 if a flag is unknown."""
+        found, rest = super().parse_known_args(args, namespace)
+        if unknown := next((word.partition("=")[0] for word in rest if word.startswith("--")), None):
+            close = difflib.get_close_matches(unknown, re.findall(r"--[a-z][a-z-]*", self.format_help()), n=1)
+            self.error(f"unknown flag {unknown}" + (f" (did you mean {close[0]}?)" if close else ""))
+        return found, rest

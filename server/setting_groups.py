@@ -1,0 +1,369 @@
+"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` makes one class of them.
+
+Flag names are vLLM's if the meaning is the same. The docstring of a group is its title.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
+from pydantic_settings import NoDecode
+
+from engine.api import Device, Dtype, Prepack
+from server.call_formats import CallFormat
+
+RARE: dict[str, Any] = {"rare": True}
+"""Marks a setting that only `--help=all` prints."""
+
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _words(value: Any) -> Any:
+    """Return the values of one text or of several, each with commas between or as a JSON list."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        return [word for text in texts for word in _split(text)]
+    return value
+
+
+def _split(text: str) -> list[Any]:
+    if not text.startswith("["):
+        return [part.strip() for part in text.split(",")]
+    try:
+        return list(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a JSON list ({error})") from error
+
+
+def _amount(value: Any) -> Any:
+    """Return the number of a text such as 4k (4,000) or 4K (4,096); vLLM reads them so."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value) if isinstance(value, str) else None
+    return round(float(found[1]) * _MULTIPLES[found[2]]) if found else value
+
+
+def _automatic(value: Any) -> Any:
+    """Return 0 for the spellings of "as long as possible" that other servers know."""
+    return 0 if value in ("auto", "-1", -1) else value
+
+
+def _readable(value: str) -> str:
+    if not Path(value).is_file():
+        raise ValueError("no such file")
+    return value
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
+File = Annotated[str, AfterValidator(_readable)] | None
+Positive = Annotated[int, Field(ge=1)]
+PositiveAmount = Annotated[Positive, BeforeValidator(_amount)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+NotNegativeAmount = Annotated[NotNegative, BeforeValidator(_amount)]
+
+_WINDOWS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
+
+
+def rates_of(text: str) -> list[tuple[int, float]]:
+    """(requests, seconds) of a text such as 60/minute,5/second; raises ValueError."""
+    rates = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([1-9][0-9]*)\s*/\s*(second|minute|hour|day)\s*", part)
+        if found is None:
+            raise ValueError(
+                "must be a number per second, minute, hour or day, such as 60/minute or 60/minute,5/second"
+            )
+        rates.append((int(found[1]), _WINDOWS_S[found[2]]))
+    return rates
+
+
+class GeneralSettings(BaseModel):
+    """general"""
+
+    config: str | None = Field(None, description="YAML, TOML or JSON file with any of these settings")
+
+
+class ModelSettings(BaseModel):
+    """model"""
+
+    model: str = Field("", description="target model: a folder, or a hub name")
+    tokenizer: str | None = Field(None, description="folder of the tokenizer; the target's when left out")
+    revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
+    quantization: str | None = Field(
+        None, description="how the weights of MODEL are quantised; its config.json decides, and must say the same"
+    )
+    dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
+    device: Device = Field("auto", description="where the models run")
+    num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
+    tensor_parallel_size: Positive = Field(
+        1, description="devices (on a CPU: processes) over which the target is split"
+    )
+    max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = Field(
+        0, description="longest prompt plus answer; 0: the model's limit, or what the K/V cache holds"
+    )
+    served_model_name: Words = Field(
+        [], description="name that clients use; repeat for several, the first is in metrics; MODEL when left out"
+    )
+    chat_template: File = Field(None, description="file with a Jinja chat template")
+    tool_call_parser: Literal["auto"] | CallFormat = Field(
+        "auto", description="how the model writes calls of tools; auto: by its chat or response template"
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        "auto",
+        description="whether answers hold thoughts between <think> tags; deepseek_r1: the prompt has opened them; "
+        "auto: by chat template and prompt",
+    )
+    generation_config: Literal["auto", "neutral"] = Field(
+        "auto",
+        description="sampling defaults: the model's generation_config.json, or neutral ones",
+        json_schema_extra=RARE,
+    )
+    prepack: Prepack = Field(
+        "auto",
+        description="on a CPU repack weights (oneDNN's layout, or own kernels), on CUDA fuse norms into products; "
+        "auto: where that is measured to be faster",
+        json_schema_extra=RARE,
+    )
+
+
+class SpeculationSettings(BaseModel):
+    """speculation"""
+
+    draft_model: str | None = Field(None, description="draft model: a folder, or a hub name; none serves plainly")
+    draft_revision: str | None = Field(None, description="hub revision of the draft model", json_schema_extra=RARE)
+    spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
+    num_drafts: Positive = Field(4, description="chains drafted per step (K)")
+    draft_length: Positive = Field(5, description="tokens in a chain (L)")
+    spec_shape: str = Field(
+        "adaptive",
+        description="adaptive: up to K chains of L tokens, by load and acceptance; fixed: always K chains of L; "
+        "fixed:4,5: always 4 of 5",
+    )
+    spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
+    seed_stable: bool = Field(
+        False, description="the same seed gives the same answer whatever is drafted; costs acceptance"
+    )
+    calibrate: bool = Field(
+        True, description="measure step times at start; without them shapes are fixed and answers report no speedup"
+    )
+    draft_tree: str | None = Field(
+        None,
+        description="children per node by depth, e.g. 4,2,1; instead of num-drafts and draft-length",
+        json_schema_extra=RARE,
+    )
+    draft_method: str | None = Field(
+        None, description="how children of a node are drawn; default: the rule's own", json_schema_extra=RARE
+    )
+    draft_window: NotNegativeAmount = Field(
+        0,
+        description="last tokens of the text that the draft model sees, which is also the most it reads of a prompt; "
+        "0: all. With a window the answer to a seed may depend on what else is served",
+        json_schema_extra=RARE,
+    )
+    seed_shape: str | None = Field(
+        None,
+        description="K,L of requests with a seed, which keep one shape; default: 1,4 on a CPU, else num-drafts and "
+        "draft-length",
+        json_schema_extra=RARE,
+    )
+    max_copied_tokens: NotNegative = Field(
+        32, description="longest chain copied from a prediction or the text; 0 refuses both", json_schema_extra=RARE
+    )
+    max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for", json_schema_extra=RARE)
+    max_draft_length: Positive = Field(
+        16, description="highest draft_length a request may ask for", json_schema_extra=RARE
+    )
+    max_over_acceptance: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="most lossy over-acceptance a request may ask for; 0 allows exact answers only",
+        json_schema_extra=RARE,
+    )
+    spec_observed_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of steps on which acceptance is compared with the optimum",
+        json_schema_extra=RARE,
+    )
+    profile_cache: str = Field(
+        "~/.cache/polydraft",
+        description="folder that keeps what was measured for the next start; off: measure always",
+        json_schema_extra=RARE,
+    )
+    selfcheck: bool = Field(
+        False, description="check at start that the output keeps the target law (some seconds)", json_schema_extra=RARE
+    )
+
+    @field_validator("spec_shape")
+    @classmethod
+    def _shape(cls, shape: str) -> str:
+        if not re.fullmatch(r"adaptive|fixed(:[1-9][0-9]*,[1-9][0-9]*)?", shape):
+            raise ValueError("must be adaptive, fixed, or fixed:K,L such as fixed:4,5")
+        return shape
+
+    @field_validator("seed_shape")
+    @classmethod
+    def _pair(cls, shape: str | None) -> str | None:
+        if shape is not None and not re.fullmatch("[1-9][0-9]*,[1-9][0-9]*", shape):
+            raise ValueError("must be K,L such as 1,3")
+        return shape
+
+    @field_validator("draft_tree")
+    @classmethod
+    def _whole_numbers(cls, tree: str | None) -> str | None:
+        if tree is not None and not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", tree):
+            raise ValueError("must be whole numbers from 1 on with commas between, such as 4,2,1")
+        return tree
+
+
+class SchedulingSettings(BaseModel):
+    """scheduling"""
+
+    max_num_seqs: Positive = Field(64, description="requests that run at once")
+    max_num_batched_tokens: PositiveAmount = Field(2048, description="tokens of one target pass")
+    max_prompt_tokens_per_step: NotNegativeAmount = Field(
+        0,
+        description="most prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; "
+        "where step times are measured, prompts also add no more time than decoding takes, or 0.1 s",
+        json_schema_extra=RARE,
+    )
+    max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
+    max_num_queued_tokens: NotNegativeAmount = Field(
+        0,
+        description="prompt tokens of requests without a first token; more get 429, unless none wait; 0: no limit",
+        json_schema_extra=RARE,
+    )
+    request_timeout: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="seconds a request may take, waiting included; then it ends with 504; 0: no limit"
+    )
+    stall_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="seconds without the end of a step after which /health is 503; 0: never",
+        json_schema_extra=RARE,
+    )
+    shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
+    grammar_start_timeout: PositiveSeconds = Field(
+        5.0,
+        description="seconds of CPU time to read a request's grammar; one that needs more gets 400",
+        json_schema_extra=RARE,
+    )
+    grammar_mask_timeout: PositiveSeconds = Field(
+        0.05,
+        description="seconds of CPU time for a grammar's masks in a step; a request that needs more ends",
+        json_schema_extra=RARE,
+    )
+    grammar_memory_bytes: PositiveAmount = Field(
+        1 << 30, description="memory that a request's grammar may take", json_schema_extra=RARE
+    )
+
+
+class MemorySettings(BaseModel):
+    """memory"""
+
+    kv_cache_memory_bytes: NotNegativeAmount = Field(
+        0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of what is free beside the needs of a step"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="share of a CUDA device's memory for weights, steps and K/V together; left out: 90 % of what is "
+        "free beside weights and steps",
+    )
+    enable_prefix_caching: bool = Field(True, description="keep K/V of ended requests for others of the same beginning")
+    block_size: Positive = Field(16, description="tokens in a K/V block", json_schema_extra=RARE)
+    num_gpu_blocks_override: NotNegative = Field(
+        0, description="K/V blocks; 0 sizes the pool from memory", json_schema_extra=RARE
+    )
+
+
+class HttpSettings(BaseModel):
+    """HTTP"""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="port to listen on; 0 takes a free one")
+    uds: str | None = Field(None, description="unix socket to listen on instead of host and port")
+    api_key: Words = Field([], description="key that clients must send; repeat for several, or put commas between")
+    root_path: str = Field("", description="path prefix that a proxy strips", json_schema_extra=RARE)
+    allowed_origins: Words = Field([], description="origin allowed by CORS; repeat for several")
+    ssl_keyfile: File = Field(None, description="TLS key")
+    ssl_certfile: File = Field(None, description="TLS certificate")
+    rate_limit: str | None = Field(
+        None,
+        description="POSTs under /v1/ that one key (without keys: one address) may send, such as 60/minute,5/second",
+    )
+    max_request_bytes: PositiveAmount = Field(4 << 20, description="largest request body; more gets 413")
+    dashboard: bool = Field(True, description="serve the live page at /dashboard")
+    allow_unknown_fields: bool = Field(
+        False, description="ignore request fields that this server does not know, and log their names, instead of 400"
+    )
+    send_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="seconds a client may leave its answer unread before its requests are ended; 0: no limit",
+        json_schema_extra=RARE,
+    )
+    receive_timeout: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="seconds a client may take to send a request, or to begin one; then it gets 408; 0: no limit",
+        json_schema_extra=RARE,
+    )
+    max_connections: NotNegative = Field(
+        0,
+        description="connections that may be open; 0: as many as the limit of open files allows",
+        json_schema_extra=RARE,
+    )
+    sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
+        15.0, description="seconds of silence after which a stream sends a comment; 0: never", json_schema_extra=RARE
+    )
+
+    @field_validator("api_key")
+    @classmethod
+    def _not_empty(cls, keys: list[str]) -> list[str]:
+        # An empty key, say from an unset variable, would let everybody in.
+        if not all(key.strip() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _rate(cls, rate: str | None) -> str | None:
+        if rate is not None:
+            rates_of(rate)
+        return rate
+
+    @field_validator("host")
+    @classmethod
+    def _address(cls, host: str) -> str:
+        numbers = re.fullmatch(r"[0-9.]+", host)
+        if not numbers and re.fullmatch(r"[A-Za-z0-9._-]*", host):
+            return host
+        try:
+            socket.inet_pton(socket.AF_INET6, host.partition("%")[0]) if not numbers else socket.inet_aton(host)
+        except OSError:
+            raise ValueError("must be an address such as 127.0.0.1, 0.0.0.0 or ::, or the name of a host") from None
+        return host
+
+
+class ObservabilitySettings(BaseModel):
+    """observability"""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
+    log_format: Literal["text", "json"] = Field("text", description="form of log lines; json: one object a line")
+    enable_log_requests: bool = Field(
+        False, description="log one line per request when its answer ends: tokens, times, speedup; never its text"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="address of an OpenTelemetry collector that gets a span per request, over HTTP"
+    )
+    metrics_compat: Literal["none", "vllm"] = Field(
+        "vllm", description="also export metrics under vLLM's names", json_schema_extra=RARE
+    )
+    per_request_spec_decode_metrics: Literal["none", "detailed"] = Field(
+        "detailed",
+        description="whether answers carry `metrics` unless the request says otherwise",
+        json_schema_extra=RARE,
+    )
