@@ -5,6 +5,7 @@ Needs the extra `otel`. Spans have counts, times and settings, never text.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ _ATTRIBUTES = {
     "speedup": "polydraft.speedup",
     "rule": "polydraft.rule",
 }
+
+
+_MOST_CLOSING_S = 2.0
 
 
 class Tracing:
@@ -84,5 +88,7 @@ class Tracing:
 
     def close(self) -> None:
         """Send what is still to be sent, for at most two seconds."""
-        self._provider.force_flush(2000)
-        self._provider.shutdown()
+        # The provider's own limits of time do not stop an export that is being repeated.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_MOST_CLOSING_S)
