@@ -18,7 +18,7 @@ from engine.kept import read_kept
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.scheduling.controller import Controller
-from engine.scheduling.step_time import StepTimes, Work
+from engine.scheduling.step_time import Point, StepTimes, Work
 from engine.telemetry import Overhead, Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
@@ -26,10 +26,14 @@ from tests.scheduling.machine import Machine
 DRAFTS = Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True)
 
 
-@pytest.fixture
-def engine() -> Engine:
+def built() -> Engine:
     target = tiny.llama(seed=1)
     return tiny.build(target, tiny.perturbed(target, 2, 0.02), max_num_seqs=4)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return built()
 
 
 def test_measured_steps_fit_the_pool_and_disturb_nothing(engine: Engine) -> None:
@@ -196,6 +200,18 @@ def measured(engine: Engine, folder: Path | str, num_drafts: int = 3, draft_wind
     return said, measure(engine, config, speculation, said.append).points
 
 
+@pytest.fixture(scope="module")
+def first_points() -> list[Point]:
+    """Steps of an engine, measured once."""
+    return measure_points(built(), DRAFTS)
+
+
+@pytest.fixture
+def measures_once(first_points: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring again finds the same."""
+    monkeypatch.setattr(calibration, "measure_points", lambda *_: first_points)
+
+
 def take(monkeypatch: pytest.MonkeyPatch, kept: Any, *factors: float) -> None:
     """Plain steps take so many times what is kept: of one row, and of several."""
     plain = {work.rows: rest_s + draft_s for work, draft_s, rest_s in reversed(kept) if work == work.plain}
@@ -221,13 +237,13 @@ def take(monkeypatch: pytest.MonkeyPatch, kept: Any, *factors: float) -> None:
         ((0.3, 0.3), "plain steps have changed too much"),
     ],
 )
+@pytest.mark.usefixtures("measures_once")
 def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float], why: str | None
 ) -> None:
     """One factor corrects that; points that have changed differently are measured again, and the log says why."""
     _, kept = measured(engine, tmp_path)
     take(monkeypatch, kept, *factors)
-    monkeypatch.setattr(calibration, "measure_points", lambda *_: kept)
     config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(tmp_path))
     said: list[str] = []
     works = [Work(rows=1, text=33), Work(rows=4, text=400)]
@@ -241,6 +257,7 @@ def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
         assert seconds == pytest.approx(StepTimes(kept).step_s(works))
 
 
+@pytest.mark.usefixtures("measures_once")
 def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "not" / "there"
     _, first = measured(engine, folder)
@@ -254,6 +271,7 @@ def test_the_next_start_uses_what_was_measured(engine: Engine, tmp_path: Path, m
     assert "measuring" in measured(engine, folder, draft_window=64)[0][0]
 
 
+@pytest.mark.usefixtures("measures_once")
 def test_measurements_that_cannot_be_used_are_made_again(engine: Engine, tmp_path: Path) -> None:
     measured(engine, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -276,6 +294,7 @@ def test_measurements_that_cannot_be_used_are_made_again(engine: Engine, tmp_pat
         assert len(read_kept(file)) > 9
 
 
+@pytest.mark.usefixtures("measures_once")
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.grid import grid
 
 DEMO = Path(__file__).parent.parent.parent / "engine" / "demo"
 LENGTH = 4
-NUM_PROMPTS, NUM_SEEDS = 24, 12
+NUM_PROMPTS, NUM_SEEDS = 14, 12
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
     return drafting, verification
 
 
-@pytest.mark.parametrize("num_requests", [1, 4])
+@pytest.mark.parametrize("num_requests", grid([1, 4], {4}))
 @pytest.mark.parametrize("speculation", [CHAIN, CHAINS], ids=["chain", "chains"])
 def test_a_drafted_level_costs_five_and_a_verdict_fourteen(speculation: Speculation, num_requests: int) -> None:
     """The law in two, the draw in two, tokens out in one: of however many requests and chains.

@@ -13,6 +13,7 @@ from engine.reporting import token_logprobs
 from engine.request import Speculation
 from engine.scheduling.outcome import read_logprobs
 from tests.engine import tiny
+from tests.grid import grid
 
 
 @pytest.mark.parametrize("crowding", [{}, {"num_blocks": 19}, {"budget": 40}])
@@ -59,7 +60,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
     target.model.set_attn_implementation(HOOK)
 
 
-@pytest.mark.parametrize(("rule", "drafts"), [("greedy_block", 1), ("spectr_gbv", 3)])
+@pytest.mark.parametrize(("rule", "drafts"), grid([("greedy_block", 1), ("spectr_gbv", 3)], {("spectr_gbv", 3)}))
 def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> None:
     """Sixteen tokens that the target all but excludes: the ratios leave float64; nothing impossible is emitted."""
     engine = tiny.build(tiny.llama(0), tiny.llama(1), max_draft_length=16)

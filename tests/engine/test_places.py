@@ -108,7 +108,12 @@ def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel
 
 
 @pytest.mark.parametrize(
-    "speculation", [drafts("greedy_block", 1, length=5), drafts("spectr_gbv", 3, length=5)], ids=lambda one: one.rule
+    "speculation",
+    [
+        pytest.param(drafts("greedy_block", 1, length=5), marks=pytest.mark.slow),
+        drafts("spectr_gbv", 3, length=5),
+    ],
+    ids=lambda one: one.rule,
 )
 def test_rules_that_change_later_targets_beside_a_draft_window(
     pair: tuple[LoadedModel, LoadedModel], speculation: Speculation

@@ -74,6 +74,17 @@ def test_the_check_at_start(engine: Engine) -> None:
         short_check(engine, biased, said.append)
 
 
+def test_the_command_passes_right_rules(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selfcheck", *pair, "--answers", "300", "--rules", "block"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert {check["rule"] for check in found["checks"]} == {"block"}
+    assert set(found["not_checked"]) == set(RULES) - {"block"}
+    assert found["power"][0]["rejected"]
+    assert "every rule passed" in printed.err
+
+
+@pytest.mark.slow
 def test_the_command_checks_every_rule(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selfcheck", *pair, "--answers", "300"]) == 0
     printed = capsys.readouterr()

@@ -30,6 +30,7 @@ from engine.execution.runner import ModelRunner
 from tests.engine import tiny
 from tests.execution.test_groups import CONFIGS, passes
 from tests.execution.test_lean import randomised
+from tests.grid import grid
 
 PAGE = 4
 
@@ -68,7 +69,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", grid(CONFIGS, {"sinks", "window and softcap"}))
 def test_padded_passes_give_the_same_numbers(name: str) -> None:
     """Prompts, a step of trees, and the same buffers again for other sequences in another order."""
     plain, replayed = runners(name)

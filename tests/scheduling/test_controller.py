@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.scheduling.acceptance import Acceptance, with_chains
 from engine.scheduling.controller import Controller, menu
 from engine.scheduling.step_time import PLAIN, Shape, StepTimes
+from tests.grid import grid
 from tests.scheduling.machine import Machine, Server, rate_of, sequence
 
 FREE = {"node_s": 1e-6, "pass_s": 1e-5}
@@ -33,7 +34,7 @@ def mostly(shapes: list[Shape]) -> Shape:
 # -- never slower, and near the best ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
+@pytest.mark.parametrize("num_requests", grid([1, 4, 16], {4}))
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("costs", [{}, SMALL_GAIN, {"node_s": 0.0002}, {"pass_s": 0.004}, DEAR])
 def test_it_is_never_slower_than_plain_decoding_and_near_the_best_shape(

@@ -1,16 +1,19 @@
-"""Connections that send too much, too slowly or nothing, and clients that still send while they are refused."""
+"""Connections that send too much, too slowly or nothing, clients that read nothing, or still send while refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,12 +21,14 @@ import openai
 import pytest
 
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
+from tests.server.event_stream import open_stream
 
 LINE = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\n"
 JSON = b"content-type: application/json\r\n"
 CALL = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1}).encode()
 LARGE_BYTES = 64 << 20
 MOST_CONNECTIONS = 8
+MOST_CALLS = 40
 
 
 def connected(daemon: Daemon) -> socket.socket:
@@ -142,28 +147,32 @@ def test_a_body_that_is_too_large_is_refused_readably(daemon: Daemon) -> None:
 
 @pytest.fixture
 def guarded(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that holds few connections, and those for a second."""
-    few = ["--max-connections", str(MOST_CONNECTIONS), "--receive-timeout", "1"]
-    return daemons.get(*pair_arguments, "--no-calibrate", *few)
+    """A daemon that holds few connections, waits a second for clients that send or read nothing, and limits rates."""
+    few = ["--max-connections", str(MOST_CONNECTIONS), "--rate-limit", f"{MOST_CALLS}/hour", "--enable-log-requests"]
+    return daemons.get(*pair_arguments, "--no-calibrate", *few, "--receive-timeout", "1", "--send-timeout", "1")
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (b"", b""),
-        (b"POST /v1/comp", b"HTTP/1.1 408"),
-        (LINE + b"x: y\r\n", b"HTTP/1.1 408"),
-        (LINE + JSON + b"content-length: 100\r\n\r\n{", b"HTTP/1.1 408"),
-        (LINE + JSON + b"content-length: 100000\r\n\r\n" + b" " * 80_000, b"HTTP/1.1 408"),
-        (LINE + JSON + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"HTTP/1.1 408"),
-    ],
-    ids=["nothing", "address", "header", "body", "much of a body", "chunk"],
-)
-def test_a_request_that_does_not_end_is_closed(guarded: Daemon, sent: bytes, status: bytes) -> None:
-    """Also where a byte comes now and then."""
-    with connected(guarded) as connection:
-        connection.sendall(sent)
-        assert answered(connection).startswith(status)
+UNFINISHED = {
+    "nothing": (b"", b""),
+    "address": (b"POST /v1/comp", b"HTTP/1.1 408"),
+    "header": (LINE + b"x: y\r\n", b"HTTP/1.1 408"),
+    "body": (LINE + JSON + b"content-length: 100\r\n\r\n{", b"HTTP/1.1 408"),
+    "much of a body": (LINE + JSON + b"content-length: 100000\r\n\r\n" + b" " * 80_000, b"HTTP/1.1 408"),
+    "chunk": (LINE + JSON + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"HTTP/1.1 408"),
+}
+
+
+def test_requests_that_do_not_end_are_closed(guarded: Daemon) -> None:
+    """All at once; one that sends nothing gets no answer."""
+    assert len(UNFINISHED) < MOST_CONNECTIONS
+    with ExitStack() as stack:
+        connections = {name: stack.enter_context(connected(guarded)) for name in UNFINISHED}
+        for name, (sent, _) in UNFINISHED.items():
+            connections[name].sendall(sent)
+        answers = {name: answered(connection) for name, connection in connections.items()}
+    assert {name: answer[:12] for name, answer in answers.items()} == {
+        n: status for n, (_, status) in UNFINISHED.items()
+    }
 
 
 def test_dripping_bytes_do_not_hold_a_connection(guarded: Daemon) -> None:
@@ -185,22 +194,33 @@ def test_dripping_bytes_do_not_hold_a_connection(guarded: Daemon) -> None:
         assert answer.startswith(b"HTTP/1.1 408")
 
 
+def outlast(daemon: Daemon) -> None:
+    """Wait until a request that begins now has had its time."""
+    with connected(daemon) as unfinished:
+        unfinished.sendall(LINE)
+        assert answered(unfinished).startswith(b"HTTP/1.1 408")
+
+
 def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> None:
     """A stream outlasts the time for requests, and so does an idle connection between two of them."""
-    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 1900, "n": 2, "ignore_eos": True, "stream": True}
-    with guarded.client() as client:
-        started = time.monotonic()
-        with client.stream("POST", "/v1/completions", json=asked) as stream:
-            for line in stream.iter_lines():
-                if line.startswith("data: {"):
-                    time.sleep(0.005)
-            assert line == ""
-        assert time.monotonic() - started > 1
-        assert client.get("/health").status_code == 200
-        address = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
-        time.sleep(1.5)
-        again = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
-        assert address == again
+    engine = guarded.engine_pid()
+    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+    with guarded.client() as client, open_stream(client, "/v1/completions", **asked) as stream:
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            outlast(guarded)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert stream.read()[-1]["choices"][0]["finish_reason"] == "length"
+        assert stream.is_done
+    with connected(guarded) as idle:
+        for _ in range(2):
+            idle.sendall(b"GET /version HTTP/1.1\r\nhost: here\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += idle.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            outlast(guarded)
 
 
 def test_silent_connections_make_room_for_those_that_ask(guarded: Daemon) -> None:
@@ -258,3 +278,52 @@ def test_an_unread_half_request_gets_an_error_in_json(daemon: Daemon) -> None:
         connection.sendall(b"POST / HTTP/9.9\r\n\r\n")
         answer = httpx.Response(400, content=answered(connection).partition(b"\r\n\r\n")[2])
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 1900, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 2}
+
+
+@pytest.fixture
+def deaf(guarded: Daemon) -> Iterator[socket.socket]:
+    """A client that asks for megabytes and reads none."""
+    more = {"stream": True, "return_token_ids": True, "logprobs": 20, "n": 4}
+    body = json.dumps(LONG | more | {"speculation": {"return_drafts": True}})
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", guarded.port))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\nx-request-id: deaf\r\n\r\n{body}".encode())
+        yield client
+
+
+def is_connected(port: int, client: int) -> bool:
+    """Whether the server's side has a socket, in any state, that is connected to a client's port."""
+    ends = (f":{port:04X}", f":{client:04X}")
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any((local[-5:], other[-5:]) == ends for _, local, other, *_ in lines)
+
+
+def test_who_reads_nothing_is_let_go(guarded: Daemon, deaf: socket.socket) -> None:
+    """Its requests end early, its connection ends, others are answered meanwhile."""
+    with guarded.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] == 4, "the request does not begin")
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        wait_until(lambda: "finish_reason=abort,abort,abort,abort" in guarded.log, "it is not let go")
+        wait_until(lambda: client.get("/load").json()["server_load"] == 0, "its requests stay")
+        assert client.get("/dashboard/state").json()["num_requests"] == 0
+    wait_until(lambda: not is_connected(guarded.port, deaf.getsockname()[1]), "its connection stays")
+
+
+def test_a_header_is_no_other_address(guarded: Daemon) -> None:
+    """Without keys a caller is its address, whatever it says of itself. The last test here: nothing more is let in."""
+    with guarded.client() as client:
+        asked = [client.post("/v1/completions", json=SHORT).status_code for _ in range(MOST_CALLS + 1)]
+        assert asked[-1] == 429
+        asked = [
+            client.post("/v1/completions", json=SHORT, headers={"x-forwarded-for": f"10.0.0.{number}"}).status_code
+            for number in range(3)
+        ]
+    assert asked == [429, 429, 429]

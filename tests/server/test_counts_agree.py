@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.api import DRAFTERS
-from tests.server.daemon_process import MODEL, Daemons, wait_until
+from tests.server.daemon_process import MODEL, wait_until
 from tests.server.event_stream import open_stream
 from tests.server.test_metrics_exposition import samples_of
 from tests.server.tiny_models import EOS
 
-HERMES = Path(__file__).parent / "templates" / "hermes.jinja"
 CALL: dict[str, Any] = {"model": MODEL, "prompt": "Once upon", "max_tokens": 40, "temperature": 1.0}
 NAMES = {
     "steps": "polydraft_spec_decode_num_drafts_total",
@@ -30,14 +27,6 @@ NAMES = {
     "nodes": "polydraft_spec_tree_nodes_sum",
     "vllm": "vllm:spec_decode_num_accepted_tokens_total",
 }
-
-
-@pytest.fixture
-def http(daemons: Daemons, pair_arguments: list[str]) -> Iterator[httpx.Client]:
-    """A client of the daemon that logs its requests."""
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--enable-log-requests", "--log-format", "json")
-    with daemon.client() as client:
-        yield client
 
 
 def scraped(http: httpx.Client) -> Counter[str]:

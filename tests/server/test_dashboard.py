@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.server.conftest import KEYS
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 
 WIDTHS = [360, 1440]
 
@@ -127,11 +127,3 @@ def test_the_root_leads_to_the_page(http: httpx.Client, method: str) -> None:
     last = http.request(method, "/", follow_redirects=True)
     assert (last.status_code, last.url.path) == (200, "/dashboard")
     assert bool(last.text) == (method == "GET")
-
-
-def test_the_page_can_be_turned_off(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """Page and state are 404 then, and the root leads to the API's description."""
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--no-dashboard")
-    with daemon.client() as client:
-        assert client.head("/").headers["location"] == "docs"
-        assert [client.get(path).status_code for path in ("/dashboard", "/dashboard/state")] == [404, 404]

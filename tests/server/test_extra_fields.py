@@ -12,7 +12,7 @@ from engine.api import RequestError
 from server.extras import UnknownFields, refuse_unsupported
 from server.protocol import ChatRequest, CompletionRequest
 from server.tokenizer import Tokenizer
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL
 from tests.server.event_stream import EventStream
 from tests.server.test_bad_requests import CHAT, COMPLETIONS, GOOD, MAX_POSITIONS, error_of, send
 from tests.server.tiny_models import TOKENIZER, VOCAB_SIZE
@@ -172,26 +172,6 @@ def test_what_known_clients_send_is_accepted(http: httpx.Client, path: str, fiel
     """The official client, lm-eval, vLLM's and SGLang's benches, guidellm and aiperf."""
     response = post(http, path, fields)
     assert response.status_code == 200, response.text
-
-
-@pytest.fixture
-def lenient(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    return daemons.get(*pair_arguments, "--no-calibrate", "--allow-unknown-fields")
-
-
-def test_an_operator_may_allow_unknown_names(lenient: Daemon) -> None:
-    """Then one line names them, and no value; what is known and not served stays refused."""
-    with lenient.client() as http:
-        for path in sorted(BODIES):
-            assert post(http, path, {"of_next_month": "something secret"}).status_code == 200
-        assert post(http, RESPONSES, {"logprobs": "all"}).status_code == 200, "a chat's field, unknown here"
-        assert error_of(post(http, CHAT, {"regex": "a"}), 400)["param"] == "regex"
-        schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    assert schemas["ChatRequest"]["additionalProperties"] is True
-    lines = [line for line in lenient.log.splitlines() if "of_next_month" in line]
-    assert len(lines) == 1, lines
-    assert "WARNING request fields that this server does not know were ignored: of_next_month" in lines[0]
-    assert "something secret" not in lenient.log
 
 
 def test_the_schema_says_that_names_are_closed(http: httpx.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.grid import grid
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
 
@@ -57,6 +59,7 @@ def joined(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
+@pytest.mark.slow  # test_stopping.py has one that is killed while it decodes
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_an_engine_killed_with_requests_open(daemons: Daemons, pair_arguments: list[str], phase: str) -> None:
     """Every request gets an error, as an answer or as a stream's last event; the daemon exits 1."""
@@ -84,19 +87,7 @@ def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[
     assert "the engine process ended unexpectedly" in daemon.log
 
 
-def test_sigterm_with_too_little_time_ends_streams_with_an_error(daemons: Daemons, pair_arguments: list[str]) -> None:
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--max-num-seqs", "2", "--shutdown-timeout", "0.2")
-    threads, ends = together(daemon, 8, max_tokens=1900)
-    with daemon.client() as client:
-        wait_until(lambda: client.get("/load").json()["server_load"] == 8, "the load does not come")
-    daemon.terminate()
-    joined(threads)
-    assert set(ends) <= {"whole", "error"}, Counter(ends)
-    assert "error" in ends
-    assert daemon.exit_code() == 0
-
-
-@pytest.mark.parametrize("when_s", [None, 0.0, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("when_s", grid([None, 0.0, 0.5, 1.0, 3.0], [None, 1.0]))
 def test_ctrl_c_at_any_moment_has_no_traceback(
     daemons: Daemons, pair_arguments: list[str], when_s: float | None
 ) -> None:
@@ -150,9 +141,18 @@ def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
         assert used[0].endswith(" 0.0")
 
 
-def test_blocks_that_run_out_are_shared_in_turns(daemons: Daemons, pair_arguments: list[str]) -> None:
+@pytest.fixture(scope="module")
+def crowded(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+    """A daemon with few blocks, hardly any time to end, and a cache of profiles that cannot be written."""
+    file = tmp_path_factory.mktemp("profiles") / "file"
+    file.write_text("")
+    more = ["--shutdown-timeout", "0.2", "--profile-cache", str(file / "folder")]
+    return daemons.get(*pair_arguments, *FEW_BLOCKS, *more)
+
+
+def test_blocks_that_run_out_are_shared_in_turns(crowded: Daemon) -> None:
     """Eight requests in a cache for little more than one of the longest: all are answered, some computed again."""
-    daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
+    daemon = crowded
     threads, ends = together(daemon, 8)
     joined(threads)
     assert Counter(ends) == {"whole": 8}
@@ -163,6 +163,24 @@ def test_blocks_that_run_out_are_shared_in_turns(daemons: Daemons, pair_argument
         assert float(preempted.split()[-1]) > 0
 
 
+def test_a_disk_without_room_costs_only_the_profile(crowded: Daemon) -> None:
+    """Measurements cannot be stored: the daemon serves, and its log says so."""
+    assert ending(crowded, streams=True) == "whole"
+    assert re.search(r"measurements cannot be kept in \S+/file/folder", crowded.log)
+
+
+def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon) -> None:
+    threads, ends = together(crowded, 8)
+    with crowded.client() as client:
+        wait_until(lambda: client.get("/load").json()["server_load"] == 8, "the load does not come")
+    crowded.terminate()
+    joined(threads)
+    assert set(ends) <= {"whole", "error"}, Counter(ends)
+    assert "error" in ends
+    assert crowded.exit_code() == 0
+
+
+@pytest.mark.slow  # test_stopping.py has a drain of one stream
 def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
     """What was accepted is finished, what comes later is refused; exit 0."""
     daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
@@ -175,19 +193,6 @@ def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list
     joined(threads)
     assert set(ends) <= {"whole", "error"}, Counter(ends)
     assert ends.count("whole") >= 20
-    assert daemon.exit_code() == 0
-
-
-def test_a_disk_without_room_costs_only_the_profile(
-    daemons: Daemons, pair_arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What was measured cannot be kept: the daemon serves, and says so."""
-    (tmp_path / "file").write_text("")
-    daemon = daemons.start(*pair_arguments, "--no-calibrate", "--profile-cache", str(tmp_path / "file" / "folder"))
-    daemon.wait_ready()
-    assert ending(daemon, streams=True) == "whole"
-    assert str(tmp_path / "file") in daemon.log
-    daemon.terminate()
     assert daemon.exit_code() == 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import openai
 import pytest
 import tokenizers
 import torch
@@ -22,7 +23,8 @@ import transformers
 
 from engine.analysis.__main__ import main as analyze
 from loadtest.cli import main as bench
-from tests.server.daemon_process import Daemons
+from tests.server.daemon_process import Daemon, Daemons
+from tests.server.test_tools import USER, WEATHER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 TEMPLATE = (
@@ -94,10 +96,14 @@ def test_the_folders_are_what_they_should_be(pair: ForeignPair) -> None:
     assert len(pair.tokenizer) == 505
 
 
+@pytest.fixture
+def daemon(pair: ForeignPair, daemons: Daemons) -> Daemon:
+    return daemons.get(str(pair.target), "--draft-model", str(pair.draft), "--no-calibrate", "--num-threads", "1")
+
+
 @pytest.mark.parametrize("rule", ["block", "bv_race", "traversal"])
-def test_answers_are_those_of_transformers(pair: ForeignPair, daemons: Daemons, rule: str) -> None:
+def test_answers_are_those_of_transformers(pair: ForeignPair, daemon: Daemon, rule: str) -> None:
     """Greedy, through the chat template with its added tokens."""
-    daemon = daemons.get(str(pair.target), "--draft-model", str(pair.draft), "--no-calibrate", "--num-threads", "1")
     messages = [{"role": "user", "content": "Hello <think>there</think>, what is the time?"}]
     prompt = pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
@@ -111,6 +117,13 @@ def test_answers_are_those_of_transformers(pair: ForeignPair, daemons: Daemons, 
     assert {505 - 1, 505 - 2} & set(answer["prompt_token_ids"]), "the added tokens are in the prompt"
     assert answer["choices"][0]["token_ids"] == written
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_a_model_whose_template_has_no_tools_says_so(daemon: Daemon) -> None:
+    with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="unused", max_retries=0) as client:
+        (card,) = client.models.list()
+        with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+            client.chat.completions.create(model=card.id, messages=[USER], tools=[WEATHER])  # type: ignore[arg-type,list-item]
 
 
 @pytest.mark.slow

@@ -1,14 +1,11 @@
-"""What one caller may take: requests an hour, tokens of waiting prompts, seconds; and those who read nothing."""
+"""Limits of one caller: requests an hour, tokens of waiting prompts, seconds."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import anthropic
@@ -42,18 +39,6 @@ def rejections(daemon: Daemon, reason: str) -> float:
     lines = httpx.get(f"{daemon.url}/metrics").text.splitlines()
     (line,) = [one for one in lines if one.startswith("polydraft_admission_rejections") and f'reason="{reason}"' in one]
     return float(line.split()[-1])
-
-
-def test_a_header_is_no_other_address(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """Without keys a caller is its address, whatever it says of itself."""
-    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--rate-limit", "1/hour")
-    with daemon.client() as client:
-        client.post("/v1/completions", json=SHORT)
-        asked = [
-            client.post("/v1/completions", json=SHORT, headers={"x-forwarded-for": f"10.0.0.{number}"}).status_code
-            for number in range(3)
-        ]
-    assert asked == [429, 429, 429]
 
 
 def test_a_key_may_ask_so_often(limited: Daemon) -> None:
@@ -108,27 +93,6 @@ def test_so_many_tokens_may_wait(limited: Daemon) -> None:
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def impatient(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon that waits a second for a client that reads nothing."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--send-timeout", "1", "--enable-log-requests")
-
-
-@pytest.fixture
-def deaf(impatient: Daemon) -> Iterator[socket.socket]:
-    """A client that asks for megabytes and reads none."""
-    more = {"stream": True, "return_token_ids": True, "logprobs": 20, "max_tokens": 1900, "n": 4}
-    body = json.dumps(LONG | more | {"speculation": {"return_drafts": True}})
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", impatient.port))
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        client.sendall(f"{head}\r\nx-request-id: deaf\r\n\r\n{body}".encode())
-        yield client
-
-
 def test_the_wait_for_a_grammar_counts() -> None:
     """A request whose grammar is being read has the same time as any."""
     sampling = Sampling(grammar="start: /a/")
@@ -139,23 +103,6 @@ def test_the_wait_for_a_grammar_counts() -> None:
 
     with pytest.raises(DeadlineExceeded):
         asyncio.run(wait())
-
-
-def connections_to(port: int) -> int:
-    """Sockets of the server's side, in whatever state, that are not listening."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(local.endswith(f":{port:04X}") and state != "0A" for _, local, _, state, *_ in lines)
-
-
-def test_who_reads_nothing_is_let_go(impatient: Daemon, deaf: socket.socket) -> None:
-    """Its requests end early, its connection ends, others are answered meanwhile."""
-    with impatient.client() as client:
-        wait_until(lambda: client.get("/load").json()["server_load"] == 4, "the request does not begin")
-        assert client.post("/v1/completions", json=SHORT).status_code == 200
-        wait_until(lambda: "finish_reason=abort,abort,abort,abort" in impatient.log, "it is not let go")
-        wait_until(lambda: client.get("/load").json()["server_load"] == 0, "its requests stay")
-        assert client.get("/dashboard/state").json()["num_requests"] == 0
-    wait_until(lambda: connections_to(impatient.port) == 0, "its connection stays")
 
 
 def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:

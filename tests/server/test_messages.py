@@ -181,21 +181,3 @@ def test_other_models_are_not_found(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         ask(client, model="other")
     assert json.loads(caught.value.response.text)["error"]["type"] == "not_found_error"
-
-
-def test_thinking_is_a_block(daemons: Daemons, pair_arguments: list[str], tmp_path: Any) -> None:
-    """Behind a prompt that has begun it; in a stream too."""
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{{ bos_token }}{{ messages[0].content }}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
-    )
-    daemon = daemons.start(*pair_arguments, "--no-calibrate", "--chat-template", str(template))
-    daemon.wait_ready()
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    with anthropic.Anthropic(base_url=daemon.url, api_key="unused", max_retries=0) as client:
-        assert ask(client, thinking=thinking, max_tokens=2000).content[0].type == "thinking"
-        fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 9, "thinking": thinking}
-        with client.messages.stream(**fields) as stream:
-            assert stream.get_final_message().content[0].type == "thinking"
-    daemon.terminate()
-    assert daemon.exit_code() == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from typing import Any
 
 import httpx
@@ -19,9 +18,9 @@ from server.settings import Serve
 from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer
 from server.version import VERSION
-from tests.server.daemon_process import MODEL, Daemons
+from tests.server.daemon_process import MODEL
 from tests.server.test_bad_requests import error_of
-from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE, TinyModels
+from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE
 
 ORIGIN = "https://chat.example"
 
@@ -139,18 +138,3 @@ def test_the_tokenizer_is_described(http: httpx.Client) -> None:
     assert described["vocab_size"] == VOCAB_SIZE
     assert described["special_tokens"]["bos_token"] == "<|bos|>"
     assert "add_generation_prompt" in described["chat_template"]
-
-
-def test_a_model_may_have_several_names(daemons: Daemons, models: TinyModels) -> None:
-    """Each is listed and answers under itself; metrics have the first."""
-    words = [str(models.target), "--draft-model", str(models.draft), "--num-threads", "1", "--no-calibrate"]
-    daemon = daemons.get(*words, "--served-model-name", "first", "--served-model-name", "second")
-    with daemon.client() as client:
-        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["first", "second"]
-        assert client.get("/v1/models/second").json()["id"] == "second"
-        for name in ("first", "second"):
-            answer = client.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": 2})
-            assert answer.json()["model"] == name
-        answer = client.post("/v1/completions", json={"model": "third", "prompt": "hello"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert set(re.findall(r'model_name="(\w+)"', client.get("/metrics").text)) == {"first"}

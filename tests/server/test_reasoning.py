@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from hypothesis import given, settings
@@ -205,6 +206,15 @@ def test_strict_tools_leave_the_thinking_a_thought(client: httpx.Client) -> None
     message = answer.json()["choices"][0]["message"]
     assert message["reasoning_content"]
     assert message["content"] is None
+
+
+def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
+    """If the prompt has begun the thinking; in a stream too."""
+    asked: Any = {"model": MODEL, "messages": ASKED["messages"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    with anthropic.Anthropic(base_url=thinking.url, api_key="unused", max_retries=0) as client:
+        assert client.messages.create(**asked, max_tokens=2000).content[0].type == "thinking"
+        with client.messages.stream(**asked, max_tokens=9) as stream:
+            assert stream.get_final_message().content[0].type == "thinking"
 
 
 def test_effort_is_refused_where_the_template_knows_none(http: httpx.Client) -> None:

@@ -4,7 +4,7 @@ and there Numba's as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from engine.kernels import Compiler
 from engine.sampling import fused
@@ -21,6 +22,7 @@ from engine.speculation.verification import ChainVerdict, fused_block
 from engine.speculation.verification.block import verify_block
 from engine.speculation.verification.race import verify_bv_race
 from tests.engine import tiny
+from tests.grid import grid
 
 DEVICE = tiny.DEVICE
 WIDTH = 1100
@@ -109,7 +111,15 @@ def verdict(verify: Any, case: Case, compiler: Compiler | None) -> list[list[int
     return [part.tolist() for part in (found.chain_B, found.accepted_B, found.next_token_B)]
 
 
-@pytest.mark.parametrize("name", CASES)
+def of_compilers(names: Iterable[str], of_triton: Container[str]) -> list[ParameterSet]:
+    """(compiler, name) of all cases: of Triton, whose interpreter is slow, the gate runs some."""
+    cases = [(compiler, name) for compiler in ("Triton", "Numba") for name in names]
+    return grid(cases, [case for case in cases if case[0] == "Numba" or case[1] in of_triton])
+
+
+@pytest.mark.parametrize(
+    ("compiler", "name"), of_compilers(CASES, ("filtered", "as many as they are")), indirect=["compiler"]
+)
 def test_verdicts_are_those_of_the_plain_race(name: str, compiler: Compiler) -> None:
     expected = verdict(verify_bv_race, CASES[name](), None)
     assert verdict(verify_bv_race, CASES[name](), compiler) == expected
@@ -130,23 +140,32 @@ WRONG: dict[str, Callable[[Chains, LawTable, ChainNoise], Case]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("compiler", "wrong"), of_compilers(WRONG, ("one number for two decisions",)), indirect=["compiler"]
+)
 def test_the_comparison_has_teeth(wrong: str, compiler: Compiler) -> None:
     right = CASES["several chains"]()
     expected = verdict(verify_bv_race, right, None)
     assert verdict(verify_bv_race, WRONG[wrong](*right), compiler) != expected
 
 
-def test_a_device_where_they_are_wrong_is_found_out(compiler: Compiler) -> None:
+def test_a_device_where_they_are_right_has_no_fault(compiler: Compiler) -> None:
     assert fused_block.find_fault(DEVICE, compiler) is None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "name"),
+    of_compilers(("chain_B", "accepted_B", "next_token_B"), ("next_token_B",)),
+    indirect=["compiler"],
+)
+def test_a_device_where_they_are_wrong_is_found_out(compiler: Compiler, name: str) -> None:
     race = fused_block.race_of(compiler)
 
-    def spoilt(name: str) -> Callable[[Chains, LawTable, ChainNoise], ChainVerdict]:
-        return lambda *operands: replace(found := race(*operands), **{name: getattr(found, name).roll(1)})
+    def spoilt(*operands: Any) -> ChainVerdict:
+        return replace(found := race(*operands), **{name: getattr(found, name).roll(1)})
 
-    for name in ("chain_B", "accepted_B", "next_token_B"):
-        with patch.object(fused_block, "race_of", lambda _, name=name: spoilt(name)):
-            assert fused_block.find_fault(DEVICE, compiler) == f"{name.removesuffix('_B')} differs"
+    with patch.object(fused_block, "race_of", lambda _: spoilt):
+        assert fused_block.find_fault(DEVICE, compiler) == f"{name.removesuffix('_B')} differs"
 
 
 def test_what_the_kernels_cannot_know_stays_plain(compiler: Compiler) -> None:
