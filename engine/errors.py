@@ -22,7 +22,10 @@ DEAD_END = "grammar_dead_end"
 """Error code of structured output after which the grammar allows no token of this model: no client can correct it."""
 NOTHING_LEFT = "no_token_left"
 """Error code of a request whose own masks (bad_words, allowed_token_ids, min_tokens) allow no token: the caller's."""
-SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END})
+GRAMMAR_UNAVAILABLE = "grammar_unavailable"
+"""Error code of structured output that this machine cannot serve: its process was killed, cannot start or gets no time,
+or the model has no tokenizer.json."""
+SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, GRAMMAR_UNAVAILABLE})
 """Error codes of requests that no client can correct."""
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from engine.errors import RequestError
+from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
 from engine.plan import Grammar
 from engine.request import GRAMMAR, Request
 
@@ -134,7 +134,8 @@ class Following:
             except OSError as error:  # no more processes or files: others will end
                 if self._starting or self._followed:
                     break
-                failed.append((request.request_id, RequestError(f"no grammar can be followed ({error})", GRAMMAR)))
+                refusal = RequestError(f"no grammar can be followed ({error})", GRAMMAR, GRAMMAR_UNAVAILABLE)
+                failed.append((request.request_id, refusal))
             else:
                 self._starting[request.request_id] = request, state
                 if queue is self._slow:

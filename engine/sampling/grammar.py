@@ -9,6 +9,7 @@ Not for: making grammars of what a client asked (`server/structured.py`).
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import GrammarConfig
-from engine.errors import DEAD_END, RequestError
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.request import GRAMMAR
 from engine.sampling.grammar_process import (
     KILL,
     START,
     Ask,
     Begun,
+    Ended,
     FromChild,
     GaveUp,
     Masks,
@@ -48,8 +50,9 @@ _LEAST_WAIT_S = 0.001
 class GrammarFailed(RequestError):
     """A grammar that cannot be followed, or not any further."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR)
+    def __init__(self, reason: str, code: str | None = None) -> None:
+        """code: None if the grammar is the cause."""
+        super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR, code)
 
 
 class GrammarState:
@@ -139,16 +142,15 @@ class GrammarState:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def _send(self, message: Start | Ask) -> None:
-        try:
+        # The end of its process is found where its answer is read.
+        with contextlib.suppress(OSError):
             self._connection.send_bytes(encode(message))
-        except OSError:
-            self._fail("its process has ended")
 
     def _receive(self) -> FromChild | None:
         try:
             message = from_child.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._fail("its process has ended: it took more memory than allowed, or the grammar library crashed")
+            self._fail("the process that follows it has ended, or cannot start; try again", GRAMMAR_UNAVAILABLE)
             return None
         if isinstance(message, Begun):
             self._process_id = message.process_id
@@ -156,7 +158,17 @@ class GrammarState:
         elif isinstance(message, Ready):
             self._is_ready = True
         elif isinstance(message, GaveUp):
-            self._fail(message.reason)
+            self._fail(message.reason, message.code)
+        elif isinstance(message, Ended) and message.exit_code == -signal.SIGKILL:
+            # The engine kills only those that it does not ask any more.
+            self._fail(
+                "its process has ended: the system killed it, most often for want of memory; try again",
+                GRAMMAR_UNAVAILABLE,
+            )
+        elif isinstance(message, Ended) and message.exit_code == -signal.SIGXCPU:
+            self._fail_for_time(self._limits.start_timeout_s)
+        elif isinstance(message, Ended):
+            self._fail("its process has ended: it needs more memory than allowed, or crashes; make it simpler")
         return message
 
     def _begin_clock(self) -> None:
@@ -171,9 +183,14 @@ class GrammarState:
         waited_s = time.monotonic() - self._asked_s
         if not self._process_id:
             if waited_s >= _PATIENCE_S:
-                self._fail("the process that follows grammars does not answer; try again")
-        elif self._computed_s() >= limit_s or waited_s >= limit_s + _PATIENCE_S:
-            self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
+                self._fail("the process that follows grammars does not answer; try again", GRAMMAR_UNAVAILABLE)
+        elif self._computed_s() >= limit_s:
+            self._fail_for_time(limit_s)
+        elif waited_s >= limit_s + _PATIENCE_S:
+            self._fail("the machine is too busy to follow it; try again", GRAMMAR_UNAVAILABLE)
+
+    def _fail_for_time(self, limit_s: float) -> None:
+        self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
 
     def _cpu_s(self) -> float:
         """CPU time of the process, as clock_getcpuclockid(3) finds it; 0 while its number is not known."""
@@ -184,8 +201,8 @@ class GrammarState:
         except OSError:
             return 0.0  # it has ended, which its connection tells
 
-    def _fail(self, reason: str) -> None:
-        self.failure = self.failure or GrammarFailed(reason)
+    def _fail(self, reason: str, code: str | None = None) -> None:
+        self.failure = self.failure or GrammarFailed(reason, code)
 
     def end(self) -> None:
         """Nothing is asked any more: end the process, whatever it does."""

@@ -8,7 +8,8 @@ No torch here, and one thread: a fork copies only the thread that asks for it.
 
 The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a pair of sockets. It
 ends a child through this process, its parent, so that a process number is never one that was given away again. The
-socket keeps messages apart (SOCK_SEQPACKET).
+socket keeps messages apart (SOCK_SEQPACKET). This process keeps each child's own end open and reports there how the
+child has ended.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from pathlib import Path
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.errors import GRAMMAR_UNAVAILABLE
 from engine.files import model_file
 
 START, KILL = b"s", b"k"
 _LONGEST_MESSAGE = 1 << 16
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
-# Ended children are looked for so often.
-_REAP_S = 1.0
+# How llguidance's message begins if no token may follow.
+_DEAD_END = "NoExtensionBias"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -79,18 +81,27 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
-    """From a child: a bit for each token, for each path; None below a path that has ended before."""
+    """From a child: a bit for each token, for each path; None below a path that has ended before.
+
+    No bit is set after a path that the grammar allows, and after which it allows nothing."""
 
     masks: list[bytes | None]
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """From a child: the grammar cannot be followed (any further), and why."""
+    """From a child: the grammar cannot be followed (any further), and why. code: None if the grammar is the cause."""
 
     reason: str
+    code: str | None = None
 
 
-FromChild = Begun | Ready | Masks | GaveUp
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """From the process, at a child's socket: the child has ended, with an exit code or minus the signal's number."""
+
+    exit_code: int
+
+
+FromChild = Begun | Ready | Masks | GaveUp | Ended
 to_child: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask)
 from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 encode = msgspec.msgpack.Encoder().encode
@@ -109,6 +120,7 @@ class Follower:
         only_ends = bytearray(-(-tokenizer.vocab_size // 8))
         for token in self._ends:
             only_ends[token // 8] |= 1 << token % 8
+        self._has_begun = False
         self._only_ends = bytes(only_ends)
         self._all_but_ends = bytes(~byte & 0xFF for byte in only_ends)
         if not self._matcher.is_error():
@@ -116,11 +128,14 @@ class Follower:
 
     @property
     def fault(self) -> str:
-        """Why the grammar cannot be followed; "" while it can."""
+        """Why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
+        if _is_dead_end(self._matcher):
+            return "" if self._has_begun else "it allows no answer at all"
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """What may follow the answer, which has these more tokens, and each path below it."""
+        self._has_begun = True
         self._matcher.consume_tokens(list(answer))
         return [self._mask(path) for path in paths]
 
@@ -131,6 +146,8 @@ class Follower:
         if path and not matcher.consume_tokens(list(path)):
             return self._beyond(path)
         mask = bytes(matcher.compute_bitmask())
+        if _is_dead_end(matcher):
+            return bytes(len(mask))
         # A limit of the library: an answer that goes there fails when it is told, and must not end before.
         return self._all_but_ends if path and matcher.is_error() else mask
 
@@ -147,6 +164,10 @@ class Follower:
             if not matcher.consume_tokens([token]):
                 break
         return self._all_but_ends
+
+
+def _is_dead_end(matcher: LLMatcher) -> bool:
+    return matcher.is_error() and matcher.get_error().startswith(_DEAD_END)
 
 
 def _first_line(text: str) -> str:
@@ -212,7 +233,7 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         connection = Connection(number)
         connection.send_bytes(encode(Begun(os.getpid())))
         if isinstance(tokenizer, str):
-            connection.send_bytes(encode(GaveUp(tokenizer)))
+            connection.send_bytes(encode(GaveUp(tokenizer, GRAMMAR_UNAVAILABLE)))
         else:
             # Steps go before grammars that are being read; while a step waits for masks its core is free.
             os.nice(_NICENESS)
@@ -235,14 +256,21 @@ def serve(control: socket.socket) -> None:
         tokenizer = read_vocabulary(vocabulary)
     except BaseException as error:  # llguidance raises many kinds, panics among them
         tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
-    children: set[int] = set()
+    children: dict[int, int] = {}
+    """Each child's end of its pair of sockets, by its process."""
+    woken, wake = socket.socketpair()
+    for one in (woken, wake):
+        one.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        is_asked = bool(select.select([control], [], [], _REAP_S if children else None)[0])
-        data, received = socket.recv_fds(control, 9, 1)[:2] if is_asked else (b"", [])
-        while children and (ended := os.waitpid(-1, os.WNOHANG)[0]):
-            children.discard(ended)
-        if not is_asked:
+        ready = select.select([control, woken], [], [])[0]
+        if woken in ready:
+            woken.recv(_LONGEST_MESSAGE)
+            _report_ended(children)
+        if control not in ready:
             continue
+        data, received = socket.recv_fds(control, 9, 1)[:2]
         if not data:
             break
         if data[:1] == KILL:
@@ -250,13 +278,30 @@ def serve(control: socket.socket) -> None:
             if process_id in children:
                 os.kill(process_id, signal.SIGKILL)
             continue
-        with contextlib.suppress(OSError):  # no room for one more: the engine finds its socket closed
-            if not (process_id := os.fork()):
-                _run_child(received[0], control, tokenizer, vocabulary)
-            children.add(process_id)
-        os.close(received[0])
+        try:
+            process_id = os.fork()
+        except OSError:  # no room for one more: the engine finds its socket closed
+            os.close(received[0])
+            continue
+        if not process_id:
+            for number in children.values():
+                os.close(number)
+            _run_child(received[0], control, tokenizer, vocabulary)
+        children[process_id] = received[0]
     for process_id in children:
         os.kill(process_id, signal.SIGKILL)
+
+
+def _report_ended(children: dict[int, int]) -> None:
+    """Tell the engine of the children that have ended, and forget them."""
+    while children:
+        process_id, status = os.waitpid(-1, os.WNOHANG)
+        if not process_id:
+            return
+        number = children.pop(process_id)
+        os.set_blocking(number, False)  # the engine may have left it, full
+        with contextlib.suppress(OSError), Connection(number) as connection:
+            connection.send_bytes(encode(Ended(os.waitstatus_to_exitcode(status))))
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ import torch
 from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
-from engine.errors import DEAD_END, RequestError
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.plan import LogitContext
 from engine.request import GRAMMAR, Request, Sampling
+from engine.sampling import grammar as grammar_module
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.following import Following
 from engine.sampling.grammar import Grammars, GrammarState
@@ -149,9 +150,55 @@ def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabu
     [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
 )
 def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, grammar: str, reason: str) -> None:
-    with pytest.raises(RequestError, match=reason):
+    with pytest.raises(RequestError, match=reason) as refused:
         started(grammars, grammar)
+    assert refused.value.code is None, "the grammar is the cause"
     started(grammars, OBJECT).end()
+
+
+def test_what_the_server_cannot_follow_is_its_own_fault(
+    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
+    failures = []
+    lost = started(grammars, OBJECT)
+    assert grammars._process is not None
+    os.kill(grammars._process.pid, signal.SIGKILL)
+    lost.masks((), [()])()
+    failures.append(lost.failure)
+    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 0.0)
+    slow = grammars.start(OBJECT)
+    with pytest.raises(RequestError) as refused:
+        slow.is_ready()
+    failures.append(refused.value)
+    monkeypatch.undo()
+    empty = Grammars(str(tmp_path), 16, [2], limits=LIMITS)
+    with pytest.raises(RequestError, match=r"tokenizer\.json") as refused:
+        started(empty, OBJECT)
+    empty.close()
+    failures.append(refused.value)
+    assert [error and error.code for error in failures] == [GRAMMAR_UNAVAILABLE] * 3
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_dead_end_has_an_empty_mask(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
+    """At the answer's end and below a drafted path; at the beginning of an answer the grammar is refused."""
+    nothing = "T\nT: /[a-c]/ & /[d-f]/"
+    grammar = f'start: "a" {nothing}'
+    state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
+    (token,) = read_vocabulary(vocabulary).tokenize_str("a")
+    masks = state.masks((), [(), (token,)])()
+    assert [None if mask is None else np.flatnonzero(mask).tolist() for mask in masks] == [[token], []]
+    (mask,) = state.masks((token,), [()])()
+    assert mask is not None
+    assert not mask.any()
+    assert state.failure is None
+    state.check_answer([5])
+    assert isinstance(state.failure, RequestError)
+    assert state.failure.code == DEAD_END
+    with pytest.raises(RequestError, match="no answer at all") as refused:
+        started(grammars, f"start: {nothing}")
+    assert refused.value.code is None
 
 
 def test_a_reason_is_the_library_s_first_line(vocabulary: Vocabulary) -> None:
@@ -172,6 +219,8 @@ def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabula
         of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
         assert of_slow() == [None] * 5000
         assert "more than 1 ms" in str(slow.failure)
+        assert slow.failure is not None
+        assert slow.failure.code is None, "the grammar is the cause"
         assert of_quick()[0] is not None
         assert slow.masks((), [()])() == [None]
     finally:
@@ -192,6 +241,8 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabu
     wait_for_end(bad._process_id)
     assert masked() == [False, True]
     assert "process has ended" in str(bad.failure)
+    assert isinstance(bad.failure, RequestError)
+    assert bad.failure.code == GRAMMAR_UNAVAILABLE
     assert good.failure is None
 
 
@@ -206,8 +257,9 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
             if is_enough:
                 started(grammars, large)
             else:
-                with pytest.raises(RequestError, match="memory"):
+                with pytest.raises(RequestError, match="memory") as refused:
                     started(grammars, large)
+                assert refused.value.code is None
         finally:
             grammars.close()
 
@@ -331,7 +383,7 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pyt
     ((name, error),) = following.ready()[1]
     assert name == "b"
     assert "too many open files" in str(error)
-    assert error.param == GRAMMAR
+    assert (error.param, error.code) == (GRAMMAR, GRAMMAR_UNAVAILABLE)
     monkeypatch.setattr(source, "start", start)
     for number in range(9):
         ask(str(number))

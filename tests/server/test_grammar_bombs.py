@@ -67,7 +67,7 @@ def test_a_client_that_leaves_ends_its_grammar(http: httpx.Client, stream: bool)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, strict: Daemon, stream: bool) -> None:
-    """Its process is killed in the middle of the answer: an error, a last event, and the neighbour goes on."""
+    """The system kills its process in the middle of the answer: the server's error, and the neighbour goes on."""
     endless = {**SHORT, "max_tokens": 1500, "min_tokens": 1400, "structured_outputs": {"regex": "[a-z ]+"}}
     with open_stream(http, COMPLETIONS, **LONG) as neighbour, strict.client() as other:
         next(neighbour)
@@ -82,10 +82,44 @@ def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, s
                 asked = pool.submit(other.post, COMPLETIONS, json=endless)
                 wait_until(lambda: http_running(strict) == 2, "the request does not run")
                 kill_grammars(strict)
-                error = error_of(asked.result(), 400)
-        assert error["param"] == "structured_outputs"
-        assert "process has ended" in error["message"]
+                error = error_of(asked.result(), 500)
+        assert (error["type"], error["code"]) == ("server_error", "grammar_unavailable")
+        assert "try again" in error["message"]
         assert neighbour.read()[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("rest", "status", "code", "advice"),
+    [
+        ("T\nT: /[a-c]/ & /[d-f]/", 500, "grammar_dead_end", "no token of this model"),
+        (
+            '("c" | /x+/ /x+/ "N")',
+            400,
+            None,
+            "more than 50 ms to compute what may follow; make it simpler",
+        ),
+    ],
+)
+def test_a_grammar_ends_an_answer(
+    http: httpx.Client, stream: bool, rest: str, status: int, code: str | None, advice: str
+) -> None:
+    """After some tokens nothing may follow, or what may follow costs too much: an error, in a stream its last event."""
+    begin = "a good while, " * 8
+    grammar = {"grammar": f'start: "{begin}" {rest}'}
+    body = {**SHORT, "max_tokens": 200, "bad_words": ["c"], "structured_outputs": grammar}
+    if stream:
+        with open_stream(http, COMPLETIONS, **body) as answer:
+            *chunks, last = answer.read()
+            error = last["error"]
+            assert answer.is_done
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text
+        assert (begin + "x").startswith(text)
+    else:
+        error = error_of(http.post(COMPLETIONS, json=body), status)
+    assert (error["code"], error["type"]) == (code, "server_error" if status == 500 else "invalid_request_error")
+    assert advice in error["message"]
 
 
 def test_clients_take_turns(strict: Daemon) -> None:
