@@ -1,4 +1,4 @@
-# make serve   set up and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
+# make serve   set up the daemon and the bench, and run the daemon on the embedded pair (ARGS="--port 8011" passes flags)
 # make test    set up and run the gate: format, lint, types, import contracts, tests (about 10 minutes on two cores)
 # make test-all   the tests that `make test` leaves out, those marked `slow` (tests/README.md)
 # make bench   set up and measure speculation on against off on the embedded pair (minutes; polydraft bench: all, hours)
@@ -68,7 +68,7 @@ $(VENV)/pyvenv.cfg:
 $(VENV)/.serve: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft and what it needs (the first time takes a few minutes)"
 	$(INSTALL_TORCH)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt

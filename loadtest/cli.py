@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             importlib.import_module(package)
         except ModuleNotFoundError:
-            print(f"polydraft bench: needs {package}; pip install 'polydraft[bench]'", file=sys.stderr)
+            install = f"{sys.executable} -m pip install {package}"
+            print(f"polydraft bench: needs {package}; install it: {install}", file=sys.stderr)
             return 2
     return _measure(options)
 

@@ -1,9 +1,10 @@
-"""The README tells the truth: its commands run, and its table is what the committed result renders to."""
+"""The README is true: its commands and the examples run, and its table is rendered from the committed result."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.analysis import growth, peers, reports, turns
 from engine.analysis.report import table
@@ -75,6 +77,42 @@ def test_the_openai_client_example_runs(url: str) -> None:
             check=True,
         )
         assert "'acceptance_histogram': [" in done.stdout, "a stream shows its metrics without asking for the usage"
+
+
+# A line of each example's output.
+EXAMPLES = {
+    "chat": "What location would you like to search in",
+    "streaming_metrics": "tokens per step",
+    "predicted_output": "the same text: True",
+    "structured_output": "a table for ",
+    "langchain_chat": " tokens\n",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(
+    url: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "langchain_chat":
+        pytest.importorskip("langchain_openai")
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert EXAMPLES[name] in capsys.readouterr().out
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    listed = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(EXAMPLES) == sorted(file.stem for file in (ROOT / "examples").glob("*.py"))
+
+
+def test_continuous_integration_runs_the_commands_of_the_readme() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == ["make test", "make test-all"]
+    for command in commands:
+        assert re.search(rf"^{command} ", "\n".join(code_blocks("sh")), re.MULTILINE), command
+        assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
 def test_the_table_is_the_committed_result() -> None:

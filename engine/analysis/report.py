@@ -96,7 +96,7 @@ def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder
     try:
         import matplotlib
     except ImportError:
-        sys.stderr.write("no plots: install matplotlib (pip install 'polydraft[bench]')\n")
+        sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
         return []
     matplotlib.use("agg")
     import matplotlib.pyplot as plt

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -13,6 +15,7 @@ import pytest
 import yaml
 
 from engine.api import EngineFacts, Outcome, Step, StepStats
+from server.flags import parse_flags
 from server.metrics import ServerMetrics
 from server.settings import Serve
 from tests.deploy.debian import unpacked
@@ -107,6 +110,17 @@ def test_every_metric_of_an_alert_is_exported(exported: str) -> None:
         assert rule["labels"]["severity"] in ("critical", "warning"), rule["alert"]
         for name in names_in(rule["expr"]):
             assert re.search(rf"^{name}{{", exported, re.MULTILINE), f"{rule['alert']}: {name} is not exported"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
+    unit = (DEPLOY / "polydraft.service").read_text()
+    (command,) = re.findall(r"^ExecStart=(\S+) serve (.*)$", unit, re.MULTILINE)
+    parse_flags(command[1].split())
+    copy = tmp_path / "polydraft.service"
+    copy.write_text(unit.replace(command[0], sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 @pytest.mark.slow  # the schema may have to be fetched

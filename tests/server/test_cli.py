@@ -66,4 +66,4 @@ def test_the_bench_names_what_is_missing(missing: str, arguments: list[str]) -> 
     done = polydraft("bench", *arguments, missing=(missing,))
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == f"polydraft bench: needs {missing}; pip install 'polydraft[bench]'\n"
+    assert done.stderr == f"polydraft bench: needs {missing}; install it: {sys.executable} -m pip install {missing}\n"

@@ -15,7 +15,7 @@ def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        sys.stderr.write("no plots: install matplotlib (pip install 'polydraft[bench]')\n")
+        sys.stderr.write(f"no plots; install matplotlib: {sys.executable} -m pip install matplotlib\n")
         return []
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
