@@ -151,6 +151,8 @@ class DraftedStep(msgspec.Struct, frozen=True):
 
     chains: list[list[str]]
     """Drafted tokens of each chain; none in a plain step."""
+    drafters: list[str]
+    """Drafter of each chain: `model`, or the name of a text drafter."""
     num_accepted: int
     """How many of the step's tokens were drafted; chains that begin with these were followed so far."""
     tokens: list[str]

@@ -7,7 +7,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from server import (
-    dashboard_route,
     errors,
     generate_routes,
     messages_route,
@@ -38,14 +37,20 @@ def build_app(server: Server) -> FastAPI:
                 CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
             ),
         )
-    app = Application(title="Polydraft", version=VERSION, root_path=settings.root_path, middleware=middleware)
+    # FastAPI's own pages of the description load scripts from another host.
+    app = Application(
+        title="Polydraft",
+        version=VERSION,
+        root_path=settings.root_path,
+        middleware=middleware,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.allows_unknown_fields = settings.allow_unknown_fields
     errors.install(app)
     app.include_router(generate_routes.build_router(server))
     app.include_router(responses_route.build_router(server))
     app.include_router(messages_route.build_router(server))
     app.include_router(operation_routes.build_router(server))
-    app.include_router(pages_route.build_router(server))
-    if settings.dashboard:
-        app.include_router(dashboard_route.build_router(server))
+    pages_route.install(app, server)
     return app

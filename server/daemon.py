@@ -23,13 +23,10 @@ import uvicorn
 import uvloop
 
 from engine.api import (
-    MODEL,
     ConfigError,
     EngineConfig,
     EngineFacts,
-    SpeculationConfig,
     Step,
-    default_speculation,
 )
 from server.app import build_app
 from server.connections import Connection, Seldom, Waiting
@@ -40,6 +37,7 @@ from server.metrics import ServerMetrics
 from server.observer import Observer
 from server.reasoning import thinks
 from server.settings import Serve
+from server.start_lines import start_lines
 from server.state import Server
 from server.tokenizer import GenerationDefaults, Tokenizer
 from server.tools import format_of
@@ -149,7 +147,7 @@ class _Daemon:
 
     def _on_ready(self, facts: EngineFacts) -> None:
         self._server.metrics.ready(facts)
-        for line in _summary(facts, self._server, self._address()):
+        for line in start_lines(facts, self._server, self._address()):
             log.info(line)
         if remark := turn_remark(self._server.tokenizer, facts.eos_token_ids):
             log.info(remark)
@@ -163,7 +161,8 @@ class _Daemon:
         if settings.uds:
             return f"unix:{settings.uds}"
         scheme = "https" if settings.ssl_certfile else "http"
-        return f"{scheme}://{settings.host}:{self._listener.getsockname()[1]}"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        return f"{scheme}://{host}:{self._listener.getsockname()[1]}"
 
     async def _drain(self) -> None:
         client = self._server.client
@@ -238,33 +237,3 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return max(soft - _RESERVED_FILES, soft // 2)
-
-
-def _summary(facts: EngineFacts, server: Server, address: str) -> list[str]:
-    """What a person wants to know once the daemon serves."""
-    plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
-    drafting = _drafting(facts, server.client.config.speculation)
-    return [
-        f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
-        f"speculation: {drafting}; context {facts.max_model_len} tokens; {facts.num_blocks} blocks of "
-        f"{facts.block_size} tokens",
-        f"memory plan: {plan}",
-    ]
-
-
-def _drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
-    """What drafts for a request that names nothing; where nothing does, what would."""
-    if limits.rule == "off":
-        return "off (--spec-rule off)"
-    usual = default_speculation(limits, facts)
-    parts = []
-    if usual.tree:
-        parts.append(f"a tree of {','.join(map(str, usual.tree))}")
-    elif usual.num_drafts:
-        up_to = "up to " if usual.adaptive else ""
-        drafts = "draft" if usual.num_drafts == 1 else "drafts"
-        parts.append(f"{up_to}{usual.num_drafts} {drafts} of {usual.draft_length} tokens")
-    parts += [name.replace("_", " ") for name in usual.drafters if name != MODEL]
-    if not parts:
-        return "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
-    return f"{usual.rule}, {' and '.join(parts)}"

@@ -24,7 +24,7 @@ from server.logprobs import SpelledToken, spell
 from server.observer import Observer
 from server.prompts import Arrival, Prompt, with_prompts
 from server.reasoning import Reasoning, Thought
-from server.statistics import Clock, SpeculationCount, kept_part
+from server.statistics import Clock, SpeculationCount, drafters_of, kept_part
 from server.stops import StopCut
 from server.tokenizer import Tokenizer
 from server.tool_calls import ToolCalls
@@ -187,9 +187,8 @@ class Choice:
             return [self._tokenizer.spell(token)[0] for token in tokens]
 
         num_accepted = min(outcome.num_accepted, num_kept)
-        return DraftedStep(
-            [texts(chain) for chain in outcome.drafts], num_accepted, texts(outcome.token_ids[:num_kept])
-        )
+        chains = [texts(chain) for chain in outcome.drafts]
+        return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_kept]))
 
     def _read(self, text: str) -> list[Part]:
         """Thoughts, and what is in the text outside them."""

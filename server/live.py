@@ -21,7 +21,7 @@ class Live:
         self._running: dict[int, Generation] = {}
         self._stats: StepStats | None = None
         self._num_tokens = 0
-        self._num_steps = self._num_emitted = 0
+        self._num_steps = self._num_emitted = self._num_timed = 0
         self._plain_s = self._wall_s = 0.0
 
     def step(self, step: Step) -> None:
@@ -36,6 +36,7 @@ class Live:
             self._num_steps += 1
             self._num_emitted += num_tokens
         if stats.plain_s is not None:
+            self._num_timed += num_tokens
             self._plain_s += num_tokens * stats.plain_s + stats.prompt_s
             self._wall_s += stats.wall_s
 
@@ -57,6 +58,7 @@ class Live:
             "kv_cache_usage": stats.num_blocks_used / num_blocks if stats and num_blocks else 0.0,
             "totals": {
                 "tokens": self._num_tokens,
+                "timed_tokens": self._num_timed,
                 "spec_steps": self._num_steps,
                 "spec_tokens": self._num_emitted,
                 "plain_s": self._plain_s,

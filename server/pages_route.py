@@ -1,24 +1,132 @@
-"""Entry point for people: `/` leads to the live page, or to the API's description without one."""
+"""Pages for people: `/`, the live page with its state, and the API's description at `/docs`.
+
+Nothing comes from another host. Scripts and styles carry a nonce that is new for every answer. Browsers use no others.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from starlette.responses import RedirectResponse, Response
+import secrets
+from pathlib import Path
+from typing import Any
 
+import fastapi_offline
+from fastapi import FastAPI, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from server.start_lines import drafting
 from server.state import Server
+from server.version import VERSION
 
-READ = ["GET", "HEAD"]
+_OWN = Path(__file__).parent / "static"
+_SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
+"""Swagger UI under its own licence (Apache-2.0), as the package ships it."""
+_READ = ["GET", "HEAD"]
 """Methods of a page: programs probe one with HEAD."""
+_NO_MARKUP = "require-trusted-types-for 'script'; trusted-types 'none'"
+"""The browser refuses scripts that turn a text into markup."""
+_INLINE_STYLES = "style-src-attr 'unsafe-inline'"
+"""Swagger UI sets styles on elements."""
 
 
-def build_router(server: Server) -> APIRouter:
-    """`/`, for browsers and for programs that ask whether a server is there."""
-    router = APIRouter()
-    page = "dashboard" if server.settings.dashboard else "docs"
+class _Page:
+    """An HTML file in which only scripts and styles that carry the answer's nonce are used."""
 
-    @router.api_route("/", methods=READ, include_in_schema=False)
+    def __init__(self, name: str, policy: str) -> None:
+        """policy: further directives of the content security policy."""
+        self._html = (_OWN / name).read_text()
+        self._policy = policy
+
+    def response(self) -> Response:
+        """The page with a new nonce."""
+        nonce = secrets.token_urlsafe(16)
+        policy = (
+            "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+            f"frame-ancestors 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; {self._policy}"
+        )
+        headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "cache-control": "no-store"}
+        return HTMLResponse(self._html.replace("{nonce}", nonce), headers={**headers, **_NO_SNIFFING})
+
+
+class _Assets(StaticFiles):
+    """Files of a page; browsers ask again whether they have changed."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """A file with the headers of all of them."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update({"cache-control": "no-cache", **_NO_SNIFFING})
+        return response
+
+
+_NO_SNIFFING = {"x-content-type-options": "nosniff"}
+
+
+def install(app: FastAPI, server: Server) -> None:
+    """Add the pages to the application; the live page unless it is turned off."""
+    first = "dashboard" if server.settings.dashboard else "docs"
+
     async def root() -> Response:
         """Redirect to a relative address, which also holds below a proxy's prefix."""
-        return RedirectResponse(page)
+        return RedirectResponse(first)
 
-    return router
+    _add(app, "/", root)
+    described = _Page("docs.html", _INLINE_STYLES)
+
+    async def docs() -> Response:
+        return described.response()
+
+    _add(app, "/docs", docs)
+    _add_files(app, "/docs/static", _SWAGGER_UI)
+    if server.settings.dashboard:
+        _add_live_page(app, server)
+
+
+def _add(app: FastAPI, path: str, page: Any) -> None:
+    app.add_api_route(path, page, methods=_READ, include_in_schema=False)
+
+
+def _add_files(app: FastAPI, path: str, folder: Path) -> None:
+    """Add the files of a folder; not by a mount, which looks for a proxy's prefix in the path."""
+    assets = _Assets(directory=folder)
+
+    async def file(name: str, request: Request) -> Response:
+        return await assets.get_response(name, request.scope)
+
+    _add(app, f"{path}/{{name}}", file)
+
+
+def _add_live_page(app: FastAPI, server: Server) -> None:
+    live = _Page("page.html", _NO_MARKUP)
+
+    async def dashboard() -> Response:
+        """The page; it contains nothing of what is served."""
+        return live.response()
+
+    _add(app, "/dashboard", dashboard)
+    _add_files(app, "/dashboard/static", _OWN)
+
+    @app.get("/dashboard/state")
+    async def dashboard_state() -> dict[str, Any]:
+        """Model, totals and running requests, without any text; needs an API key if there are any."""
+        client = server.client
+        facts = client.facts
+        state = server.observer.live.state(facts.num_blocks if facts else 0)
+        status = "draining" if client.is_draining else "ready" if client.is_ready else client.loading
+        about = (
+            None
+            if facts is None
+            else {
+                "version": VERSION,
+                "speculation": drafting(facts, client.config.speculation),
+                "dtype": facts.dtype,
+                "device": facts.device,
+                "architecture": facts.architecture,
+                "max_model_len": facts.max_model_len,
+            }
+        )
+        return {
+            "model": server.model_name,
+            "status": status if client.is_alive else "stopped",
+            "about": about,
+            **state,
+        }

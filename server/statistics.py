@@ -29,6 +29,12 @@ def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
     return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, copied=copied)
 
 
+def drafters_of(outcome: Outcome) -> list[str]:
+    """Name of the drafter of each reported chain; text drafters' chains come last, each with its own count."""
+    copied = [part.name for part in outcome.copied] if outcome.drafts else []
+    return [MODEL] * (len(outcome.drafts) - len(copied)) + copied
+
+
 @dataclass
 class SpeculationCount:
     """Speculative steps of one or more choices."""

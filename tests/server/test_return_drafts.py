@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ def check(steps: list[dict[str, Any]], counted: dict[str, Any], num_tokens: int,
             assert any(chain[: len(accepted)] == accepted for chain in step["chains"]), step
         else:
             assert step["num_accepted"] == 0
+        assert len(step["drafters"]) == len(step["chains"])
     assert sum(len(step["tokens"]) for step in steps) == num_tokens
     assert sum(step["num_accepted"] for step in steps) == counted["num_accepted_draft_tokens"]
     assert sum(bool(step["chains"]) for step in steps) == counted["num_spec_steps"]
@@ -41,8 +43,14 @@ def test_steps_agree_with_the_answer(http: httpx.Client, kind: str) -> None:
     whole = http.post("/v1/completions", json=call | {"speculation": speculation}).json()
     (choice,) = whole["choices"]
     check(choice["drafts"], whole["metrics"]["speculative_decoding"], 30, choice["text"])
+    drafters = Counter(name for step in choice["drafts"] for name in step["drafters"])
     if kind != "copied":
+        assert set(drafters) == {"model"}
         assert {len(step["chains"]) for step in choice["drafts"][:-2]} == {speculation.get("num_drafts", 4)}
+
+    else:
+        reported = whole["metrics"]["speculative_decoding"]["drafters"]
+        assert drafters == {name: counts["num_drafts"] for name, counts in reported.items()}
 
     # The same seed: a stream has the same steps, one at a time, and an answer without them the same text.
     with open_stream(http, "/v1/completions", **call, speculation=speculation) as stream:

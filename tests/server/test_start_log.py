@@ -7,8 +7,8 @@ import pytest
 
 from engine.api import EngineFacts
 from engine.rule_facts import RULE_FACTS
-from server.daemon import _drafting
 from server.settings import Serve
+from server.start_lines import drafting, reachable
 from tests.server.daemon_process import Daemon
 
 FACTS = EngineFacts(
@@ -50,7 +50,17 @@ HELP = "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lo
 def test_the_log_says_what_drafts(settings: dict[str, str], text: str) -> None:
     wanted = Serve(**settings)  # type: ignore[arg-type]
     facts = msgspec.structs.replace(FACTS, has_draft="draft_model" in settings)
-    assert _drafting(facts, wanted.engine_config().speculation) == text
+    assert drafting(facts, wanted.engine_config().speculation) == text
+
+
+def test_a_daemon_names_its_page_and_its_api(daemon: Daemon) -> None:
+    assert f"page: {daemon.url}/; API: {daemon.url}/v1, described at {daemon.url}/docs" in daemon.log
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_an_address_of_all_interfaces_is_one_that_can_be_opened(host: str) -> None:
+    assert reachable(f"https://{host}:8000") == "https://localhost:8000"
+    assert reachable("http://10.0.0.1:8000") == "http://10.0.0.1:8000"
 
 
 def test_a_daemon_says_so(daemon: Daemon) -> None:

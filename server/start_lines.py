@@ -1,0 +1,47 @@
+"""The lines of the log once the daemon serves: model, addresses, speculation, memory."""
+
+from __future__ import annotations
+
+import re
+
+from engine.api import MODEL, EngineFacts, SpeculationConfig, default_speculation
+from server.state import Server
+
+
+def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
+    """Lines of the log that a person reads once the daemon serves; address: without a slash at its end."""
+    plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
+    lines = [
+        f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
+        f"speculation: {drafting(facts, server.client.config.speculation)}; context {facts.max_model_len} tokens; "
+        f"{facts.num_blocks} blocks of {facts.block_size} tokens",
+        f"memory plan: {plan}",
+    ]
+    if not server.settings.uds:
+        here = reachable(address)
+        page = f"page: {here}/; " if server.settings.dashboard else ""
+        lines.append(f"{page}API: {here}/v1, described at {here}/docs")
+    return lines
+
+
+def reachable(address: str) -> str:
+    """An address that a browser on this machine can open: a wildcard host becomes localhost."""
+    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", address)
+
+
+def drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
+    """What drafts for a request that names nothing; where nothing does, what would."""
+    if limits.rule == "off":
+        return "off (--spec-rule off)"
+    usual = default_speculation(limits, facts)
+    parts = []
+    if usual.tree:
+        parts.append(f"a tree of {','.join(map(str, usual.tree))}")
+    elif usual.num_drafts:
+        up_to = "up to " if usual.adaptive else ""
+        drafts = "draft" if usual.num_drafts == 1 else "drafts"
+        parts.append(f"{up_to}{usual.num_drafts} {drafts} of {usual.draft_length} tokens")
+    parts += [name.replace("_", " ") for name in usual.drafters if name != MODEL]
+    if not parts:
+        return "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lookup makes answers faster"
+    return f"{usual.rule}, {' and '.join(parts)}"

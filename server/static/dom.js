@@ -1,0 +1,31 @@
+// Elements, made from values. Every text is set as text: nothing here reads markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = id => document.getElementById(id);
+
+/** An element with a class, a text and children. */
+export function element(tag, name = "", text = null, ...children) {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text != null) made.textContent = text;
+  made.append(...children);
+  return made;
+}
+
+/** An element of a drawing. */
+export function shape(tag, attributes = {}, text = null) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text != null) made.textContent = text;
+  return made;
+}
+
+/** A number with its unit; a dash if there is none. */
+export function shown(value, digits = 2, unit = "") {
+  if (value == null || !Number.isFinite(value)) return "–";
+  return value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits}) + unit;
+}
+
+/** A count with its noun: "1 token", "2 tokens". */
+export const counted = (count, noun) => `${shown(count, 0)} ${noun}${count === 1 ? "" : "s"}`;

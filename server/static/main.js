@@ -1,0 +1,27 @@
+// Starts the page: the conversation, the figures, and the field for an API key.
+
+import {startChat} from "./chat.js";
+import {byId} from "./dom.js";
+import {look, modelName, watch} from "./monitor.js";
+import {KeyRefused, setKey} from "./server.js";
+
+function onState() {
+  byId("key-row").hidden = true;
+  byId("key-problem").textContent = "";
+}
+
+function onError(error) {
+  if (!(error instanceof KeyRefused)) return;
+  byId("key-row").hidden = false;
+  if (byId("key-problem").textContent !== error.message) byId("key-problem").textContent = error.message;
+}
+
+byId("key-row").addEventListener("submit", event => {
+  event.preventDefault();
+  setKey(byId("key").value);
+  byId("key").value = "";
+  look(onState, onError);
+});
+
+startChat(modelName, onError);
+watch(onState, onError);

@@ -1,0 +1,108 @@
+// What the server does now: its model, figures of the last three minutes, and the requests that run.
+
+import {drawChart} from "./charts.js";
+import {byId, counted, element, shown} from "./dom.js";
+import {state} from "./server.js";
+
+const SPAN_S = 180, NAME = "polydraft-totals";
+const TOTALS = ["tokens", "timed_tokens", "spec_steps", "spec_tokens", "plain_s", "wall_s"];
+let seen = readSeen(), model = "";
+
+export const modelName = () => model;
+
+/** Ask for the state now, and every second from then on; onError(error) for each failure, onState() for each success. */
+export async function watch(onState, onError) {
+  await look(onState, onError);
+  setTimeout(() => watch(onState, onError), document.hidden ? 5000 : 1000);
+}
+
+export async function look(onState, onError) {
+  try {
+    take(await state());
+    onState();
+  } catch (error) {
+    byId("status").textContent = error.message;
+    byId("status").className = "bad";
+    onError(error);
+  }
+}
+
+function take(told) {
+  model = told.model;
+  byId("model").textContent = model;
+  byId("status").textContent = told.status;
+  byId("status").className = told.status === "ready" ? "good" : "";
+  if (told.about) showAbout(told.about);
+  byId("tile-requests").textContent = `${told.num_running} + ${told.num_waiting}`;
+  byId("tile-cache").textContent = `K/V cache: ${shown(100 * told.kv_cache_usage, 0, " %")} in use`;
+  remember({at: told.time_s, ...told.totals});
+  showFigures();
+  showRequests(told);
+}
+
+function showAbout(about) {
+  byId("about").replaceChildren(...[
+    ["speculation", about.speculation], ["dtype", `${about.dtype} on ${about.device}`],
+    ["context", counted(about.max_model_len, "token")], ["version", about.version],
+  ].map(([name, value]) => element("div", "", null, element("dt", "", name), element("dd", "", value))));
+}
+
+/** Add the totals; those of another run of the server are forgotten. */
+function remember(now) {
+  const last = seen.at(-1);
+  if (last && (now.at <= last.at || TOTALS.some(name => !(now[name] >= last[name])))) seen = [];
+  seen.push(now);
+  while (seen[0].at < now.at - SPAN_S) seen.shift();
+  try {
+    sessionStorage.setItem(NAME, JSON.stringify(seen));
+  } catch {
+    // The charts begin anew after a reload.
+  }
+}
+
+function readSeen() {
+  try {
+    const read = JSON.parse(sessionStorage.getItem(NAME) ?? "[]");
+    return Array.isArray(read) ? read.slice(-2 * SPAN_S) : [];
+  } catch {
+    return [];
+  }
+}
+
+/** Rates between two totals; null if nothing was counted. */
+function between(before, after) {
+  const grown = name => after[name] - before[name], ratio = (a, b) => b > 0 ? a / b : null;
+  return {
+    at: after.at, rate: ratio(grown("tokens"), after.at - before.at), speedup: ratio(grown("plain_s"), grown("wall_s")),
+    length: ratio(grown("spec_tokens"), grown("spec_steps")),
+    timed: grown("timed_tokens"), steps: grown("spec_steps"), tokens: grown("tokens"),
+  };
+}
+
+function showFigures() {
+  const points = seen.slice(1).map((totals, i) => between(seen[i], totals));
+  const mean = between(seen[0], seen.at(-1));
+  byId("tile-rate").textContent = shown(points.at(-1)?.rate, 0);
+  byId("count-rate").textContent = `${counted(mean.tokens, "token")} in 3 minutes`;
+  byId("tile-speedup").textContent = shown(mean.speedup, 2, "×");
+  byId("count-speedup").textContent = mean.timed ? `mean of ${counted(mean.timed, "token")}` : "no timed tokens yet";
+  byId("tile-length").textContent = shown(mean.length);
+  byId("count-length").textContent = mean.steps ? `mean of ${counted(mean.steps, "step")}` : "no drafts yet";
+  drawChart(byId("chart-rate"), points, [["rate", "line-1"]], SPAN_S);
+  drawChart(byId("chart-spec"), points, [["speedup", "line-1"], ["length", "line-2"]], SPAN_S);
+}
+
+function showRequests(told) {
+  const rows = told.requests.map(one => element("tr", "", null, ...[
+    one.rule + (one.num_choices > 1 ? ` (${one.num_choices} answers)` : ""),
+    shown(one.num_prompt_tokens, 0), shown(one.num_tokens, 0), shown(one.age_s, 1, " s"),
+    shown(one.ttft_s == null ? null : 1000 * one.ttft_s, 0, " ms"), shown(one.acceptance_length), shown(one.speedup, 2, "×"),
+  ].map(cell => element("td", "", cell))));
+  if (!rows.length) {
+    const cell = element("td", "dim", "none");
+    cell.colSpan = 7;
+    rows.push(element("tr", "", null, cell));
+  }
+  byId("requests").replaceChildren(...rows);
+  byId("more").textContent = told.num_requests > told.requests.length ? `the first ${told.requests.length} of ${told.num_requests}` : "";
+}

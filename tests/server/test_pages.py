@@ -1,0 +1,192 @@
+"""The pages without a browser: their files, their policy, their colours, and which token has which origin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from server.pages_route import install
+from server.settings import Serve
+from server.state import Server
+from tests.server.conftest import PREFIX
+from tests.server.daemon_process import MODEL, ROOT
+
+STATIC = ROOT / "server" / "static"
+CSS = (STATIC / "page.css").read_text()
+TYPES = {"js": "text/javascript", "css": "text/css"}
+# (text, ground) of everything that is read.
+PAIRS = [
+    ("text", "bg"), ("text", "card"), ("dim", "card"), ("dim", "bg"), ("accent", "card"), ("on-accent", "accent"),
+    ("bad", "card"), ("bad", "bad-bg"), ("good", "good-bg"), ("own", "own-bg"), ("text", "own-bg"),
+    *(("text", f"draft-{number}") for number in range(1, 6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_root_leads_to_the_page(http: httpx.Client, method: str) -> None:
+    """A browser and a probing agent both end at the page."""
+    first = http.request(method, "/")
+    assert (first.status_code, first.headers["location"]) == (307, "dashboard")
+    last = http.request(method, "/", follow_redirects=True)
+    assert (last.status_code, last.url.path) == (200, "/dashboard")
+    assert bool(last.text) == (method == "GET")
+
+
+@pytest.mark.parametrize("path", ["/dashboard/static/main.js", "/docs/static/swagger-ui.css"])
+def test_a_file_is_found_behind_a_proxy(one_seat_http: httpx.Client, path: str) -> None:
+    """With and without its prefix, which some proxies strip."""
+    for prefix in ("", PREFIX):
+        assert one_seat_http.get(prefix + path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/docs"])
+def test_a_page_runs_nothing_but_its_own_files(http: httpx.Client, path: str) -> None:
+    """Every script and style has the nonce of this answer alone; no file is of another host."""
+    answer, again = http.get(path), http.get(path)
+    policy = answer.headers["content-security-policy"]
+    (nonce,) = set(re.findall(r"'nonce-([^']+)'", policy))
+    assert nonce not in again.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; connect-src 'self'; ")
+    for name in ("script-src", "style-src"):
+        assert re.search(rf"{name} 'nonce-[^' ]+'(;|$)", policy)
+    assert "unsafe" not in policy.replace("style-src-attr 'unsafe-inline'", "" if path == "/docs" else "-")
+    elements = re.findall(r"<(?:script|style|link rel=\"stylesheet\")[^>]*>", answer.text)
+    assert elements
+    assert all(f'nonce="{nonce}"' in element for element in elements)
+    assert not re.search(r" on[a-z]+=|style=", answer.text)
+    sources = re.findall(r'<(?:script|link)[^>]* (?:src|href)="([^"]+\.(?:js|css))"', answer.text)
+    assert len(sources) == len([one for one in elements if "src=" in one or "href=" in one])
+    for source in sources:
+        assert_file(http, source)
+
+
+def assert_file(http: httpx.Client, source: str) -> None:
+    """A file of a page, and those that it imports, are served below the page's own address."""
+    assert not re.match(r"[a-z]+:|/", source)
+    served = http.get(f"/{source}")
+    assert served.status_code == 200
+    assert served.headers["content-type"].startswith(TYPES[source.rpartition(".")[2]])
+    assert served.headers["x-content-type-options"] == "nosniff"
+    if source.startswith("dashboard"):
+        for name in re.findall(r'from "\./([^"]+)"', served.text):
+            assert_file(http, f"{source.rpartition('/')[0]}/{name}")
+
+
+@pytest.mark.parametrize("file", sorted(STATIC.iterdir()), ids=lambda file: file.name)
+def test_a_file_is_short_names_no_host_and_writes_no_markup(file: Path) -> None:
+    text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert len(text.splitlines()) < 400
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage", text
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/dashboard/static/nothing.js", "/dashboard/static/../pages_route.py", "/docs/static/"]
+)
+def test_no_other_file_is_served(http: httpx.Client, path: str) -> None:
+    """Requested byte by byte: the client leaves the dots as they are."""
+    request = http.build_request("GET", "/")
+    request.url = request.url.copy_with(raw_path=path.encode())
+    assert http.send(request).status_code == 404
+
+
+def test_the_page_can_be_turned_off() -> None:
+    """Page, files and state are 404 then, and the root leads to the API's description."""
+    app = FastAPI(docs_url=None, redoc_url=None)
+    settings = Serve(dashboard=False, _cli_parse_args=[])
+    install(app, cast(Server, SimpleNamespace(settings=settings)))
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            paths = ("/", "/docs", "/dashboard", "/dashboard/state", "/dashboard/static/main.js")
+            return [await client.head(path) for path in paths]
+
+    answers = asyncio.run(ask())
+    assert [answer.status_code for answer in answers] == [307, 200, 404, 404, 404]
+    assert answers[0].headers["location"] == "docs"
+
+
+def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
+    """A request of another client is in the table while it runs, and in the totals afterwards."""
+    call = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=call) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        state = http.get("/dashboard/state").json()
+        for _ in lines:
+            pass
+    assert "hello" not in str(state)
+    assert state["num_requests"] == 1
+    assert state["requests"][0]["num_prompt_tokens"] > 0
+    assert state["about"]["speculation"] == "bv_race, up to 4 drafts of 5 tokens"
+    assert (state["about"]["dtype"], state["about"]["max_model_len"]) == ("float32", 2048)
+    assert http.get("/dashboard/state").json()["requests"] == []
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(scheme: str) -> None:
+    """A contrast of 4.5, which is AA for text of any size."""
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", CSS, re.S)
+    )
+    colours = light if scheme == "light" else light | dark
+    assert set(dark) == set(light)
+    for text, ground in PAIRS:
+        lower, higher = sorted(luminance(colours[name]) for name in (text, ground))
+        assert (higher + 0.05) / (lower + 0.05) >= 4.5, (text, ground)
+
+
+def step(tokens: list[str], num_accepted: int, *chains: list[str]) -> dict[str, Any]:
+    """A step as the server reports it."""
+    return {"tokens": tokens, "num_accepted": num_accepted, "chains": list(chains)}
+
+
+TWO = [step(["a", "b", "c"], 2, ["x"], ["a", "b", "d"]), step(["e"], 0, ["f"])]
+ORIGINS: list[tuple[str, str, list[dict[str, Any]], list[list[Any]]]] = [
+    ("whole", "abce", TWO, [["ab", 2], ["c", 0], ["e", 0]]),
+    ("the text lags behind the tokens", "ab", TWO, [["ab", 2]]),
+    ("a part of a token was shown", "abc!", TWO[:1], [["ab", 2], ["c", 0], ["!", None]]),
+    ("special tokens are not shown", "ab", [step(["a", "<|x|>", "b", "<|end|>"], 1, ["a"])], [["a", 1], ["b", 0]]),
+    (
+        "a character of two tokens",
+        "aéb",
+        [step(["a", "\ufffd", "\ufffd", "b"], 2, ["a", "\ufffd"])],
+        [["aé", 1], ["b", 0]],
+    ),
+    ("an unfinished character", "aé", [step(["a", "\ufffd"], 0)], [["aé", 0]]),
+    ("no steps", "abc", [], [["abc", None]]),
+]  # fmt: skip
+
+
+def test_each_part_of_an_answer_has_its_origin() -> None:
+    """By the page's own module, for texts that are not the tokens' texts joined."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node on this machine")
+    cases = json.dumps([[text, steps] for _, text, steps, _ in ORIGINS])
+    script = (
+        f"import {{runsOf}} from {json.dumps((STATIC / 'origin.js').as_uri())};"
+        f"console.log(JSON.stringify({cases}.map(one => runsOf(...one).map(run => [run.text, run.draft]))))"
+    )
+    command = [node, "--input-type=module", "--no-warnings", "--eval", script]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert found == [runs for *_, runs in ORIGINS]
