@@ -34,14 +34,15 @@ def _readings(text: str) -> list[Any]:
     """Values that a text may stand for besides itself, the likeliest first."""
     readings: list[Any] = []
     with contextlib.suppress(ValueError, RecursionError):
-        readings.append(json.loads(text, parse_constant=_number, parse_float=_number))
+        readings.append(json.loads(text, parse_constant=finite_number, parse_float=finite_number))
     if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
         # Only if the text itself is not admitted.
         readings += [text, _SPELLINGS[spelled]]
     return readings
 
 
-def _number(text: str) -> float:
+def finite_number(text: str) -> float:
+    """A number as JSON writes it; raises ValueError for NaN and infinity, which Python's reader takes."""
     if not math.isfinite(number := float(text)):
         raise ValueError(text)
     return number

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from server.argument_types import finite_number
+
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _LONGEST_HEAD = 1024
 _STRING_END = re.compile(r'["\\\x00-\x1f]')
@@ -178,7 +180,7 @@ def _string(raw: str) -> str | None:
 def whole_call(raw: str) -> tuple[str, str] | None:
     """(name, arguments) of a call in any order of keys; None if it is not one."""
     try:
-        value = json.loads(raw, strict=False)
+        value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
         return None
     arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None

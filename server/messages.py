@@ -342,7 +342,7 @@ def _block(part: Part) -> tuple[str, dict[str, Any]]:
 def _whole_input(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; those that the length has cut are one text in an object."""
     try:
-        value = json.loads(arguments or "{}")
+        value = msgspec.json.decode(arguments or "{}")
     except (ValueError, RecursionError):
         return {PARTIAL_JSON: arguments}
     return value if isinstance(value, dict) else {PARTIAL_JSON: arguments}

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.api import RequestError
 from server.extras import UNKNOWN
 from server.protocol import GenerationFields
@@ -173,7 +175,7 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     """A schema, which may come as text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = msgspec.json.decode(value)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{param}: the schema is not valid JSON ({error})", param) from error
     if not isinstance(value, dict | bool):

@@ -14,6 +14,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.api import RequestError
 from server.bodies import nests_too_deeply
 from server.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
@@ -188,12 +190,12 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
 def _arguments(call: MadeCall) -> dict[str, Any]:
     """A call's arguments, which travel as a string, as the object that templates want.
 
-    Arguments that are no JSON, as those of a call that the length has cut, are one text in it.
+    Arguments that are no JSON, such as those of a call that the length has cut or those with NaN, are one text in it.
     """
     if nests_too_deeply(call.function.arguments):
         raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
     except RecursionError as error:
         raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages") from error
     except ValueError:

@@ -240,6 +240,15 @@ def test_values_that_json_does_not_have_are_refused(http: httpx.Client, fields: 
         assert "not valid JSON" in error_of(send(http, path, fields), 400)["message"]
 
 
+def test_a_schema_in_a_string_is_json(http: httpx.Client) -> None:
+    """vLLM's guided_json may be a text; NaN in it is no JSON."""
+    fields = {"guided_json": '{"enum": [NaN]}'}
+    for path in GOOD:
+        error = error_of(send(http, path, fields), 400)
+        assert error["param"] == "guided_json"
+        assert "not valid JSON" in error["message"]
+
+
 @pytest.mark.parametrize(("number", "param"), [("1e400", "top_p"), ("9" * 5000, "seed")])
 def test_a_number_too_large_for_json_readers_is_refused_by_name(http: httpx.Client, number: str, param: str) -> None:
     """Floats beyond double precision and integers of thousands of digits."""

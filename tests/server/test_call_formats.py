@@ -309,6 +309,13 @@ def test_arguments_without_types_get_those_of_the_schema(schema: dict[str, Any],
         jsonschema.validate(arguments, parameters)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+def test_numbers_that_no_json_has_make_no_call(number: str) -> None:
+    """Clients could not read the arguments. If the name comes first, they have been sent by then."""
+    answer = f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "weather"}}</tool_call>'
+    assert read("hermes", [answer]) == (answer, [])
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [

@@ -96,9 +96,12 @@ def test_ids_of_other_servers_are_taken(tokenizer: Tokenizer, template: str, id_
         assert len(set(ids)) == 2
 
 
-def test_a_cut_call_goes_back_as_it_was_written(tokenizer: Tokenizer, template: str) -> None:
-    prompt = prompt_of(tokenizer, template, called("", [("weather", '{"city": "Par')]))
-    assert said(template, prompt)[1] == [("weather", {"partial_json": '{"city": "Par'})]
+@pytest.mark.parametrize("arguments", ['{"city": "Par', '{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}'])
+def test_arguments_that_are_no_json_go_back_as_they_were_written(
+    tokenizer: Tokenizer, template: str, arguments: str
+) -> None:
+    prompt = prompt_of(tokenizer, template, called("", [("weather", arguments)]))
+    assert said(template, prompt)[1] == [("weather", {"partial_json": arguments})]
 
 
 def test_thoughts_may_stand_beside_calls(tokenizer: Tokenizer, template: str) -> None:
