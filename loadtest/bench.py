@@ -212,7 +212,7 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
     summary: dict[str, Any] = {"first_token_s": statistics.median(s.first_token_s for s in samples)}
     if counted:
         steps = sum(part["num_spec_steps"] for part in counted)
-        emitted = [part["mean_acceptance_length"] * part["num_spec_steps"] for part in counted]
+        emitted = [round(part["mean_acceptance_length"] * part["num_spec_steps"]) for part in counted]
         per_step = ratio_of_sums(emitted, [part["num_spec_steps"] for part in counted])
         summary["mean_acceptance_length"] = per_step.ratio
         summary["mean_acceptance_length_interval"] = [per_step.low, per_step.high]

@@ -362,7 +362,7 @@ def speculation_headers(metrics: Metrics) -> dict[str, str]:
         return {}
     headers = {}
     if counted.mean_acceptance_length is not None:
-        headers["x-polydraft-acceptance-length"] = f"{counted.mean_acceptance_length:.3f}"
+        headers["x-polydraft-acceptance-length"] = f"{counted.mean_acceptance_length:.2f}"
     if counted.speedup is not None:
-        headers["x-polydraft-speedup"] = f"{counted.speedup:.3f}"
+        headers["x-polydraft-speedup"] = f"{counted.speedup:.2f}"
     return headers

@@ -30,6 +30,10 @@ from server.settings import Serve
 log = logging.getLogger("polydraft")
 
 _PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
+_OPERATION_PATHS = frozenset(
+    ("/", "/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state")
+)
+"""Routes that probes, scrapers and the live page call again and again: at debug in the log."""
 _MAX_REQUEST_ID = 128
 # Names of clients go to the engine: nobody who sees one there can try out which key or address it is of.
 _SECRET = os.urandom(16)
@@ -76,9 +80,10 @@ class RequestEnvelope:
                 if status >= 400 and scope["method"] == "POST":
                     self._metrics.error(status, scope["state"].get("rejection"))
                 if self._log_requests and not call.is_generation:
-                    total_ms = 1000 * (time.perf_counter() - started)
+                    total_ms = round(1000 * (time.perf_counter() - started), 2)
                     told = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
-                    log.info("%s", scope["method"], extra=told)
+                    is_probe = _route_path(scope) in _OPERATION_PATHS
+                    log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=told)
             try:
                 async with asyncio.timeout(self._send_timeout_s):
                     await send(message)

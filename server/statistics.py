@@ -11,6 +11,13 @@ import msgspec
 from engine.api import MODEL, Outcome, StepStats
 from server.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
+_OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
+"""Decimals that figures of an answer keep: further ones are noise of the clock and of a few steps."""
+
+
+def _rounded(value: float | None, decimals: int) -> float | None:
+    return None if value is None else round(value, decimals)
+
 
 def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
     """A step's outcome as far as it belongs to the answer, which takes its first `num_kept` tokens.
@@ -123,18 +130,18 @@ class SpeculationCount:
                 self.num_accepted - sum(one.num_accepted_tokens for one in drafters.values()),
             )
         return SpeculativeDecoding(
-            mean_acceptance_length=self.acceptance_length,
-            draft_acceptance_rate=self.num_accepted / self.num_nodes if self.num_nodes else None,
+            mean_acceptance_length=_rounded(self.acceptance_length, _OF_RATIOS),
+            draft_acceptance_rate=_rounded(self.num_accepted / self.num_nodes if self.num_nodes else None, _OF_SHARES),
             acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
             num_spec_steps=self.num_steps,
             num_accepted_draft_tokens=self.num_accepted,
             num_draft_tokens=self.num_nodes,
             num_spec_tokens=self.num_spec_tokens,
-            speedup=self.speedup,
-            draft_time_share=self.draft_s / self.wall_s if self.wall_s else None,
+            speedup=_rounded(self.speedup, _OF_RATIOS),
+            draft_time_share=_rounded(self.draft_s / self.wall_s if self.wall_s else None, _OF_SHARES),
             rule=self.rule,
-            optimal_acceptance_gap=sum(self.gaps) / len(self.gaps) if self.gaps else None,
-            bias_bound=self.bias,
+            optimal_acceptance_gap=_rounded(sum(self.gaps) / len(self.gaps) if self.gaps else None, _OF_SHARES),
+            bias_bound=float(f"{self.bias:.3g}"),
             drafters=drafters,
         )
 
@@ -187,10 +194,10 @@ class Clock:
         decode_s = None if first is None or last is None else last - first
         gaps = self.num_tokens - 1
         return Metrics(
-            time_to_first_token_ms=None if first is None else 1000 * (first - self.started),
-            generation_time_ms=1000 * (end - self.started),
-            queue_time_ms=None if self.queue_s is None else 1000 * self.queue_s,
-            mean_itl_ms=1000 * decode_s / gaps if decode_s is not None and gaps > 0 else None,
-            tokens_per_second=self.num_tokens / (end - self.started) if end > self.started else None,
+            time_to_first_token_ms=_rounded(None if first is None else 1000 * (first - self.started), _OF_MS),
+            generation_time_ms=round(1000 * (end - self.started), _OF_MS),
+            queue_time_ms=_rounded(None if self.queue_s is None else 1000 * self.queue_s, _OF_MS),
+            mean_itl_ms=_rounded(1000 * decode_s / gaps if decode_s is not None and gaps > 0 else None, _OF_MS),
+            tokens_per_second=_rounded(self.num_tokens / (end - self.started) if end > self.started else None, 1),
             speculative_decoding=speculation,
         )

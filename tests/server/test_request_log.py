@@ -93,6 +93,16 @@ def test_what_never_ran_has_a_line_of_its_own(json_daemon: Daemon, client: httpx
     assert (line["message"], line["status"]) == ("POST", 400)
 
 
+def test_probes_have_no_lines(json_daemon: Daemon, client: httpx.Client) -> None:
+    """Operation routes are at debug, also with a wrong method; calls of the model's routes are not."""
+    for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state", "/"):
+        client.get(path, headers={"x-request-id": "probe"})
+        client.post(path, headers={"x-request-id": "probe"})
+    client.get("/v1/models", headers={"x-request-id": "asked"})
+    assert [line["path"] for line in lines_of(json_daemon, "asked")] == ["/v1/models"]
+    assert "probe" not in json_daemon.log
+
+
 def test_no_line_holds_text(json_daemon: Daemon, client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json=CALL, headers={"x-request-id": "quiet"}).json()
     lines_of(json_daemon, "quiet")

@@ -83,7 +83,7 @@ def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) ->
     weighted = sum(length * count for length, count in enumerate(report.acceptance_histogram))
     assert weighted == report.num_accepted_draft_tokens == sum(min(accepted, kept) for accepted, kept in drafted)
     assert report.num_draft_tokens == len(drafted) * LENGTH * CHAINS
-    assert report.mean_acceptance_length == pytest.approx(sum(kept for _, kept in drafted) / len(drafted))
+    assert report.mean_acceptance_length == round(sum(kept for _, kept in drafted) / len(drafted), 2)
     assert report.drafters["model"].num_drafts == len(drafted) * CHAINS
     assert report.speedup is None
 
