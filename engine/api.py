@@ -39,7 +39,7 @@ from engine.errors import (
     PolydraftError,
     RequestError,
 )
-from engine.files import check_source, model_file, read_object
+from engine.files import check_source, file_fault, model_file, read_object
 from engine.logs import log_fields, set_up_log
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
@@ -257,6 +257,7 @@ __all__ = [
     "decode_to_engine",
     "default_speculation",
     "encode",
+    "file_fault",
     "log_fields",
     "model_file",
     "read_logprobs",

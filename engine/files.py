@@ -16,8 +16,22 @@ log = logging.getLogger("polydraft")
 
 _PROBE_S, _PATIENCE_S = 5.0, 8.0
 """How long the hub may take to answer; and all of it, looking up its address too, which has no limit of its own."""
+_GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
 _RIGHT_FOLDER = "name a folder with config.json and safetensors"
+NO_GGUF = (
+    "GGUF files are for llama.cpp and not served; name the same model in transformers format, a folder or a hub "
+    "repository with config.json and safetensors"
+)
+_FILES_READ = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Files of a folder besides its weights. A pointer in the place of one may change answers without an error."""
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
@@ -31,10 +45,9 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
         _check_folder(Path(name), file, is_model)
         return
     if Path(name).is_file():
-        kind = "a GGUF file, which is not served" if name.endswith(".gguf") else "a file"
-        raise ConfigError(f"{name}: {kind}; {_RIGHT_FOLDER}")
+        raise ConfigError(f"{name}: {file_fault(Path(name)) or f'a file; {_RIGHT_FOLDER}'}")
     if _is_path(name):
-        raise ConfigError(f"{name}: no such model folder; {_RIGHT_FOLDER}")
+        raise ConfigError(f"{name}: no such model folder; {NO_GGUF if _names_gguf(name) else _RIGHT_FOLDER}")
     import huggingface_hub as hub
 
     files = (file,) if is_model else (file, "config.json")
@@ -65,19 +78,18 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
 
 def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
     """Raise ConfigError for a folder without a usable file; the message names the likely reason."""
-    path = folder / file
-    if path.is_file() or path.is_symlink():
+    there = [path for path in map(folder.joinpath, _FILES_READ) if path.is_file() or path.is_symlink()]
+    for path in there:
         if fault := file_fault(path):
             raise ConfigError(f"{path}: {fault}")
-        return
-    if not must_exist:
+    if folder / file in there or not must_exist:
         return
     # A download may have put the model one folder deeper; the hub's cache has it two folders deeper.
     inner = sorted(found.parent for pattern in ("*", "snapshots/*") for found in folder.glob(f"{pattern}/{file}"))
     if inner:
         raise ConfigError(f"{folder}: this folder has no {file}; did you mean {inner[-1]}?")
     if any(folder.glob("*.gguf")):
-        raise ConfigError(f"{folder}: this folder has no {file} but GGUF files, which are not served; {_RIGHT_FOLDER}")
+        raise ConfigError(f"{folder}: this folder has GGUF files and no {file}; {NO_GGUF}")
     raise ConfigError(f"{folder}: this folder has no {file}; {_RIGHT_FOLDER}")
 
 
@@ -93,7 +105,9 @@ def file_fault(path: Path) -> str:
     if not begin:
         return "the file is empty; download it again"
     if begin.startswith(_LFS):
-        return "this is a git-lfs pointer, not the file itself; run: git lfs pull"
+        return "this is a git-lfs pointer, not the file itself; run in its folder: git lfs pull"
+    if begin.startswith(_GGUF):
+        return f"this is a GGUF file; {NO_GGUF}"
     if begin.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "this is a web page (HTML), not the file itself; download it again"
     return ""
@@ -107,6 +121,10 @@ def read_object(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
+
+
+def _names_gguf(name: str) -> bool:
+    return "gguf" in name.lower()
 
 
 def _is_path(name: str) -> bool:
@@ -151,7 +169,8 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
     if isinstance(answer, errors.EntryNotFoundError):
         if not is_model:
             return None  # there are other formats
-        raise ConfigError(f"{name}: {where} has it without {file}; choose a model in transformers format")
+        way_out = NO_GGUF if _names_gguf(name) else "choose a model in transformers format"
+        raise ConfigError(f"{name}: {where} has it without {file}; {way_out}")
     return first_line(answer) if isinstance(answer, Exception) else None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import LoadError
-from engine.files import file_fault, read_object
+from engine.files import NO_GGUF, file_fault, read_object
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
@@ -22,7 +22,7 @@ def check_weight_files(folder: Path) -> None:
     """Raise LoadError for weights that are missing or incomplete, ConfigError for an index that cannot be read."""
     found = next((folder / name for name in (*_WHOLE, *_INDEXES) if _is_there(folder / name)), None)
     if found is None:
-        raise LoadError(f"{folder}: {_without_weights(folder)}; download the model again")
+        raise LoadError(f"{folder}: {_without_weights(folder)}")
     files = [found]
     if found.name in _INDEXES:
         shards = read_object(found).get("weight_map")
@@ -49,9 +49,14 @@ def _is_there(path: Path) -> bool:
 def _without_weights(folder: Path) -> str:
     others = sorted(path.name for kind in ("*.safetensors", "*.bin", "*.gguf") for path in folder.glob(kind))
     if not others:
-        return f"this folder has no weights ({', '.join(_WHOLE)})"
-    some = ", ".join(others[:3])
-    return f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}"
+        return f"this folder has no weights ({', '.join(_WHOLE)}); download the model again"
+    some = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+    if all(name.endswith(".gguf") for name in others):
+        return f"this folder's weights are {some}; {NO_GGUF}"
+    return (
+        f"this folder has no weights that transformers finds ({', '.join((*_WHOLE, *_INDEXES))}), only {some}; "
+        "download the model again"
+    )
 
 
 def _size_fault(file: Path) -> str:

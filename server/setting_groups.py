@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from engine.api import Device, Dtype, Prepack
+from engine.api import Device, Dtype, Prepack, file_fault
 from server.call_formats import CallFormat
 
 RARE: dict[str, Any] = {"rare": True}
@@ -54,6 +54,8 @@ def _automatic(value: Any) -> Any:
 def _readable(value: str) -> str:
     if not Path(value).is_file():
         raise ValueError("no such file")
+    if fault := file_fault(Path(value)):
+        raise ValueError(fault)
     return value
 
 

@@ -46,14 +46,16 @@ def into(folder: Path, deeper: str) -> None:
 
 SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pointer": (lambda at: (at / "config.json").write_text(POINTER), "config.json: this is a git-lfs pointer, not "
-                "the file itself; run: git lfs pull"),
+                "the file itself; run in its folder: git lfs pull"),
+    "other pointer": (lambda at: (at / "chat_template.jinja").write_text(POINTER), "jinja: this is a git-lfs pointer"),
     "page": (lambda at: (at / "config.json").write_text(PAGE), "config.json: this is a web page"),
     "empty": (lambda at: (at / "config.json").write_text(""), "config.json: the file is empty"),
     "link": (lambda at: (without_config(at) / "config.json").symlink_to("../blobs/gone"), "config.json: a link to "
              "../blobs/gone, which is gone"),
     "deeper": (lambda at: into(at, "inner"), "did you mean"),
     "hub cache": (lambda at: into(at, "snapshots/5f0b"), "snapshots/5f0b?"),
-    "gguf": (lambda at: (without_config(at) / "x.gguf").write_bytes(b"GGUF"), "has no config.json but GGUF files"),
+    "gguf": (lambda at: (without_config(at) / "x.gguf").write_bytes(b"GGUF"), "has GGUF files and no config.json; "
+             "GGUF files are for llama.cpp and not served; name the same model in transformers format"),
     "nothing": (without_config, "this folder has no config.json; name a folder with"),
 }  # fmt: skip
 
@@ -69,11 +71,19 @@ def test_a_folder_that_is_no_model_is_explained(fault: str, model: Path) -> None
     assert str(model) in str(refusal.value)
 
 
-@pytest.mark.parametrize(("name", "words"), [("m.gguf", "a GGUF file, which is not served"), ("m.bin", "a file; name")])
-def test_a_file_is_no_folder(name: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"GGUF")
+@pytest.mark.parametrize(
+    ("begin", "words"), [("GGUF", "this is a GGUF file; .* name the same model in"), ("PK", "a file; name")]
+)
+def test_a_file_is_no_folder(begin: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_text(begin)
     with pytest.raises(ConfigError, match=words):
-        check_source(str(tmp_path / name))
+        check_source(str(tmp_path / "m.bin"))
+
+
+@pytest.mark.parametrize("name", ["./some-model-GGUF", "owner/some-model-gguf:Q4_K_M"])
+def test_a_name_of_gguf_files_is_explained(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such model folder; GGUF files are for llama"):
+        check_source(name)
 
 
 def test_a_tokenizer_that_was_not_fetched_is_named(model: Path) -> None:
@@ -106,6 +116,9 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda at: removed(at, "model.safetensors.index.json"), "no weights that transformers finds"),
     "other files": (lambda at: (removed(at, *SHARDS, "model.safetensors.index.json"),
                                 (at / "training_args.bin").write_bytes(b"x")), "only training_args.bin"),
+    "gguf": (lambda at: (removed(at, *SHARDS, "model.safetensors.index.json"), (at / "m-q4.gguf").write_bytes(b"GGUF")),
+             "this folder's weights are m-q4.gguf; GGUF files are for llama.cpp"),
+    "renamed gguf": (lambda at: (at / SHARDS[0]).write_bytes(b"GGUF"), f"{SHARDS[0]}: this is a GGUF file"),
     "shard": (lambda at: removed(at, SHARDS[1]), f"1 of the 2 files that model.safetensors.index.json names are "
               f"missing ({SHARDS[1]}); download the model again"),
     "pointer": (lambda at: (at / SHARDS[0]).write_text(POINTER), f"{SHARDS[0]}: this is a git-lfs pointer"),
