@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from engine.execution.loading import FITTING_MODEL_TYPES
+from server import foreign_flags
 from server.answers import Metrics, SpeculativeDecoding
+from server.flags import parse_flags
 from server.protocol import ChatRequest, CompletionRequest, SpeculationFields
 from server.responses import ResponsesRequest
+from server.settings import Serve
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -106,3 +110,50 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_pages_are_short() -> None:
     lengths = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
     assert {name for name, words in lengths.items() if words > 1500} == {"log.md"}, "only the log may be long"
+
+
+def cells_of(page: str, head: str) -> list[list[str]]:
+    """Return the cells of the table that begins with `head`."""
+    rows = page[page.index(head) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def flags_in(text: str) -> list[str]:
+    """Return the names of the flags in a text, as settings are spelt."""
+    return [flag.lstrip("-").replace("-", "_") for flag in re.findall(r"`(--?[a-z-]+)`", text)]
+
+
+def test_flags_of_other_servers_are_what_the_page_says() -> None:
+    page = (DOCS / "coming-from.md").read_text()
+    for here, *elsewhere in cells_of(page, "| here | vLLM"):
+        ours = {name.removeprefix("no_") for name in flags_in(here)} or {"model"}
+        for flag in flags_in(" ".join(elsewhere)):
+            name = foreign_flags.OPPOSITE.get(flag, foreign_flags.SAME.get(flag, flag)).removeprefix("no_")
+            assert name in ours | {"speculative_config"}, flag
+            assert name in Serve.model_fields or name == "speculative_config", flag
+    ignored = page[page.index("**Without effect**") : page.index("**Refused**")]
+    refused = " ".join(cells[0] for cells in cells_of(page, "| flag | instead"))
+    for text, is_refused in ((ignored, False), (refused, True)):
+        for flag in set(flags_in(text)) - {"speculative_config"}:
+            assert foreign_flags.FOREIGN[flag].is_refused == is_refused, flag
+
+
+def test_commands_for_other_servers_mean_the_same_here() -> None:
+    page = (DOCS / "coming-from.md").read_text()
+    block = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
+    ours = re.search(r"the same daemon as `polydraft serve ([^`]*)`", page)
+    assert block is not None
+    assert ours is not None
+    wanted = parse_flags(ours[1].split())
+    commands = [shlex.split(line) for line in block[1].splitlines()]
+    assert len(commands) == 3
+    assert all(parse_flags(command[2:]) == wanted for command in commands)
+
+
+def test_fields_for_other_servers_exist() -> None:
+    page = (DOCS / "coming-from.md").read_text()
+    same = page[page.index("## Request fields") : page.index("For other names:")]
+    sent = " ".join(cells[1] for cells in cells_of(page, "| elsewhere | send"))
+    names = {*re.findall(r"`(\w+)`", same), *re.findall(r"`(\w+)`", sent)} - {"regex", "json", "grammar"}
+    assert names <= set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
+    assert len(names) > 20

@@ -85,7 +85,7 @@ EXAMPLES = {
     "streaming_metrics": "tokens per step",
     "predicted_output": "the same text: True",
     "structured_output": "a table for ",
-    "langchain_chat": " tokens\n",
+    "langchain_chat": "\nBooking {",
 }
 
 
@@ -99,6 +99,11 @@ def test_an_example_runs(
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert EXAMPLES[name] in capsys.readouterr().out
+
+
+def test_the_page_of_langchain_has_the_program() -> None:
+    program = (ROOT / "examples/langchain_chat.py").read_text().partition('"""\n\n')[2]
+    assert f"```python\n{program}```" in (ROOT / "docs/langchain.md").read_text()
 
 
 def test_every_example_is_listed_and_tested() -> None:
