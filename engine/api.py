@@ -32,6 +32,7 @@ from engine.config import (
 from engine.config_check import check_settings
 from engine.errors import (
     SERVER_FAULTS,
+    TEMPLATE_FAILED,
     ConfigError,
     DeadlineExceeded,
     EngineBusy,
@@ -214,6 +215,7 @@ __all__ = [
     "PHASES",
     "PREDICTION",
     "SERVER_FAULTS",
+    "TEMPLATE_FAILED",
     "Abort",
     "Accepted",
     "CacheConfig",

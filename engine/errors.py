@@ -25,7 +25,9 @@ NOTHING_LEFT = "no_token_left"
 GRAMMAR_UNAVAILABLE = "grammar_unavailable"
 """Error code of structured output that this machine cannot serve: its process was killed, cannot start or gets no time,
 or the model has no tokenizer.json."""
-SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, GRAMMAR_UNAVAILABLE})
+TEMPLATE_FAILED = "chat_template_failed"
+"""Error code of a conversation on which the chat template makes a mistake: the operator's to correct."""
+SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, GRAMMAR_UNAVAILABLE, TEMPLATE_FAILED})
 """Error codes of requests that no client can correct."""
 
 

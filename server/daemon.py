@@ -204,7 +204,7 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
     waiting = Waiting(settings.max_connections or raise_file_limit(), settings.receive_timeout)
-    for name in ("uvicorn.error", "polydraft.connections"):
+    for name in ("uvicorn.error", "polydraft.connections", "polydraft.rendering"):
         logging.getLogger(name).addFilter(Seldom())
     config = uvicorn.Config(
         build_app(server),

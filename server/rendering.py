@@ -13,12 +13,18 @@ import copy
 import hashlib
 import itertools
 import json
+import logging
 import re
 import string
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from engine.api import RequestError
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from engine.api import TEMPLATE_FAILED, RequestError
+
+log = logging.getLogger("polydraft.rendering")
 
 Messages = list[dict[str, Any]]
 Objects = Sequence[dict[str, Any]]
@@ -32,7 +38,8 @@ _LETTERS = string.ascii_letters + string.digits
 def render_conversation(
     render: Render, messages: Objects, tools: Objects, documents: Objects, marks: Sequence[str]
 ) -> str:
-    """The prompt of a conversation; raises RequestError for what the template refuses or does not show.
+    """The prompt of a conversation; raises RequestError for what the template refuses or does not show, with the code
+    TEMPLATE_FAILED for a mistake in the template.
 
     marks: text that the model's calls may begin with, for text that stands before them.
     """
@@ -53,16 +60,33 @@ def render_conversation(
 
 def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents: Objects) -> tuple[Messages, str]:
     """The messages in the first form that the template takes, and the prompt."""
-    refused: Exception | None = None
+    errors: list[Exception] = []
     for form in forms:
         try:
             text = render(form, tools, documents)
             text.encode()
         except Exception as error:  # templates raise errors of jinja2's and of any other kind
-            refused = refused or error
+            errors.append(error)
         else:
             return form, text
-    raise RequestError(f"the chat template refuses these messages: {refused}", "messages") from refused
+    refused = next((one for one in errors if _failed_line(one) is None), None)
+    if refused is not None:
+        raise RequestError(f"the chat template refuses these messages: {refused}", "messages") from refused
+    # Its message may quote the conversation.
+    fault = f"{type(errors[0]).__name__} on line {_failed_line(errors[0])}"
+    log.warning("the chat template fails (%s); correct it, or choose another by --chat-template", fault)
+    told = f"the chat template of this model fails ({fault}); the operator has to correct it"
+    raise RequestError(told, "messages", TEMPLATE_FAILED) from errors[0]
+
+
+def _failed_line(error: Exception) -> int | None:
+    """Line of a mistake in the template; None for an error that it raises on purpose, or that does not come from it."""
+    if type(error) is TemplateError:
+        return None
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.walk_tb(error.__traceback__)
+    return next((line for frame, line in [*frames][::-1] if frame.f_code.co_filename == "<template>"), None)
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers.decoders import DecodeStream
 
-from engine.api import ConfigError, RequestError, check_source
+from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
 from server.lanes import Lanes
 from server.rendering import render_conversation
 from server.text_bounds import byte_characters, longest_token
@@ -168,7 +168,16 @@ class Tokenizer:
                 )
             )
 
-        return render_conversation(render, messages, tools, documents, call_marks)
+        try:
+            return render_conversation(render, messages, tools, documents, call_marks)
+        except RequestError as error:
+            if error.code != TEMPLATE_FAILED or not variables:
+                raise
+            self.render_chat(
+                messages, add_generation_prompt, continue_final_message, None, tools, documents, call_marks
+            )
+            told = "chat_template_kwargs: the chat template fails with these values, and not without them"
+            raise RequestError(told, "chat_template_kwargs") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens."""

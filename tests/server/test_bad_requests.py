@@ -240,6 +240,33 @@ def test_values_that_json_does_not_have_are_refused(http: httpx.Client, fields: 
         assert "not valid JSON" in error_of(send(http, path, fields), 400)["message"]
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_ends_of_openai_s_bounds_are_taken(http: httpx.Client, end: int) -> None:
+    """The least and the largest value of each field; an answer of 0 tokens is empty and ended by its length."""
+    bounds = {
+        "temperature": (0, 2),
+        "top_p": (0, 1),
+        "frequency_penalty": (-2, 2),
+        "presence_penalty": (-2, 2),
+        "logit_bias": ({"5": -100}, {"5": 100}),
+        "seed": (-(2**63), 2**63 - 1),
+        "max_tokens": (0, 1),
+        "n": (1, 128),
+    }
+    fields: dict[str, Any] = {name: ends[end] for name, ends in bounds.items()}
+    for path in GOOD:
+        logprobs = {"logprobs": True, "top_logprobs": 20 * end} if path == CHAT else {"logprobs": 5 * end}
+        answer = send(http, path, {**fields, **logprobs})
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"]) == fields["n"]
+        assert {one["finish_reason"] for one in answer.json()["choices"]} == {"length"}
+        assert answer.json()["usage"]["completion_tokens"] == end * fields["n"]
+    if not end:
+        answer = send(http, CHAT, {"max_completion_tokens": 0})
+        message = answer.json()["choices"][0]["message"]
+        assert (answer.status_code, message["content"]) == (200, "")
+
+
 def test_a_schema_in_a_string_is_json(http: httpx.Client) -> None:
     """vLLM's guided_json may be a text; NaN in it is no JSON."""
     fields = {"guided_json": '{"enum": [NaN]}'}

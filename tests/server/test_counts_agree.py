@@ -105,6 +105,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "one token": {"max_tokens": 1},
     "end token": {"logit_bias": {str(EOS): 7}, "n": 2},
     "stop token": {"stop_token_ids": list(range(100, 2000, 3))},
+    "no answer": {"max_tokens": 0, "echo": True, "n": 2},
     "copied drafts": {**LOOKUP, "stop": ["o", "wo"], "speculation": {"drafters": ["model", "prompt_lookup"]}},
     "copied drafts alone": {**LOOKUP, "max_tokens": 11, "speculation": {"drafters": ["prompt_lookup"]}},
 }
@@ -115,6 +116,27 @@ def test_the_counters_are_the_sums_of_the_answers(http: httpx.Client, cut: str) 
     before = scraped(http)
     answers = cut_inside_runs(http, **CUTS[cut])
     check(http, before, answers)
+
+
+def test_counts_end_with_the_call(http: httpx.Client) -> None:
+    """One call is asked for: tokens that a step has accepted after its end count nowhere."""
+    day = {"day": {"enum": ["Monday", "Tuesday"]}}
+    parameters = {"type": "object", "properties": day, "required": ["day"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "plan", "parameters": parameters}}
+    call = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Which day?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "n": 8,
+        "seed": 1,
+        "speculation": {"num_drafts": 3, "draft_length": 5},
+    }
+    before = scraped(http)
+    answer = http.post("/v1/chat/completions", json=call).raise_for_status().json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["tool_calls"] * 8
+    check(http, before, [answer])
 
 
 def test_cuts_come_inside_accepted_runs(http: httpx.Client) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from tests.grid import grid
 from tests.server.daemon_process import MODEL, ROOT, Daemon, Daemons, wait_until
 from tests.server.event_stream import open_stream
+from tests.server.test_counts_agree import check, scraped
 
 CALL: dict[str, Any] = {"model": MODEL, "prompt": list(range(5, 45)), "max_tokens": 400, "ignore_eos": True}
 FEW_BLOCKS = "--no-calibrate --max-model-len 512 --num-gpu-blocks-override 56 --max-num-seqs 8".split()
@@ -157,10 +159,23 @@ def test_blocks_that_run_out_are_shared_in_turns(crowded: Daemon) -> None:
     joined(threads)
     assert Counter(ends) == {"whole": 8}
     with daemon.client() as client:
-        (preempted,) = [
-            x for x in client.get("/metrics").text.splitlines() if x.startswith("polydraft_num_preemptions")
-        ]
-        assert float(preempted.split()[-1]) > 0
+        assert num_preemptions(client) > 0
+
+
+def num_preemptions(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    (preempted,) = [line for line in lines if line.startswith("polydraft_num_preemptions")]
+    return float(preempted.split()[-1])
+
+
+def test_counts_agree_if_requests_are_computed_again(crowded: Daemon) -> None:
+    """Tokens, drafts and prompts of preempted requests count once, in the metrics as in the answers."""
+    with crowded.client() as client, ThreadPoolExecutor(4) as pool:
+        before, preempted = scraped(client), num_preemptions(client)
+        calls = [{**CALL, "max_tokens": 300, "ignore_eos": True, "seed": seed} for seed in range(4)]
+        answers = list(pool.map(lambda call: client.post("/v1/completions", json=call).json(), calls))
+        assert num_preemptions(client) > preempted
+        check(client, before, answers)
 
 
 def test_a_disk_without_room_costs_only_the_profile(crowded: Daemon) -> None:

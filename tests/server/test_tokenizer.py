@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.api import ConfigError, RequestError
+from server.errors import to_api_error
 from server.generation_defaults import generation_defaults
 from server.tokenizer import GenerationDefaults, Tokenizer
 from tests.server.tiny_models import BOS, EOS, TOKENIZER
@@ -30,6 +32,47 @@ def tokenizer() -> Iterator[Tokenizer]:
     tokenizer = Tokenizer(str(TOKENIZER))
     yield tokenizer
     tokenizer.close()
+
+
+QUESTION = [{"role": "user", "content": "a secret"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ 'a' }}\n{{ messages[0].content + 1 }}", "TypeError on line 2"),
+        ("{% if messages %}{{ messages | nothing_like_it }}{% endif %}", "TemplateRuntimeError on line 1"),
+        ("\n\n{{ messages[0].absent.more }}", "UndefinedError on line 3"),
+        ("{{ [].index(messages[0].content) }}", "ValueError on line 1"),
+        ("{{ messages.append.__globals__ }}{{ messages.append.__globals__.x }}", "SecurityError on line 1"),
+    ],
+)
+def test_a_mistake_in_a_template_is_the_operator_s(
+    template: str, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500, and a line in the log that names the place and nothing of the conversation."""
+    monkeypatch.setattr(logging.getLogger("polydraft"), "propagate", True)
+    with pytest.raises(RequestError, match=fault) as failed:
+        Tokenizer(str(TOKENIZER), template).render_chat(QUESTION)
+    answer = to_api_error(failed.value)
+    assert (answer.status, answer.body.code) == (500, "chat_template_failed")
+    assert f"the chat template fails ({fault})" in caplog.text
+    assert "a secret" not in caplog.text + answer.body.message
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "param"),
+    [
+        ("{{ raise_exception('not these') }}", {}, "messages"),
+        ("{{ raise_exception('not these') }}{{ 1 + 'a' }}", {"x": 1}, "messages"),
+        ("{{ messages[0].content }}{% if x is defined %}{{ x + 1 }}{% endif %}", {"x": "a"}, "chat_template_kwargs"),
+    ],
+)
+def test_what_a_template_refuses_is_the_client_s(template: str, variables: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Tokenizer(str(TOKENIZER), template).render_chat(QUESTION, variables=variables)
+    answer = to_api_error(refused.value)
+    assert (answer.status, answer.body.param) == (400, param)
 
 
 @settings(deadline=None)
