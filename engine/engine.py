@@ -27,6 +27,7 @@ from engine.reporting import observe_gap, split_prompts
 from engine.request import Request
 from engine.sampling.edits import MASKED, has_dead_end
 from engine.sampling.following import FollowedGrammar, Following, GrammarSource
+from engine.sampling.thinking import FollowedThoughts
 from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry import Telemetry
@@ -67,7 +68,8 @@ class Engine:
         self.scheduler = scheduler
         self.facts = facts
         self.limits = limits
-        self.following = Following(grammars, _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs)
+        num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
+        self.following = Following(grammars, num_followed, self._after_thoughts)
         self.telemetry = Telemetry(scheduler, target.device)
         self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
         """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
@@ -142,7 +144,8 @@ class Engine:
             if request.sampling.grammar:
                 self.following.add(request)
             else:
-                self._queue(request, None)
+                thinking = request.sampling.thinking
+                self._queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
         """Queue the requests whose grammars have become ready; (their ids, those whose grammars cannot be followed)."""
@@ -150,6 +153,11 @@ class Engine:
         for request, grammar in ready:
             self._queue(request, grammar)
         return [request.request_id for request, _ in ready], failed
+
+    def _after_thoughts(self, request: Request, grammar: FollowedGrammar) -> FollowedGrammar:
+        """A grammar that holds after the request's thoughts, if these are followed."""
+        thinking = request.sampling.thinking
+        return grammar if thinking is None else FollowedThoughts(thinking, self.facts, grammar)
 
     def _queue(self, request: Request, grammar: FollowedGrammar | None) -> None:
         speculation = request.speculation

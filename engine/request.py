@@ -13,6 +13,17 @@ GRAMMAR = "grammar"
 """Field that errors of grammars name; who made the grammar knows which of its own fields that was."""
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """Thoughts at the beginning of an answer, which one token opens and one closes."""
+
+    opens: int
+    closes: int
+    is_begun: bool
+    """Whether the prompt has opened them; otherwise the answer may, with its first token."""
+    budget: int | None = None
+    """How many tokens they may have; then they are closed."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. The same values make the target law and the draft law."""
 
@@ -38,6 +49,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of tokens that may not be emitted."""
     grammar: str = ""
     """What the answer must follow, as llguidance reads it; empty is anything."""
+    thinking: Thinking | None = None
+    """Thoughts that have a budget, or come before what follows the grammar."""
     seed_stable: bool = False
     """The same seed gives the same answer whatever is drafted (`sampling/stable.py`)."""
     seed: int = 0
@@ -51,7 +64,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before temperature and filters."""
-        return self.has_penalties or bool(self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar)
+        masks = self.allowed_token_ids or self.bad_words or self.grammar or self.thinking
+        return self.has_penalties or bool(self.logit_bias or masks)
 
     @property
     def is_certain(self) -> bool:

@@ -7,7 +7,7 @@ Clients take turns: one that sends many costly grammars delays another client's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
@@ -25,8 +25,9 @@ _SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
 class FollowedGrammar(Grammar, Protocol):
     """A grammar that is followed elsewhere, and may fail."""
 
-    failure: RequestError | None
-    """Why it cannot be followed any further."""
+    @property
+    def failure(self) -> RequestError | None:
+        """Why it cannot be followed any further."""
 
     def is_ready(self) -> bool:
         """Whether masks can be asked for; does not wait. Raises RequestError for one that cannot be followed."""
@@ -94,9 +95,16 @@ class Turns:
 class Following:
     """The grammars of all requests."""
 
-    def __init__(self, source: GrammarSource, most: int) -> None:
-        """most: grammars that are followed at once; further requests wait for one to end, the most urgent first."""
+    def __init__(
+        self,
+        source: GrammarSource,
+        most: int,
+        after_thoughts: Callable[[Request, FollowedGrammar], FollowedGrammar] = lambda _, grammar: grammar,
+    ) -> None:
+        """most: grammars that are followed at once; further requests wait for one to end, the most urgent first;
+        after_thoughts: makes of a request's grammar one that holds after its thoughts."""
         self.source = source
+        self._after_thoughts = after_thoughts
         self._most = most
         self._waiting = Turns()
         self._slow = Turns()
@@ -137,7 +145,7 @@ class Following:
                 refusal = RequestError(f"no grammar can be followed ({error})", GRAMMAR, GRAMMAR_UNAVAILABLE)
                 failed.append((request.request_id, refusal))
             else:
-                self._starting[request.request_id] = request, state
+                self._starting[request.request_id] = request, self._after_thoughts(request, state)
                 if queue is self._slow:
                     self._starting_slow.add(request.request_id)
             queue.take()

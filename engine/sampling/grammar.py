@@ -114,8 +114,8 @@ class GrammarState:
         if len(answer) != self._num_told:
             self._dead_ends.clear()
         more = list(answer[max(0, self._num_told) :])
-        if len(answer) != self._num_told:
-            self._begin_clock()  # a step asks several times about one answer
+        if len(answer) != self._num_told or not answer:
+            self._begin_clock()  # a step asks several times about one answer; many steps, about none after thoughts
         self._num_told = len(answer)
         if self.failure is None:
             self._send(Ask(more, [list(path) for path in paths]))

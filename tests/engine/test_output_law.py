@@ -22,7 +22,7 @@ from scipy.stats import chi2
 from engine.drafters.drafter import DrafterKind
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
-from engine.request import Limits, Request, Sampling, Speculation
+from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification import RULES, ChainVerdict, Rule
@@ -86,6 +86,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 1.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
     "grammar": {"temperature": 1.0, "grammar": "no token twice in a row", "presence_penalty": 0.4},
     "seed-stable": {"temperature": 1.0, "seed_stable": True},
+    "thoughts": {"temperature": 1.0, "thinking": Thinking(opens=3, closes=2, is_begun=True, budget=1)},
+    "thoughts, grammar": {
+        "temperature": 1.0,
+        "grammar": "no token twice in a row",
+        "thinking": Thinking(opens=3, closes=2, is_begun=False, budget=0),
+        "presence_penalty": 0.4,
+    },
     "edited and filtered": {"temperature": 0.8, "top_p": 0.95, "allowed_token_ids": (0, 1, 3), **EDITS},
 }
 
@@ -127,11 +134,22 @@ def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[st
         row[token] -= sampling.get("presence_penalty", 0.0) * (token in answer)
         if sampling.get("allowed_token_ids") and token not in sampling["allowed_token_ids"]:
             row[token] = -torch.inf
-        if "grammar" in sampling and answer[-1:] == (token,):
+        if not may_follow_thoughts(token, answer, sampling):
             row[token] = -torch.inf
         text = (*PROMPT, *answer, token)
         if any(text[-len(word) :] == word for word in sampling.get("bad_words", ())):
             row[token] = -torch.inf
+
+
+def may_follow_thoughts(token: int, answer: tuple[int, ...], sampling: dict[str, Any]) -> bool:
+    """Whether the budget of thoughts allows a token, and behind them the grammar `NoTokenTwice`."""
+    thinking = sampling.get("thinking")
+    if thinking is not None:
+        before, has_begun = (0, True) if thinking.is_begun else (1, answer[:1] == (thinking.opens,))
+        if has_begun and thinking.closes not in answer:
+            return token == thinking.closes or len(answer) - before < thinking.budget
+        answer = answer[answer.index(thinking.closes) + 1 :] if has_begun else answer
+    return "grammar" not in sampling or answer[-1:] != (token,)
 
 
 class NoTokenTwice:
@@ -210,6 +228,8 @@ CASES = [
     *((name, "filtered") for name in FILTERED),
     *((name, "edited") for name in EDITED),
     *((name, "grammar") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
+    *((name, "thoughts") for name in ("off", "token", "block", "bv_race 4", "traversal tree", "spectr_gbv 3")),
+    *((name, "thoughts, grammar") for name in ("off", "token", "bv_race 4", "traversal tree")),
     *((name, "seed-stable") for name in ("off", "token", "bv_race 4", "spectr_gbv 3", "traversal tree")),
     ("bv_race 4", "edited and filtered"),
     ("traversal tree", "edited and filtered"),
