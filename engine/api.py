@@ -42,7 +42,7 @@ from engine.errors import (
 )
 from engine.files import check_source, file_fault, model_file, read_object
 from engine.logs import log_fields, set_up_log
-from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, TokenLogprob
+from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking, TokenLogprob
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
@@ -248,6 +248,7 @@ __all__ = [
     "StepStats",
     "Stop",
     "Submit",
+    "Thinking",
     "ToEngine",
     "TokenLogprob",
     "check_requests",

@@ -22,6 +22,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the prompt has opened them; otherwise the answer may, with its first token."""
     budget: int | None = None
     """How many tokens they may have; then they are closed."""
+    may_end: bool = True
+    """Whether the answer may end in them."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ class Thinking(Closed):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    """Bounds nothing: models have no such knob, and max_tokens bounds thoughts and answer together."""
+    """The most tokens of thoughts; then they are closed."""
     display: Literal["summarized"] | None = None
 
 
@@ -136,6 +136,8 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     fields |= _tool_choice(body.tool_choice)
     fields["reasoning_effort"] = _effort(body)
+    if body.thinking is not None:
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesRequest):
         refuse_drafts(body.speculation)
         if body.output_config is not None and body.output_config.format is not None:

@@ -39,4 +39,9 @@ def _params(body: CountTokensRequest) -> dict[str, str]:
     """Names of chat's fields in Anthropic's words."""
     has_effort = body.output_config is not None and body.output_config.effort is not None
     effort = "output_config.effort" if has_effort else "thinking"
-    return {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": effort}
+    return {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": effort,
+        "thinking_token_budget": "thinking.budget_tokens",
+    }

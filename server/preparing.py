@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from engine.api import Limits, RequestError, check_requests, choice_seed
+from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
 from engine.api import Request as EngineRequest
 from server.call_formats import call_marks
 from server.calls import this_call
@@ -19,7 +19,7 @@ from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
-from server.reasoning import CLOSE, is_open, thinking_variables
+from server.reasoning import CLOSE, thinking_variables
 from server.sampling_fields import (
     check_num_entries,
     max_tokens_of,
@@ -34,12 +34,11 @@ from server.sampling_fields import (
 )
 from server.state import Server
 from server.structured import Structure, structure_of
+from server.thinking import thoughts_of
 from server.tools import ToolUse, plain_text, template_message, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
-_PROMPT_END = 16
-"""Tokens in which a chat template has opened the thinking, if it has."""
 # What `render_chat` passes itself, and what would change the result's type or run other templates.
 _OWN_VARIABLES = frozenset(
     """
@@ -72,11 +71,12 @@ def engine_requests(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
     prediction: tuple[int, ...] = (),
+    thinking: Thinking | None = None,
 ) -> list[EngineRequest]:
     """One engine request per prompt and choice, all checked; raises RequestError."""
     facts = server.client.ready_facts()
     server.client.check_count(len(prompts) * body.n)
-    sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable)
+    sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable, thinking)
     limits_of_speculation = server.client.config.speculation
     speculation = speculation_of(body, limits_of_speculation, facts)
     if body.seed is not None:
@@ -140,9 +140,9 @@ async def prepare(
         most = server.client.ready_facts().max_model_len
         prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
     prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
-    requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction)
+    thoughts, thinking = thoughts_of(server, body, prompts[0], is_bound)
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thinking)
     echo = isinstance(body, CompletionRequest) and body.echo
-    thoughts = thoughts_of(server, body, prompts[0], is_bound)
     # Calls may be marked by special tokens, and so may thoughts.
     has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))
     is_asked = "skip_special_tokens" in body.model_fields_set
@@ -159,18 +159,6 @@ async def prepare(
         bool(body.return_token_ids),
     )
     return Generation(requests, server.tokenizer, options, body.n, structure.param)
-
-
-def thoughts_of(
-    server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool
-) -> Literal["none", "possible", "begun"]:
-    """Whether an answer may hold thoughts, and whether the prompt has opened them. is_bound: the answer follows a
-    grammar from its first token, so a <think> tag in the prompt does not make it begin with a thought."""
-    if not server.thinks or not isinstance(body, ChatRequest):
-        return "none"
-    end = server.tokenizer.decode(prompt[-_PROMPT_END:])
-    is_begun = server.settings.reasoning_parser == "deepseek_r1" or is_open(end)
-    return "begun" if is_begun and not is_bound else "possible"
 
 
 def _most_tokens(server: Server, body: GenerationFields) -> int | None:

@@ -280,6 +280,8 @@ class ChatRequest(GenerationFields):
     """Texts to answer from, where the model's chat template has a place for them."""
     reasoning_effort: Effort | None = None
     """How much to think, where the model's chat template can be told."""
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """The most tokens of thoughts; then they are closed (vLLM's field)."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[Listed[Tool], Field(max_length=128)] | None = None
@@ -310,12 +312,13 @@ class CompletionRequest(GenerationFields):
     add_special_tokens: bool = True
     """Begin a prompt that is text with the tokens that the tokenizer begins texts with."""
 
-    # Known, and not served; the first three are of conversations.
+    # Known, and not served; those of conversations among them.
     chat_template_kwargs: Annotated[Any, Neutral({})] = None
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
     suffix: Annotated[Any, Neutral("")] = None
     reasoning_effort: Annotated[Any, Neutral("none")] = None
+    thinking_token_budget: Annotated[Any, Neutral()] = None
 
 
 class TokenizeRequest(Body):

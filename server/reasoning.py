@@ -107,6 +107,11 @@ def is_open(prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(OPEN)
 
 
+def is_closed(prompt_end: str) -> bool:
+    """Whether a prompt that ends so has closed the thinking, so that the answer has none."""
+    return prompt_end.rstrip().endswith(CLOSE)
+
+
 def thinking_variables(effort: Effort | None, chat_template: str) -> dict[str, Any]:
     """Variables by which chat templates switch thinking on or off; raises RequestError where this one knows none."""
     if effort is None:

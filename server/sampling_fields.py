@@ -20,6 +20,7 @@ from engine.api import (
     Sampling,
     Speculation,
     SpeculationConfig,
+    Thinking,
     default_speculation,
     unknown_rule,
     with_kept_shape,
@@ -60,11 +61,12 @@ def sampling_of(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
     seed_stable: bool = False,
+    thinking: Thinking | None = None,
 ) -> Sampling:
     """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
 
     bad_words: the words of the body as token ids. grammar: what its structured output follows. seed_stable: the
-    server's setting.
+    server's setting. thinking: thoughts that the engine follows.
     """
     repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
     temperature = defaults.temperature if body.temperature is None else body.temperature
@@ -81,6 +83,7 @@ def sampling_of(
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=bad_words,
         grammar=grammar,
+        thinking=thinking,
         seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
     )

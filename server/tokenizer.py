@@ -187,9 +187,14 @@ class Tokenizer:
         """Whether a token is none of the text's, such as one that ends it."""
         return token in self._special
 
+    def token_of(self, text: str) -> int | None:
+        """The token that is a text; None if there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
     def has_special(self, text: str) -> bool:
         """Whether a text is one of the special tokens."""
-        token = self._backend.token_to_id(text)
+        token = self.token_of(text)
         return token is not None and token in self._special
 
     def token_text(self, token: int) -> str:

@@ -48,6 +48,7 @@ SHOWN_BY = {
         "server/test_tokenizer server/test_openai_client server/test_extra_fields"
     ),
     "reasoning_effort reasoning": "server/test_reasoning server/test_messages",
+    "thinking_token_budget": "server/test_thinking_budget",
     "speculation": "server/test_trees_and_bias server/test_return_drafts",
 }
 # Names that mean where a request goes or what it says, not how it is answered.

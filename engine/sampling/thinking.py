@@ -48,13 +48,13 @@ class FollowedThoughts:
     """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
 
     def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: FollowedGrammar | None = None) -> None:
-        """The thoughts of a request. An answer with a grammar cannot end before it has begun to follow that."""
+        """The thoughts of a request, and what it follows after them."""
         self._thinking = thinking
         self._grammar = grammar
         self._only_close = np.zeros(facts.vocab_size, dtype=bool)
         self._only_close[thinking.closes] = True
         self._any: Bools | None = None
-        if grammar is not None:
+        if not thinking.may_end:
             self._any = np.ones(facts.vocab_size, dtype=bool)
             self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
         self._thoughts = Thoughts(thinking, ())

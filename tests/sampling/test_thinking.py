@@ -73,7 +73,7 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
 @pytest.mark.parametrize("has_grammar", [True, False])
 def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
     """Every answer of up to three tokens, and every path of up to two below it, in one call."""
-    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget)
+    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]
     for size in range(4):
         for answer in itertools.product(range(VOCABULARY), repeat=size):

@@ -147,6 +147,17 @@ def test_a_grammar_begins_with_the_answer(client: httpx.Client) -> None:
     assert message["content"].isupper()
 
 
+def test_a_budget_needs_tags_that_are_tokens(client: httpx.Client) -> None:
+    for path, field, value in (
+        ("/v1/chat/completions", "thinking_token_budget", 5),
+        ("/v1/messages", "thinking", {"type": "enabled", "budget_tokens": 5}),
+    ):
+        refused = client.post(path, json=ASKED | {"max_tokens": 9, field: value})
+        assert refused.status_code == 400
+        assert "cannot be ended" in refused.json()["error"]["message"]
+        assert field in refused.json()["error"]["message"]
+
+
 def test_thoughts_go_back_to_the_model(client: httpx.Client) -> None:
     """A template that shows them again gets them under either name; only from the assistant."""
 
@@ -209,10 +220,10 @@ def test_strict_tools_leave_the_thinking_a_thought(client: httpx.Client) -> None
 
 
 def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
-    """If the prompt has begun the thinking; in a stream too."""
+    """If the prompt has begun the thinking; in a stream too. The budget is one that max_tokens keeps."""
     asked: Any = {"model": MODEL, "messages": ASKED["messages"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     with anthropic.Anthropic(base_url=thinking.url, api_key="unused", max_retries=0) as client:
-        assert client.messages.create(**asked, max_tokens=2000).content[0].type == "thinking"
+        assert client.messages.create(**asked, max_tokens=1000).content[0].type == "thinking"
         with client.messages.stream(**asked, max_tokens=9) as stream:
             assert stream.get_final_message().content[0].type == "thinking"
 
