@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +18,6 @@ import zmq.asyncio
 from engine.api import (
     Abort,
     Accepted,
-    ConfigError,
     DeadlineExceeded,
     EngineBusy,
     EngineConfig,
@@ -43,12 +40,11 @@ from engine.api import (
     encode,
     start_process,
 )
+from server.socket_folder import INBOX, OUTBOX, SocketFolder
 
 log = logging.getLogger("polydraft")
 
 StepPart = tuple[Outcome, StepStats]
-_LONGEST_SOCKET = 103
-"""Bytes in the path of a unix socket, on every system."""
 _POLL_S = 0.25
 _TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
 
@@ -104,16 +100,6 @@ class Ticket:
                 yield
         except TimeoutError as error:
             raise DeadlineExceeded(_TOO_LATE) from error
-
-
-def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the two sockets, in /tmp if the usual place has too long a name; raises ConfigError for none."""
-    usual = tempfile.gettempdir()
-    is_short = len(os.fsencode(usual)) <= _LONGEST_SOCKET - len("/polydraft-12345678/outbox")
-    try:
-        return tempfile.TemporaryDirectory(prefix="polydraft-", dir=usual if is_short else "/tmp")
-    except OSError as error:
-        raise ConfigError(f"no folder for the engine's sockets ({error}); set TMPDIR to another") from error
 
 
 class EngineClient:
@@ -184,8 +170,8 @@ class EngineClient:
     def launch(self) -> None:
         """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
         log.info("starting the engine")
-        self._folder = socket_folder()
-        inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in ("inbox", "outbox"))
+        self._folder = SocketFolder()
+        inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in (INBOX, OUTBOX))
         self._context = zmq.Context()
         self._bound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         for socket, address in zip(self._bound, (inbox, outbox), strict=True):
@@ -319,11 +305,11 @@ class EngineClient:
         if isinstance(message, Step):
             self._deliver(message)
         elif isinstance(message, Loading):
+            self._leave_nothing()
             self.loading = message.text
             log.info("engine: %s", message.text)
         elif isinstance(message, Ready):
-            # Both ends are connected: without it, nothing is left behind even if this process is killed.
-            self._folder.cleanup()
+            self._leave_nothing()
             self.on_ready(message.facts)
             self.facts = message.facts
         elif isinstance(message, Accepted):
@@ -333,6 +319,11 @@ class EngineClient:
             self._refuse(message)
         else:
             self.failure = message
+
+    def _leave_nothing(self) -> None:
+        """Remove the folder of the sockets if both are connected, so that a killed process does not leave it."""
+        if self._bound[0].poll(0, zmq.POLLOUT):
+            self._folder.cleanup()
 
     def _deliver(self, step: Step) -> None:
         self.last_stats = step.stats

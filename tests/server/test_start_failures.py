@@ -21,9 +21,9 @@ from engine.kept import read_kept
 from engine.weight_files import _size_fault
 from server.cli import main
 from server.config_file import read_config_file
-from server.engine_client import socket_folder
 from server.generation_defaults import generation_defaults
-from tests.server.daemon_process import Daemon, Daemons
+from server.socket_folder import SocketFolder
+from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": VOCAB_SIZE, "hidden_size": 64}
@@ -248,18 +248,68 @@ def test_sockets_fit_a_path_whatever_the_folder_for_temporary_files(
 ) -> None:
     """One with a long name gives way to /tmp; one that is not there is explained."""
     monkeypatch.setattr(tempfile, "tempdir", "/" + "a" * 90)
-    with socket_folder() as folder:
+    with SocketFolder() as folder:
         assert Path(folder).parent == Path("/tmp")
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(ConfigError, match="TMPDIR"):
-        socket_folder()
+        SocketFolder()
     short = "/tmp/" + "b" * 72
     monkeypatch.setattr(tempfile, "tempdir", short)
     Path(short).mkdir(exist_ok=True)
-    with socket_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+    with SocketFolder() as folder, socket.socket(socket.AF_UNIX) as listener:
         assert Path(folder).parent == Path(short)
         listener.bind(f"{folder}/outbox")
     Path(short).rmdir()
+
+
+def folder_of_another(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has a folder of sockets, and the folder."""
+    script = (
+        "import socket, sys, tempfile; from server.socket_folder import *; tempfile.tempdir = sys.argv[1]\n"
+        "folder = SocketFolder(); socket.socket(socket.AF_UNIX).bind(f'{folder.name}/{INBOX}')\n"
+        "print(folder.name, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(parent)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_folder_that_a_killed_process_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of processes that live, nor anything else of such a name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "polydraft-empty").mkdir()
+    (tmp_path / "polydraft-notes").mkdir()
+    (tmp_path / "polydraft-notes" / "inbox").write_text("mine")
+    (tmp_path / "polydraft-notes" / "more").write_text("mine")
+    killed, left = folder_of_another(tmp_path)
+    with killed:
+        (tmp_path / "polydraft-link").symlink_to(left)
+        killed.kill()
+    assert left.exists()
+    alive, used = folder_of_another(tmp_path)
+    with alive:
+        with SocketFolder():
+            assert used.exists()
+        alive.kill()
+    assert sorted(path.name for path in tmp_path.iterdir() if path != used) == [
+        f"polydraft-{name}" for name in ("empty", "link", "notes")
+    ]
+    assert len(list((tmp_path / "polydraft-notes").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_daemon_that_loads_has_nothing_to_leave_behind(
+    monkeypatch: pytest.MonkeyPatch, daemons: Daemons, pair_arguments: list[str]
+) -> None:
+    """Killed as soon as its engine has said that it loads."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        daemon = daemons.start(*pair_arguments)
+        wait_until(lambda: "engine: " in daemon.log, "the engine says nothing")
+        daemon.process.kill()
+        daemon.process.wait()
+        assert not list(Path(folder).glob("polydraft-*"))
 
 
 def test_a_daemon_that_serves_has_nothing_to_leave_behind(daemon: Daemon) -> None:

@@ -1,0 +1,51 @@
+"""The folder of the sockets between the HTTP process and the engine.
+
+A process that is killed while its model loads leaves it behind; the next one that starts removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from engine.api import ConfigError
+
+INBOX, OUTBOX = "inbox", "outbox"
+_PREFIX = "polydraft-"
+_LONGEST_SOCKET = 103
+"""Bytes in the path of a unix socket, on every system."""
+
+
+class SocketFolder(tempfile.TemporaryDirectory[str]):
+    """A folder that is locked as long as this process lives, in /tmp if the usual place has too long a name."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError if there is no place for a folder."""
+        usual = tempfile.gettempdir()
+        is_short = len(os.fsencode(usual)) <= _LONGEST_SOCKET - len(f"/{_PREFIX}12345678/{OUTBOX}")
+        parent = usual if is_short else "/tmp"
+        try:
+            for folder in Path(parent).glob(f"{_PREFIX}*"):
+                _remove_if_left(folder)
+            super().__init__(prefix=_PREFIX, dir=parent)
+            self._lock = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise ConfigError(f"no folder for the engine's sockets ({error}); set TMPDIR to another") from error
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a folder of sockets whose process has ended; any other is left as it is."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, number)
+        names = os.listdir(number)
+        if os.fstat(number).st_uid != os.geteuid() or not names or not {INBOX, OUTBOX}.issuperset(names):
+            return
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in names:
+            os.unlink(name, dir_fd=number)
+        folder.rmdir()
