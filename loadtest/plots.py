@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loadtest.report import prompts_of, temperature_of
 
-Series = dict[str, list[tuple[float, float]]]
+
+class Point(NamedTuple):
+    """A measurement and its interval as the result reports it; low and high are y if it has none."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+Series = dict[str, list[Point]]
 """Points of each line by its name."""
 
 
@@ -26,9 +36,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.remove()
     for axis, (title, across, up, series) in zip(axes.flat, panels, strict=False):
         for name, points in series.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        ticks = sorted({x for points in series.values() for x, _ in points})
-        highest = max(y for points in series.values() for _, y in points)
+            errors = [[point.y - point.low for point in points], [point.high - point.y for point in points]]
+            xs, ys = [point.x for point in points], [point.y for point in points]
+            axis.errorbar(xs, ys, errors, marker="o", elinewidth=0.8, capsize=2, label=name)
+        ticks = sorted({point.x for points in series.values() for point in points})
+        highest = max(point.high for points in series.values() for point in points)
         axis.set(title=title, xlabel=across, ylabel=up, xscale="log", ylim=(0, 1.08 * highest))
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
@@ -59,10 +71,12 @@ def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
 
 def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
     """Tokens per second of every arm by concurrency."""
-    return {
-        arm: [(cell["concurrency"], cell["arms"][arm]["tokens_per_second"]) for cell in cells]
-        for arm in result["options"]["arms"]
-    }
+    lines: Series = {}
+    for arm in result["options"]["arms"]:
+        for cell in cells:
+            rate = cell["arms"][arm]["tokens_per_second"]
+            lines.setdefault(arm, []).append(Point(cell["concurrency"], rate, rate, rate))
+    return lines
 
 
 def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
@@ -71,7 +85,9 @@ def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
     for arm, shape in result["options"]["arms"].items():
         if "num_drafts" in shape:
             name = f"{shape['rule']}, {shape['draft_length']} tokens a chain"
-            lines.setdefault(name, []).append((shape["num_drafts"], cell["arms"][arm]["mean_acceptance_length"]))
+            length = cell["arms"][arm]["mean_acceptance_length"]
+            low, high = cell["arms"][arm].get("mean_acceptance_length_interval", (length, length))
+            lines.setdefault(name, []).append(Point(shape["num_drafts"], length, low, high))
     lengths = {name.split(", ")[1] for name, points in lines.items() if len(points) > 1}
     return {name: sorted(points) for name, points in lines.items() if name.split(", ")[1] in lengths}
 
@@ -86,5 +102,6 @@ def gain_by_context(result: dict[str, Any]) -> Series:
         for arm, measured in cell["arms"].items():
             if arm != "off":
                 name = f"{arm}, {cell['concurrency']} at once{temperature_of(cell, result)}"
-                lines.setdefault(name, []).append((cell["context"], measured["ratio_to_off"]["ratio"]))
+                found = measured["ratio_to_off"]
+                lines.setdefault(name, []).append(Point(cell["context"], found["ratio"], found["low"], found["high"]))
     return lines

@@ -104,6 +104,8 @@ def _add_selfcheck(check: argparse.ArgumentParser) -> None:
     check.add_argument("--concurrency", type=int, default=64, help="requests at once (default 64)")
 
 
+_LONGEST_AT_A_TERMINAL = 2000
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "laws": lambda options: (analyze_laws(options.file), True),
     "blocks": lambda options: (analyze_blocks(options.file), True),
@@ -125,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, LoadError) as error:
         print(f"polydraft analyze: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    print(json.dumps(result))
+    text = json.dumps(result)
+    if sys.stdout.isatty() and len(text) > _LONGEST_AT_A_TERMINAL:
+        text = f"({len(text)} characters of JSON: redirect the output to see them)"
+    print(text)
     return 0 if passed else 1
 
 

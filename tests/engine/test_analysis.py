@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,19 @@ KEYS = {
     "traversal": "rrswor_swor",
 }
 BLOCKS = GOLDEN["block"]
+
+
+def test_long_json_is_not_printed_at_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for number, is_json in ((1, True), (20, False)):
+        file = tmp_path / "laws.json"
+        file.write_text(json.dumps([{"p": LAWS[0]["p"], "q": LAWS[0]["q"], "n": LAWS[0]["n"]}] * number))
+        assert main(["laws", str(file)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("[") == is_json
+        assert len(printed) < 2100
 
 
 def test_every_golden_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,9 @@ def result() -> dict[str, Any]:
         measured = {
             arm: {
                 "tokens_per_second": 100.0 * concurrency + number,
-                "ratio_to_off": {"ratio": 1 + context / 1024, "low": 0.9, "high": 1.1},
+                "ratio_to_off": {"ratio": 1 + context / 1024, "low": 0.9, "high": 2.1},
                 "mean_acceptance_length": 2 + number / 10,
+                "mean_acceptance_length_interval": [1.5, 3.5],
             }
             for number, arm in enumerate(arms)
         }
@@ -38,13 +39,13 @@ def test_the_panels_are_throughput_tokens_per_pass_and_gain(result: dict[str, An
         *["dialogues", "64 random tokens", "1024 random tokens"] * 2,
         "gain by context",
     ]
-    assert panels[0][3]["bv_race:4x3"] == [(1, 101.0), (4, 401.0)]
+    assert panels[0][3]["bv_race:4x3"] == [(1, 101.0, 101.0, 101.0), (4, 401.0, 401.0, 401.0)]
     # block with chains of five was measured with one number of chains only.
     assert panels[3][3] == {
-        "bv_race, 3 tokens a chain": [(2, 2.2), (4, 2.1)],
-        "block, 3 tokens a chain": [(1, 2.3)],
+        "bv_race, 3 tokens a chain": [(2, 2.2, 1.5, 3.5), (4, 2.1, 1.5, 3.5)],
+        "block, 3 tokens a chain": [(1, 2.3, 1.5, 3.5)],
     }
-    assert panels[-1][3]["block:1x5, 4 at once"] == [(64, 1.0625), (1024, 2.0)]
+    assert panels[-1][3]["block:1x5, 4 at once"] == [(64, 1.0625, 0.9, 2.1), (1024, 2.0, 0.9, 2.1)]
 
 
 def test_temperatures_have_lines_of_their_own(result: dict[str, Any]) -> None:
