@@ -14,10 +14,16 @@ from server import (
     pages_route,
     responses_route,
 )
+from server.messages import MessagesRequest
 from server.middleware import RequestEnvelope
 from server.openapi import Application
+from server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.responses import ResponsesRequest
 from server.state import Server
 from server.version import VERSION
+
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
+"""Bodies of all routes."""
 
 
 def build_app(server: Server) -> FastAPI:
@@ -46,7 +52,7 @@ def build_app(server: Server) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.allows_unknown_fields = settings.allow_unknown_fields
+    app.allows_unknown_fields = not settings.strict_fields
     errors.install(app)
     app.include_router(generate_routes.build_router(server))
     app.include_router(responses_route.build_router(server))

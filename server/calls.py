@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Call:
     """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
     is_generation: bool = False
     """Whether its end is told by the generation it has begun."""
+    ignored: list[str] = field(default_factory=list)
+    """Names of fields that were sent and have no effect, in ASCII."""
 
 
 current_call: ContextVar[Call] = ContextVar("current_call")

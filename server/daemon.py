@@ -28,10 +28,11 @@ from engine.api import (
     EngineFacts,
     Step,
 )
-from server.app import build_app
+from server.app import BODIES, build_app
 from server.connections import Connection, Seldom, Waiting
 from server.engine_client import EngineClient
 from server.extras import UnknownFields
+from server.foreign_fields import FOREIGN
 from server.generation_defaults import generation_defaults
 from server.metrics import ServerMetrics
 from server.observer import Observer
@@ -101,7 +102,7 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
     defaults = GenerationDefaults() if neutral else generation_defaults(settings.target(), settings.revision)
     metrics = ServerMetrics(settings.served_name(), settings.metrics_compat == "vllm")
     call_format = format_of(settings.tool_call_parser, tokenizer.chat_template, tokenizer.response_template)
-    unknown = UnknownFields(settings.allow_unknown_fields)
+    unknown = UnknownFields(settings.strict_fields, BODIES, FOREIGN)
     tracing = Tracing(endpoint, settings.served_name()) if (endpoint := settings.otlp_traces_endpoint) else None
     observer = Observer(metrics, settings.enable_log_requests, tracing)
     has_thoughts = thinks(settings.reasoning_parser, tokenizer.chat_template)

@@ -124,6 +124,7 @@ _HTTP_ERRORS = {
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
+    426: ("invalid_request_error", "sockets_not_supported"),
     431: ("invalid_request_error", "headers_too_large"),
     503: ("service_unavailable", "too_many_connections"),
 }

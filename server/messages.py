@@ -1,6 +1,6 @@
 """`POST /v1/messages` in Anthropic's shape, stateless: the request as a chat, the answer as content blocks and events.
 
-str, thinking and function tools, for coding agents that speak this protocol.
+Text, thinking and function tools, for coding agents that speak this protocol.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STRINGS,
+    MAX_TOOLS,
     Body,
     ChatRequest,
     Closed,
@@ -35,6 +36,8 @@ from server.tools import PARTIAL_JSON
 from server.translating import refuse_drafts
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+TOOL_REFERENCE = "tool_reference"
+"""A block in a result: the name of a tool that was to be loaded later, and may be called from now on."""
 _CACHE_KEYS = frozenset({"cache_control", "citations"})
 """Keys of blocks that change nothing here: whatever begins alike is cached anyway."""
 
@@ -47,7 +50,8 @@ class Thinking(Closed):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
     """The most tokens of thoughts; then they are closed."""
-    display: Literal["summarized"] | None = None
+    display: str | None = None
+    """A wish: thoughts come whole."""
 
 
 class OutputFormat(Closed):
@@ -72,6 +76,8 @@ class AnthropicTool(Wire):
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool = False
+    """Whether the model is told of it only after a search for tools has named it."""
 
 
 class AnthropicChoice(Closed):
@@ -95,7 +101,7 @@ class CountTokensRequest(Body):
     model: Name
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks | None = None
-    tools: Annotated[Listed[AnthropicTool], Field(max_length=128)] | None = None
+    tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -114,7 +120,7 @@ class MessagesRequest(CountTokensRequest):
     speculation: SpeculationFields | None = None
     seed: int | None = None
     metrics: bool | None = None
-    service_tier: Annotated[Any, Neutral("auto", "standard_only")] = None
+    service_tier: str | None = None
     container: Annotated[Any, Neutral()] = None
     mcp_servers: Annotated[Any, Neutral([])] = None
     context_management: Annotated[
@@ -133,7 +139,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
         last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     )
     if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tools"] = _tools(body)
     fields |= _tool_choice(body.tool_choice)
     fields["reasoning_effort"] = _effort(body)
     if body.thinking is not None:
@@ -152,19 +158,27 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 def _effort(body: CountTokensRequest) -> Effort | None:
     """How much to think, in chat's words; None leaves it to the chat template."""
     asked = body.output_config.effort if body.output_config else None
-    wanted: Effort | None = "xhigh" if asked == "max" else asked
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
     if body.thinking is not None and body.thinking.type == "enabled":
-        return wanted or "high"
-    return wanted
+        return asked or "high"
+    return asked
+
+
+def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The tools, without those that are to be loaded later and that no result of a search has named."""
+    named = {
+        part.get("tool_name")
+        for turn in body.messages if isinstance(turn.content, list)
+        for block in turn.content if isinstance(block.get("content"), list)
+        for part in block["content"] if isinstance(part, dict) and part.get("type") == TOOL_REFERENCE
+    }  # fmt: skip
+    return [_tool(tool) for tool in body.tools or () if not tool.defer_loading or tool.name in named]
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise RequestError(
-            f"tools of type {tool.type!r} are not supported; send functions", "tools", "unsupported_value"
-        )
+        return {"type": tool.type}
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
@@ -221,13 +235,18 @@ def _text(content: Any, where: str) -> str:
     """The text of a string or of blocks of text."""
     if isinstance(content, str):
         return content
+    texts = []
     for block in content if isinstance(content, list) else [content]:
+        if isinstance(block, dict) and block.get("type") == TOOL_REFERENCE:
+            texts.append(f"Found {block.get('tool_name')}.\n")
+            continue
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
             raise RequestError(f"{where}: blocks of type {kind!r} are not supported; send text", where)
         if unknown := sorted(block.keys() - {"type", "text"} - _CACHE_KEYS):
             raise RequestError(f"{where}: {unknown[0]!r} is not known in a block of text", where)
-    return "".join(block["text"] for block in content)
+        texts.append(block["text"])
+    return "".join(texts)
 
 
 class Messenger:

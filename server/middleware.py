@@ -75,7 +75,10 @@ class RequestEnvelope:
             nonlocal has_begun, reads_nothing
             if message["type"] == "http.response.start":
                 has_begun = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["x-request-id"] = request_id
+                if call.ignored:
+                    answer_headers["x-polydraft-ignored-fields"] = ", ".join(call.ignored)
                 status = int(message["status"])
                 if status >= 400 and scope["method"] == "POST":
                     self._metrics.error(status, scope["state"].get("rejection"))

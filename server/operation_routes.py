@@ -18,7 +18,7 @@ from server.large_json import raw_list
 from server.preparing import check_model, template_variables
 from server.protocol import DetokenizeRequest, TokenizeRequest
 from server.state import Server
-from server.tools import template_message
+from server.tools import functions_of, template_message
 from server.version import VERSION
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,7 +114,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
             tokens = await tokenizer.run_encode(body.prompt, body.add_special_tokens)
         else:
             messages = [template_message(one, number) for number, one in enumerate(body.messages or [])]
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            tools = [tool.model_dump(exclude_none=True) for tool in functions_of(body.tools)]
             tokens = await tokenizer.run_chat(
                 messages,
                 body.add_generation_prompt,

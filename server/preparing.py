@@ -19,7 +19,7 @@ from server.errors import model_not_found
 from server.extras import refuse_unsupported
 from server.generation import Generation, TextOptions
 from server.protocol import ChatRequest, CompletionRequest, GenerationFields
-from server.reasoning import CLOSE, thinking_variables
+from server.reasoning import CLOSE, knows_thinking, thinking_variables
 from server.sampling_fields import (
     check_num_entries,
     max_tokens_of,
@@ -35,7 +35,7 @@ from server.sampling_fields import (
 from server.state import Server
 from server.structured import Structure, structure_of
 from server.thinking import thoughts_of
-from server.tools import ToolUse, plain_text, template_message, tool_use_of
+from server.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
@@ -166,6 +166,20 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
     return server.client.ready_facts().max_model_len if body.truncate_prompt_tokens is None else None
 
 
+def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
+    """What a body says of thinking, as variables of the chat template; nothing if the template reads none of them."""
+    is_wanted = body.enable_thinking
+    if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        is_wanted = body.thinking.type == "enabled"
+    variables = thinking_variables(body.reasoning_effort, is_wanted)
+    if not variables or knows_thinking(server.tokenizer.chat_template):
+        return variables
+    for name in ("reasoning_effort", "enable_thinking", "thinking"):
+        if getattr(body, name) is not None:
+            server.unknown_fields.ignore(name, "this model's chat template cannot be told whether to think")
+    return {}
+
+
 async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None) -> tuple[list[int], ToolUse | None]:
     """The tokens of a conversation that the model is to answer, and the tools that it may call.
 
@@ -176,6 +190,9 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     refuse_unsupported(body)
     server.client.ready_facts()
     messages = [template_message(one, number) for number, one in enumerate(body.messages)]
+    for kind in other_kinds(body.tools):
+        why = "only functions can be called here, the model is not told of other tools"
+        server.unknown_fields.ignore(f"tools.{kind}", why)
     tools = tool_use_of(body, server.call_format)
     if body.continue_final_message:
         if messages[-1]["role"] != "assistant":
@@ -186,12 +203,11 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
                 "ask for one of them",
                 "add_generation_prompt",
             )
-    effort = thinking_variables(body.reasoning_effort, server.tokenizer.chat_template)
     prompt = await server.tokenizer.run_chat(
         messages,
         body.add_generation_prompt,
         body.continue_final_message,
-        effort | template_variables(body.chat_template_kwargs),
+        _thinking_of(server, body) | template_variables(body.chat_template_kwargs),
         [] if tools is None else tools.for_template(),
         body.documents or [],
         call_marks(server.call_format),

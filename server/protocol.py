@@ -1,15 +1,15 @@
 """Wire models of what clients send (pydantic, strict). What they get: `answers.py`.
 
-A name that no field has is refused, as OpenAI does, unless the operator allows it; a known field whose value is not
-served is refused by name (`server/extras.py`). Nothing is silently dropped. Messages, their parts and tools are the
-exception: clients send back what they were given by other servers, with keys of theirs.
+A field that would change an answer and is not served is refused by name; other unknown names at the top of a body are
+ignored and reported (`server/extras.py`), inside this server's own objects they are refused. Messages, their parts and
+tools are the exception: clients send back what they were given by other servers, with keys of theirs.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from server.extras import Neutral
 from server.reasoning import Effort
@@ -24,6 +24,8 @@ _MOST_NAMES = 256
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
 MAX_STRINGS = 1024
+MAX_TOOLS = 512
+"""Coding agents with several tool servers offer hundreds."""
 
 
 class Wire(BaseModel):
@@ -58,7 +60,8 @@ class StreamOptions(Closed):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = False
+    """Never done here: it would add noise to chunks."""
 
 
 class SpeculationFields(Closed):
@@ -129,6 +132,8 @@ class GenerationFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    """Name of `repetition_penalty` in llama.cpp and Ollama."""
     logit_bias: Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)] | None = None
     """By token id (OpenAI's keys are strings), each from -100 to 100."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -153,40 +158,29 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # What they say changes nothing in an answer.
+    # What they say changes nothing in an answer. Nothing is stored, and there is one tier.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
 
-    # Known, and not served.
-    best_of: Annotated[Any, Neutral(1)] = None
-    use_beam_search: Annotated[Any, Neutral(False)] = None
-    length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
-    early_stopping: Annotated[Any, Neutral(False)] = None
-    typical_p: Annotated[Any, Neutral(1, 1.0)] = None
-    mirostat: Annotated[Any, Neutral(0)] = None
+    # Known, and not served (those of other servers: `foreign_fields.py`).
+    best_of: Any = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
     moderation: Annotated[Any, Neutral()] = None
     context_management: Annotated[Any, Neutral([])] = None
-    lora_path: Annotated[Any, Neutral(way_out="serve the merged model instead")] = None
-    regex: Annotated[Any, Neutral(way_out='send structured_outputs {"regex": ...}')] = None
-    json_schema: Annotated[Any, Neutral(way_out='send structured_outputs {"json": ...}')] = None
-    ebnf: Annotated[Any, Neutral(way_out='send structured_outputs {"grammar": ...}, in Lark')] = None
-    grammar: Annotated[Any, Neutral(way_out='send structured_outputs {"grammar": ...}, in Lark')] = None
-    chat_template: Annotated[Any, Neutral(way_out="the operator sets it (--chat-template)")] = None
-    verbosity: Annotated[Any, Neutral("medium")] = None
-    store: Annotated[Any, Neutral(False)] = None
 
 
 class Function(Wire):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
@@ -195,10 +189,25 @@ class Function(Wire):
 
 
 class Tool(Wire):
-    """A tool; functions only."""
+    """A function among the tools."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
+
+
+class OtherTool(Wire):
+    """A tool that is no function: this server has none of these, and the model is not told of them."""
+
+    type: str
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type", "function") if isinstance(tool, dict) else getattr(tool, "type", "function")
+    return "function" if kind == "function" or not isinstance(kind, str) else "other"
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)]
+Tools = Annotated[Listed[AnyTool], Field(max_length=MAX_TOOLS)]
 
 
 class FunctionName(Closed):
@@ -225,7 +234,7 @@ class AllowedToolsChoice(Closed):
     """Some of the tools; `required`: one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[Listed[AllowedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[Listed[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Closed):
@@ -266,6 +275,12 @@ class Message(Wire):
     audio: None = None
 
 
+class ThinkingSwitch(Closed):
+    """Whether to think, as some hosted models have it."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+
+
 class ChatRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -279,12 +294,15 @@ class ChatRequest(GenerationFields):
     documents: Annotated[Listed[dict[str, Any]], Field(max_length=128)] | None = None
     """Texts to answer from, where the model's chat template has a place for them."""
     reasoning_effort: Effort | None = None
-    """How much to think, where the model's chat template can be told."""
+    """How much to think; a hint that has no effect if the model's chat template knows no such thing."""
+    thinking: ThinkingSwitch | None = None
+    enable_thinking: bool | None = None
+    """Whether to think, likewise (`chat_template_kwargs` sets it, too)."""
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """The most tokens of thoughts; then they are closed (vLLM's field)."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[Listed[Tool], Field(max_length=128)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
     """What the model may call: with `none` it is not told of the tools."""
     parallel_tool_calls: bool | None = None
@@ -317,7 +335,8 @@ class CompletionRequest(GenerationFields):
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
     suffix: Annotated[Any, Neutral("")] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
+    reasoning_effort: Any = None
+    """Without effect: a text has no chat template."""
     thinking_token_budget: Annotated[Any, Neutral()] = None
 
 
@@ -327,13 +346,12 @@ class TokenizeRequest(Body):
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[Listed[Message], Field(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[Listed[Tool], Field(max_length=128)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
-    chat_template: Annotated[Any, Neutral(way_out="the operator sets it (--chat-template)")] = None
 
 
 class DetokenizeRequest(Body):

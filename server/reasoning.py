@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
-from engine.api import RequestError
-
 OPEN, CLOSE = "<think>", "</think>"
 _VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,14 @@ def is_closed(prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(CLOSE)
 
 
-def thinking_variables(effort: Effort | None, chat_template: str) -> dict[str, Any]:
-    """Variables by which chat templates switch thinking on or off; raises RequestError where this one knows none."""
-    if effort is None:
+def knows_thinking(chat_template: str) -> bool:
+    """Whether a chat template reads one of the variables that switch thinking on or off."""
+    return any(re.search(rf"\b{name}\b", chat_template) for name in _VARIABLES)
+
+
+def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:
+    """Variables by which chat templates switch thinking on or off; nothing if neither is asked for."""
+    if is_wanted is None and effort is None:
         return {}
-    if not any(re.search(rf"\b{name}\b", chat_template) for name in _VARIABLES):
-        if effort == "none" and OPEN not in chat_template:
-            return {}
-        raise RequestError(
-            f"reasoning_effort {effort}: this model's chat template cannot be told how much to think; leave it out",
-            "reasoning_effort",
-            "unsupported_value",
-        )
-    is_wanted = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": is_wanted, "thinking": is_wanted}
+    is_on = effort != "none" if is_wanted is None else is_wanted
+    return {**({"reasoning_effort": effort} if effort else {}), "enable_thinking": is_on, "thinking": is_on}

@@ -99,6 +99,10 @@ def _forms(messages: Messages) -> Iterator[Messages]:
         changes.append(_with_arguments_as_text)
     if any(len(message.get("tool_calls", ())) > 1 for message in messages):
         changes.append(_with_one_call_a_turn)
+    if any(message["role"] == "system" for message in messages[1:]):
+        changes.append(_with_one_system_prompt)
+    if any(message["role"] in ("system", "user") for message in messages[1:]):
+        changes.append(_with_alternating_turns)
     for count in range(len(changes) + 1):
         for some in itertools.combinations(changes, count):
             form = messages
@@ -158,6 +162,32 @@ def _with_one_call_a_turn(messages: Messages) -> Messages:
         result += [one for one in answers if one["tool_call_id"] not in known] if len(calls) > 1 else [message]
         number = end
     return result
+
+
+def _with_one_system_prompt(messages: Messages) -> Messages:
+    """System prompts at the beginning as one, later ones said by the user."""
+    begin = next((number for number, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    first = [{**messages[0], "content": _joined(one["content"] for one in messages[:begin])}] if begin else []
+    later = [{**one, "role": "user"} if one["role"] == "system" else one for one in messages[begin:]]
+    return first + later
+
+
+def _with_alternating_turns(messages: Messages) -> Messages:
+    """Neighbouring texts of one role as one; what the user says beside results of calls, in the last of them."""
+    result: Messages = []
+    for message in messages:
+        last = result[-1] if result else {"role": ""}
+        is_text = message.keys() <= {"role", "content"}
+        is_more = is_text and last.keys() <= {"role", "content"} and last["role"] == message["role"]
+        if is_more or (is_text and last["role"] == "tool" and message["role"] == "user"):
+            result[-1] = {**last, "content": _joined([last["content"], message["content"]])}
+        else:
+            result.append(message)
+    return result
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 def _missing(render: Render, messages: Messages, tools: Objects, documents: Objects) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """`POST /v1/responses`, stateless: the request as a chat, the answer as items and, in a stream, as events.
 
-str and function tools. Nothing is stored: a conversation is sent whole (`previous_response_id`, `store: true` and
-`background` are refused).
+Text and function tools. Nothing is stored, also with `store: true`: a conversation is sent whole
+(`previous_response_id` and `background` are refused).
 """
 
 from __future__ import annotations
@@ -18,10 +18,21 @@ from server.answering import metrics_of, usage_of
 from server.errors import to_api_error
 from server.extras import Neutral, refuse_unsupported
 from server.generation import Delta, Generation
-from server.protocol import MAX_MESSAGES, ChatRequest, Closed, Count, GenerationFields, Listed
+from server.protocol import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, Count, GenerationFields, Listed
 from server.reasoning import Effort, Thought
+from server.response_tools import Names, chat_tools, names_of
 from server.translating import refuse_drafts
 
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
+"""Parts of an answer that are not here. Thoughts are not encrypted: they come, and may be sent back, as they are."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -33,11 +44,12 @@ class TextConfig(Closed):
 
 
 class ReasoningConfig(Closed):
-    """How much to think; thoughts come whole, never as a summary."""
+    """How much to think."""
 
     effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: str | None = None
+    """A wish: thoughts come whole, which tells more than a summary."""
+    generate_summary: str | None = None
 
 
 class ResponsesRequest(GenerationFields):
@@ -46,11 +58,15 @@ class ResponsesRequest(GenerationFields):
     input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[Listed[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    max_tool_calls: int | None = None
+    """Bounds calls that a server makes itself; there are none here."""
     client_metadata: dict[str, Any] | None = None
     """What Codex says of itself; changes nothing."""
 
@@ -59,16 +75,14 @@ class ResponsesRequest(GenerationFields):
     previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     prompt: Annotated[Any, Neutral()] = None
-    include: Annotated[Any, Neutral([], ["reasoning.encrypted_content"])] = None
-    """Thoughts are not encrypted here: they come, and may be sent back, as they are."""
+    include: Annotated[Listed[Included], Field(max_length=16)] | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[Any, Neutral("disabled", way_out="send truncate_prompt_tokens")] = None
-    max_tool_calls: Annotated[Any, Neutral()] = None
     top_logprobs: Annotated[Any, Neutral(0)] = None
     max_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
     max_completion_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
     n: Annotated[Any, Neutral(1)] = 1
-    stream_options: Annotated[Any, Neutral({}, {"include_obfuscation": False})] = None
+    stream_options: Annotated[Any, Neutral({}, {"include_obfuscation": False}, {"include_obfuscation": True})] = None
     response_format: Annotated[Any, Neutral(way_out="send text.format")] = None
     prompt_logprobs: Annotated[Any, Neutral()] = None
     return_token_ids: Annotated[Any, Neutral(False)] = None
@@ -81,27 +95,22 @@ _SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same wish as a chat; raises RequestError for what is not served."""
     refuse_unsupported(body)
-    text = body.text or TextConfig()
-    if text.verbosity not in (None, "medium"):
-        raise RequestError("text.verbosity is not supported by this server", "text.verbosity", "unsupported_value")
+    text, names = body.text or TextConfig(), names_of(body.tools or ())
     refuse_drafts(body.speculation)
     fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    fields["messages"] = messages + _messages(body.input)
+    fields["messages"] = messages + _messages(body.input, names)
     fields["stream"] = False
-    if body.reasoning is not None:
-        if body.reasoning.summary or body.reasoning.generate_summary:
-            message = "reasoning.summary is not supported: thoughts come whole; leave it out"
-            raise RequestError(message, "reasoning.summary", "unsupported_value")
+    if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if text.format is not None:
         fields["response_format"] = _response_format(text.format)
     if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tools"] = chat_tools(body.tools, names)
     if isinstance(body.tool_choice, dict):
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["tool_choice"] = _tool_choice(body.tool_choice, names)
     return ChatRequest.model_validate(fields)
 
 
@@ -111,27 +120,22 @@ def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
 
 
-def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
+def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
     """One function, or some; chat has their names one level further down."""
-    kind, tools = choice.get("type"), choice.get("tools")
-    if kind != "allowed_tools":
-        return {"type": kind, "function": {"name": choice.get("name")}}
-    named = [
-        {"type": tool.get("type"), "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
-        for tool in (tools if isinstance(tools, list) else [])
-    ]
-    return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+
+    def named(tool: Any) -> Any:
+        if not isinstance(tool, dict):
+            return tool
+        return {"type": tool.get("type"), "function": {"name": names.offered(tool.get("namespace"), tool.get("name"))}}
+
+    if choice.get("type") != "allowed_tools":
+        return dict(named(choice))
+    tools = choice.get("tools")
+    some = [named(tool) for tool in (tools if isinstance(tools, list) else [])]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": some}}
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise RequestError(
-            f"tools of type {tool.get('type')!r} are not supported; send functions", "tools", "unsupported_value"
-        )
-    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-
-
-def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
     """The input's items as messages; thoughts, what is said after them and calls in a row are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -148,7 +152,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "reasoning":
             messages.append({"role": "assistant", "content": "", "reasoning_content": _thoughts(item, number)})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+            name = names.offered(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments", "")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
@@ -194,6 +199,7 @@ class Responder:
         self._created = int(time.time())
         self._num_events = 0
         self.output: list[dict[str, Any]] = []
+        self._names = names_of(body.tools or ())
         self._is_open = False
         sampling = generation.choices[0].request.sampling
         self._echoed: dict[str, Any] = {
@@ -303,7 +309,7 @@ class Responder:
         return self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
 
     def _open_call(self, call_id: str, name: str) -> list[dict[str, Any]]:
-        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, "name": name}
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, **self._names.called(name)}
         return [self._open({**item, "arguments": "", "status": "in_progress"})]
 
     def _text(self, text: str) -> list[dict[str, Any]]:

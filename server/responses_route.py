@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.bodies import BodyRoute
+from server.errors import error_response, http_error
 from server.preparing import wants_metrics
 from server.responses import Responder, ResponsesRequest, as_chat
 from server.state import Server
@@ -15,7 +16,7 @@ _PARAMS = {
     "messages": "input",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
+    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -30,5 +31,12 @@ def build_router(server: Server) -> APIRouter:
         return await answer_translated(
             http, server, body, as_chat, lambda made: Responder(body, made, with_metrics), _PARAMS, body.stream
         )
+
+    @router.get("/v1/responses", include_in_schema=False)
+    async def refuse_socket(http: Request) -> Response:
+        """Refuse a socket with the status at which Codex goes on over HTTP at once, instead of asking again."""
+        if http.headers.get("upgrade", "").lower() != "websocket":
+            return error_response(http_error(405, "Method Not Allowed", {"allow": "POST"}))
+        return error_response(http_error(426, "there are no sockets here; send POST requests"))
 
     return router

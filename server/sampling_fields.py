@@ -55,6 +55,16 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
+def repetition_penalty_of(body: GenerationFields) -> float | None:
+    """The penalty under either of its names; raises RequestError for two that differ."""
+    one, other = body.repetition_penalty, body.repeat_penalty
+    if one is not None and other is not None and one != other:
+        raise RequestError(
+            f"repeat_penalty {other} is not repetition_penalty {one}; send one of them", "repeat_penalty"
+        )
+    return other if one is None else one
+
+
 def sampling_of(
     body: GenerationFields,
     defaults: GenerationDefaults,
@@ -68,7 +78,7 @@ def sampling_of(
     bad_words: the words of the body as token ids. grammar: what its structured output follows. seed_stable: the
     server's setting. thinking: thoughts that the engine follows.
     """
-    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    repetition = repetition_penalty_of(body)
     temperature = defaults.temperature if body.temperature is None else body.temperature
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return Sampling(
@@ -76,7 +86,7 @@ def sampling_of(
         top_k=max(0, top_k),
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
-        repetition_penalty=repetition,
+        repetition_penalty=defaults.repetition_penalty if repetition is None else repetition,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=logit_bias_of(body),

@@ -300,8 +300,8 @@ class HttpSettings(BaseModel):
     )
     max_request_bytes: PositiveAmount = Field(4 << 20, description="largest request body; more gets 413")
     dashboard: bool = Field(True, description="serve the live page at /dashboard")
-    allow_unknown_fields: bool = Field(
-        False, description="ignore request fields that this server does not know, and log their names, instead of 400"
+    strict_fields: bool = Field(
+        False, description="refuse request fields that this server does not know, instead of ignoring harmless ones"
     )
     send_timeout: Annotated[float, Field(ge=0)] = Field(
         60.0,

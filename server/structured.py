@@ -48,6 +48,12 @@ _SCHEMAS = frozenset(
 )
 
 
+# Keys beside which an object's properties may not be all of them.
+_PARTS = frozenset(
+    {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "dependentSchemas"}
+)
+
+
 @dataclass(frozen=True)
 class Structure:
     """What an answer must follow."""
@@ -156,6 +162,47 @@ def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """A schema whose JSON has no white space between its parts, unless it says otherwise; without formats that the
     grammar library does not know, as a format that is not known says nothing."""
     return {"x-guidance": _COMPACT, **_without_formats(schema)} if isinstance(schema, dict) else schema
+
+
+def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
+    """A schema of arguments whose objects have the properties that it names, and no others unless it says so.
+
+    Without this a model may go on with invented names. Objects without any named property stay open, except for the
+    root. So do those that are put together from parts (`allOf`, a reference beside properties), and definitions where
+    there are such: a part that was closed would forbid the properties of the others.
+    """
+    result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
+    return result
+
+
+def _closed(schema: Any, is_root: bool, with_definitions: bool) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for key, value in schema.items():
+        if key == "properties" or (with_definitions and key in ("$defs", "definitions")):
+            if isinstance(value, dict):
+                result[key] = {name: _closed(one, False, with_definitions) for name, one in value.items()}
+        elif key in ("items", "additionalProperties"):
+            result[key] = _closed(value, False, with_definitions)
+        elif key in ("prefixItems", "anyOf", "oneOf") and isinstance(value, list) and "properties" not in schema:
+            result[key] = [_closed(one, False, with_definitions) for one in value]
+    is_object = schema.get("type", "object") == "object" and (is_root or bool(schema.get("properties")))
+    if is_object and schema.keys().isdisjoint(_PARTS):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _has_parts(schema: Any) -> bool:
+    """Whether an object in a schema is put together from several parts."""
+    if isinstance(schema, list):
+        return any(map(_has_parts, schema))
+    if not isinstance(schema, dict):
+        return False
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    return (
+        several or ("properties" in schema and not schema.keys().isdisjoint(_PARTS)) or _has_parts([*schema.values()])
+    )
 
 
 def _without_formats(schema: Any) -> Any:

@@ -11,6 +11,7 @@ Not for: reading calls out of an answer (`tool_calls.py`).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ import msgspec
 from engine.api import RequestError
 from server.bodies import nests_too_deeply
 from server.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
-from server.protocol import AllowedTools, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
-from server.structured import LONGEST_GRAMMAR, Structure, compact
+from server.extras import shown
+from server.protocol import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
+from server.structured import LONGEST_GRAMMAR, Structure, closed, compact
 
 PARTIAL_JSON = "partial_json"
 """Name of arguments that are no JSON, in an object that holds nothing else."""
@@ -98,8 +100,8 @@ class ToolUse:
     def _rules(self, tool: Tool, number: int) -> str:
         """The grammar of a call's JSON. The arguments' schema is a root of its own, to which its references refer."""
         function, key = tool.function, _ARGUMENTS[self.format]
-        followed = self.forced or function.strict
-        schema = compact({"type": "object", **((function.parameters if followed else None) or {})})
+        followed = self.forced or bool(function.strict)
+        schema = compact(closed({"type": "object", **((function.parameters if followed else None) or {})}, followed))
         begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
         return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
 
@@ -119,13 +121,24 @@ def format_of(setting: str, chat_template: str, response_template: dict[str, Any
     return None
 
 
+def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:
+    """Return the functions among the tools."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
+def other_kinds(tools: Sequence[AnyTool] | None) -> list[str]:
+    """Return the types of the other tools, fit for a log."""
+    return sorted({shown(tool.type) for tool in tools or () if not isinstance(tool, Tool)})
+
+
 def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
     """The tools that a body's answer may call; None where it may call none. Raises RequestError."""
-    names = [tool.function.name for tool in body.tools or ()]
+    functions = functions_of(body.tools)
+    names = [tool.function.name for tool in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError(f"tools: there are two functions {twice!r}", "tools")
     choice = body.tool_choice
-    if not body.tools:
+    if not functions:
         if isinstance(choice, NamedChoice | AllowedTools) or choice == "required":
             raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
         return None
@@ -133,7 +146,7 @@ def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
         return None
     if format_name is None:
         raise RequestError("this server does not know how its model writes calls; see --tool-call-parser", "tools")
-    tools = tuple(body.tools)
+    tools = tuple(functions)
     if isinstance(choice, NamedChoice):
         tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
         if not tools:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from engine.api import RequestError
 from server.answering import Teller, answer_told
+from server.calls import this_call
 from server.generation import Generation
 from server.preparing import prepare_chat
 from server.protocol import ChatRequest, SpeculationFields
@@ -48,9 +49,12 @@ def checked(as_chat: Callable[[Wished], ChatRequest], body: Wished) -> ChatReque
 
 @contextmanager
 def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
-    """Refusals of a chat name the field as the endpoint has it."""
+    """Refusals and reports of a chat name the field as the endpoint has it."""
+    call = this_call()
+    own = len(call.ignored)
     try:
         yield
+        call.ignored[own:] = [params.get(name, name) for name in call.ignored[own:]]
     except RequestError as error:
         param = params.get(error.param or "", error.param)
         message = str(error)

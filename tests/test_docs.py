@@ -26,6 +26,7 @@ SHOWN_BY = {
     "logit_bias presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids": (
         "engine/test_output_law server/test_edited_logits"
     ),
+    "repeat_penalty": "server/test_unknown_fields",
     "min_tokens stop_token_ids ignore_eos max_tokens max_completion_tokens": (
         "engine/test_output_law engine/test_independence server/test_edited_logits server/test_bad_requests"
     ),
@@ -38,6 +39,7 @@ SHOWN_BY = {
     "user metadata safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options client_metadata": (
         "server/test_extra_fields"
     ),
+    "store service_tier verbosity include max_tool_calls": "server/test_extra_fields server/test_unknown_fields",
     "truncate_prompt_tokens truncation_side add_special_tokens return_token_ids": "server/test_extra_fields",
     "priority": "scheduling/test_scheduler engine/test_independence",
     "seed_stable": "engine/test_seed_stable server/test_edited_logits",
@@ -47,7 +49,7 @@ SHOWN_BY = {
     "chat_template_kwargs continue_final_message add_generation_prompt documents": (
         "server/test_tokenizer server/test_openai_client server/test_extra_fields"
     ),
-    "reasoning_effort reasoning": "server/test_reasoning server/test_messages",
+    "reasoning_effort reasoning enable_thinking thinking": "server/test_reasoning server/test_messages",
     "thinking_token_budget": "server/test_thinking_budget",
     "speculation": "server/test_trees_and_bias server/test_return_drafts",
 }
@@ -74,7 +76,7 @@ def test_every_setting_of_speculation_is_on_the_page() -> None:
 
 def test_every_served_field_has_tests_that_name_it() -> None:
     tests = {name: tests for names, tests in SHOWN_BY.items() for name in names.split()}
-    assert sorted(table_names("Request fields") - set(tests)) == ["output_config", "thinking"], "fields of messages"
+    assert sorted(table_names("Request fields") - set(tests)) == ["output_config"], "a field of messages"
     for name, files in tests.items():
         texts = [(ROOT / "tests" / f"{file}.py").read_text() for file in files.split()]
         assert any(re.search(rf"\b{name}\b", text) for text in texts), name

@@ -137,16 +137,22 @@ def test_metrics_come_with_the_message(client: anthropic.Anthropic) -> None:
     ("more", "words"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"extra_body": {"container": "c"}}, "container"),
         ({"extra_body": {"speculation": {"return_drafts": True}}}, "return_drafts"),
-        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+        ({"extra_body": {"min_p": 0.5}}, "min_p"),
         ({"stop_sequences": [""]}, "stop"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"output_config": {"volume": 3}}}, "volume"),
-        ({"extra_body": {"thinking": {"type": "adaptive", "display": "omitted"}}}, "display"),
+        ({"extra_body": {"thinking": {"type": "adaptive", "volume": 3}}}, "volume"),
+        (
+            {
+                "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "web_search",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -165,6 +171,42 @@ def test_values_that_ask_for_nothing_are_taken(client: anthropic.Anthropic) -> N
         client, thinking={"type": "disabled"}, metadata={"user_id": "me"}, service_tier="auto",
         extra_body={"context_management": {"edits": edits}},
     )  # fmt: skip
+
+
+def reported(client: anthropic.Anthropic, **more: Any) -> tuple[int, set[str]]:
+    """Tokens of a prompt, and the fields without effect."""
+    fields: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 2, **more}
+    answer = client.messages.with_raw_response.create(**fields)
+    names = answer.headers.get("x-polydraft-ignored-fields", "")
+    return num_prompt(answer.parse()), set(names.split(", ")) - {""}
+
+
+def test_effort_is_a_hint(client: anthropic.Anthropic) -> None:
+    """Claude Code always sends it; this template cannot be told how much to think."""
+    asked = {"thinking": {"type": "adaptive", "display": "updates"}, "output_config": {"effort": "max"}}
+    assert reported(client, extra_body=asked) == (reported(client)[0], {"output_config.effort"})
+    assert reported(client, thinking={"type": "disabled"})[1] == {"thinking"}
+
+
+def test_other_tools_are_left_out(client: anthropic.Anthropic) -> None:
+    """The model is told of functions only; the rest is reported."""
+    other = {"type": "web_search_20250305", "name": "web_search"}
+    alone = reported(client, tools=[WEATHER])
+    assert reported(client, tools=[other, WEATHER]) == (alone[0], {"tools.web_search_20250305"})
+
+
+def test_a_deferred_tool_is_shown_after_a_search_has_found_it(client: anthropic.Anthropic) -> None:
+    clock = {**WEATHER, "name": "clock", "defer_loading": True}
+    assert reported(client, tools=[WEATHER, clock])[0] == reported(client, tools=[WEATHER])[0]
+    turns = [
+        USER,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
+            {"type": "tool_reference", "tool_name": "clock"}
+        ]}]},
+    ]  # fmt: skip
+    shown, hidden = (reported(client, messages=turns, tools=tools)[0] for tools in ([WEATHER, clock], [WEATHER]))
+    assert shown - hidden > 20
 
 
 def test_keys_may_come_in_anthropics_header(one_seat: Daemon) -> None:

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import RequestError
-from server.reasoning import Reasoning, Thought, is_open, thinking_variables, thinks
+from server.reasoning import Reasoning, Thought, is_open, knows_thinking, thinking_variables, thinks
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
 
@@ -76,13 +75,13 @@ def test_who_thinks_is_seen_in_the_template() -> None:
 
 
 def test_effort_reaches_templates_that_know_it() -> None:
-    assert thinking_variables(None, "") == {}
-    assert thinking_variables("none", QWEN)["enable_thinking"] is False
-    assert thinking_variables("low", QWEN) == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
-    assert thinking_variables("none", "{{ messages }}") == {}
-    for effort, template in (("low", "{{ messages }}"), ("none", "<think>")):
-        with pytest.raises(RequestError, match="reasoning_effort"):
-            thinking_variables(effort, template)  # type: ignore[arg-type]
+    assert knows_thinking(QWEN)
+    assert not knows_thinking("{{ messages }}<think>")
+    assert thinking_variables(None, None) == {}
+    assert thinking_variables("none", None)["enable_thinking"] is False
+    assert thinking_variables("low", None) == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    assert thinking_variables(None, False) == {"enable_thinking": False, "thinking": False}
+    assert thinking_variables("high", False)["enable_thinking"] is False
 
 
 # A random model thinks what a grammar makes it think.
@@ -138,6 +137,25 @@ def test_thinking_that_the_prompt_has_begun(client: httpx.Client) -> None:
     ]
     assert plain["content"]
     assert "reasoning_content" not in plain
+
+
+def test_thinking_is_switched_at_the_top_of_a_body_too(client: httpx.Client) -> None:
+    """As hosted models have it; each is one and the same switch of the template."""
+
+    def prompt_tokens(path: str = "/v1/chat/completions", **more: Any) -> int:
+        body = client.post(path, json=ASKED | {"max_tokens": 1} | more).json()
+        return int(body["usage"].get("prompt_tokens") or body["usage"]["input_tokens"])
+
+    on, off = (prompt_tokens(chat_template_kwargs={"enable_thinking": value}) for value in (True, False))
+    assert on > off
+    for asked in ({"enable_thinking": True}, {"thinking": {"type": "enabled"}}, {"reasoning_effort": "max"}):
+        assert prompt_tokens(**asked) == on
+    for asked in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "auto"}}):
+        assert prompt_tokens(**asked) == off
+    response = {"model": MODEL, "input": "hello", "max_output_tokens": 1}
+    for asked in ({"enable_thinking": True}, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}):
+        answer = client.post("/v1/responses", json=response | asked)
+        assert answer.json()["usage"]["input_tokens"] == on, answer.text
 
 
 def test_a_grammar_begins_with_the_answer(client: httpx.Client) -> None:
@@ -228,8 +246,11 @@ def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
             assert stream.get_final_message().content[0].type == "thinking"
 
 
-def test_effort_is_refused_where_the_template_knows_none(http: httpx.Client) -> None:
-    answer = http.post("/v1/chat/completions", json=ASKED | {"reasoning_effort": "high"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "reasoning_effort"
-    assert http.post("/v1/chat/completions", json=ASKED | {"reasoning_effort": "none"}).status_code == 200
+@pytest.mark.parametrize(
+    "asked", [{"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {"enable_thinking": True}]
+)
+def test_what_the_template_does_not_know_is_reported(http: httpx.Client, asked: dict[str, Any]) -> None:
+    """A hint has no effect on a model that cannot be told how much to think."""
+    plain, hinted = (http.post("/v1/chat/completions", json=ASKED | {"seed": 1} | more) for more in ({}, asked))
+    assert hinted.json()["choices"] == plain.json()["choices"]
+    assert hinted.headers["x-polydraft-ignored-fields"] == next(iter(asked))

@@ -13,7 +13,8 @@ import pytest
 
 from engine.api import Request
 from server.generation import CallPiece, Delta
-from server.responses import Responder, ResponsesRequest
+from server.response_tools import chat_tools, names_of
+from server.responses import Responder, ResponsesRequest, as_chat
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.test_edited_logits import SHAPES
 from tests.server.test_tools import PARAMETERS, check_call, tool_daemon
@@ -161,19 +162,19 @@ def test_a_structured_answer_is_parsed(openai_client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+        ({"include": ["message.output_text.logprobs"]}, "include.0"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"volume": "high"}}, "text.volume"),
         ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
         ({"extra_body": {"n": 2}}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -186,6 +187,82 @@ def test_what_is_not_served_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as caught:
         openai_client.responses.create(**{**CALL, **fields})
     assert caught.value.param == param, caught.value
+
+
+def test_what_codex_sends_is_accepted(tool_client: openai.OpenAI) -> None:
+    """A wish for a summary, tools that are no functions, and what it asks to be included."""
+    asked: Any = {
+        "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": False,
+        "tools": [{"type": "web_search", "external_web_access": False}, FUNCTION], "parallel_tool_calls": True,
+        "extra_body": {"client_metadata": {"x": "y"}}, "tool_choice": "auto",
+    }  # fmt: skip
+    answer = tool_client.responses.with_raw_response.create(**CALL, **asked)
+    assert answer.headers["x-polydraft-ignored-fields"] == "tools.web_search"
+    assert answer.parse().status in ("completed", "incomplete")
+
+
+SPACES = [
+    {"type": "namespace", "name": "files", "description": "On disk.", "tools": [{**FUNCTION, "name": "read"}]},
+    {"type": "namespace", "name": "mail", "tools": [{**FUNCTION, "name": "read"}, {**FUNCTION, "name": "send"}]},
+    {"type": "namespace", "name": "odd", "tools": [{"type": "web_search"}]},
+]
+
+
+def test_functions_of_namespaces_have_names_of_their_own() -> None:
+    """The same name in two of them stands behind its namespace; items of calls have both again."""
+    names = names_of([*SPACES, FUNCTION])
+    tools = chat_tools([*SPACES, FUNCTION], names)
+    offered = [tool["function"]["name"] for tool in tools if tool["type"] == "function"]
+    assert offered == ["files__read", "mail__read", "send", "weather"]
+    assert tools[0]["function"]["description"] == "[files: On disk.]"
+    assert "description" not in tools[1]["function"]
+    assert {"type": "web_search"} in tools
+    assert [names.called(name) for name in offered] == [
+        {"name": "read", "namespace": "files"},
+        {"name": "read", "namespace": "mail"},
+        {"name": "send", "namespace": "mail"},
+        {"name": "weather"},
+    ]
+    assert [names.offered("mail", "read"), names.offered(None, "weather")] == ["mail__read", "weather"]
+
+
+def test_a_function_of_a_namespace_is_called_and_its_result_sent_back(tool_client: openai.OpenAI) -> None:
+    """Choosing it by its two names, which the item of the call has, and the history."""
+    choice: Any = {"type": "function", "namespace": "mail", "name": "read"}
+    asked: Any = {"model": MODEL, "tools": SPACES[:2], "max_output_tokens": 200, "temperature": 1}
+    answer = tool_client.responses.create(**asked, input="What is new?", tool_choice=choice)
+    called: Any = answer.output[0]
+    assert (called.type, called.name, called.namespace) == ("function_call", "read", "mail")
+    check_call("weather", called.arguments)
+    call = called.model_dump()
+    result = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": [{"type": "input_text", "text": "x"}],
+    }
+    history: Any = [{"role": "user", "content": "What is new?"}, call, result]
+    again = tool_client.responses.create(**asked, input=history)
+    assert again.usage is not None
+    assert answer.usage is not None
+    assert again.usage.input_tokens > answer.usage.input_tokens
+    body = ResponsesRequest.model_validate({"model": MODEL, "input": history, "tools": SPACES})
+    made = as_chat(body).messages[1].tool_calls
+    assert made is not None
+    assert made[0].function.name == "mail__read"
+
+
+def test_a_socket_is_refused_with_the_status_that_codex_knows(daemon: Daemon) -> None:
+    """It then sends POST requests at once, instead of trying again for seven seconds."""
+    upgrade = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "eA==",
+    }
+    with daemon.client() as http:
+        refused, plain = (http.get("/v1/responses", headers=headers) for headers in (upgrade, {}))
+    assert (refused.status_code, plain.status_code) == (426, 405)
+    assert refused.json()["error"]["code"] == "sockets_not_supported"
 
 
 def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.test_bad_requests import CHAT, error_of
-from tests.server.test_extra_fields import BODIES, RESPONSES, post
+from tests.server.test_extra_fields import BODIES, MESSAGES, post
 
 SECOND = "second"
 
@@ -18,7 +18,7 @@ SECOND = "second"
 @pytest.fixture(scope="module")
 def daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
     names = ["--served-model-name", SECOND]
-    return daemons.get(*pair_arguments, *names, "--no-calibrate", "--no-dashboard", "--allow-unknown-fields")
+    return daemons.get(*pair_arguments, *names, "--no-calibrate", "--no-dashboard", "--strict-fields")
 
 
 @pytest.fixture
@@ -27,17 +27,21 @@ def http(daemon: Daemon) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_an_operator_may_allow_unknown_names(daemon: Daemon, http: httpx.Client) -> None:
-    """Then one line names them, and no value; what is known and not served stays refused."""
+def test_an_operator_may_refuse_unknown_names(daemon: Daemon, http: httpx.Client) -> None:
+    """As OpenAI does; what is known, or asks for nothing, stays as it is."""
     for path in sorted(BODIES):
-        assert post(http, path, {"of_next_month": "something secret"}).status_code == 200
-    assert post(http, RESPONSES, {"logprobs": "all"}).status_code == 200, "a chat's field, unknown here"
+        answer = post(http, path, {"modle": "something secret", "x\nERROR y": 1, "z" * 5000: 2})
+        error = answer.json()["error"] if MESSAGES in path else error_of(answer, 400)
+        names = f"modle, x\\nERROR y, {'z' * 64}"
+        assert error["message"].startswith(f"Unrecognized request arguments supplied: {names} (did you mean mod")
+        if MESSAGES not in path:
+            assert (error["param"], error["code"]) == ("modle", "unknown_parameter")
+        assert post(http, path, {"a_key_of_next_month": None}).status_code == 200
+    assert post(http, CHAT, {"typical_p": 1, "store": True}).status_code == 200
     assert error_of(post(http, CHAT, {"regex": "a"}), 400)["param"] == "regex"
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    assert schemas["ChatRequest"]["additionalProperties"] is True
-    lines = [line for line in daemon.log.splitlines() if "of_next_month" in line]
-    assert len(lines) == 1, lines
-    assert "WARNING request fields that this server does not know were ignored: of_next_month" in lines[0]
+    closed = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "TokenizeRequest", "SpeculationFields")
+    assert [schemas[name]["additionalProperties"] for name in closed] == [False] * 5
     assert "something secret" not in daemon.log
 
 

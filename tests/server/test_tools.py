@@ -12,6 +12,7 @@ import jsonschema
 import openai
 import pytest
 
+from server.structured import closed
 from tests.grid import grid
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.test_edited_logits import SHAPES
@@ -56,6 +57,65 @@ def check_call(name: str, arguments: str) -> None:
         assert values["city"][0].isupper()
     else:
         assert (name, values) == ("clock", {})
+
+
+def test_other_tools_are_left_out(client: openai.OpenAI) -> None:
+    """The model is told of functions only; the rest is reported."""
+    others: Any = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}, {"type": "a\nb"}]
+    asked: Any = {"model": MODEL, "messages": [USER], "max_tokens": 2, "seed": 1}
+    plain, more = (
+        client.chat.completions.with_raw_response.create(**asked, tools=tools)
+        for tools in ([WEATHER], [*others, WEATHER])
+    )
+    assert more.parse().usage.prompt_tokens == plain.parse().usage.prompt_tokens
+    assert more.headers["x-polydraft-ignored-fields"] == "tools.a\\nb, tools.custom, tools.web_search"
+    assert "x-polydraft-ignored-fields" not in plain.headers
+
+
+def test_a_tool_without_a_type_is_a_function(client: openai.OpenAI) -> None:
+    tool: Any = {"function": WEATHER["function"]}
+    assert ask(client, tools=[tool], tool_choice="required").choices[0].message.tool_calls[0].function.name == "weather"
+
+
+def test_a_forced_call_has_no_invented_names(client: openai.OpenAI) -> None:
+    """A schema that does not say whether there may be others has the properties that it names."""
+    schema = {name: PARAMETERS[name] for name in PARAMETERS if name != "additionalProperties"}
+    functions = [{"name": "weather", "parameters": schema}, {"name": "clock"}, {"name": "clock", "parameters": {}}]
+    for function in functions:
+        tool: Any = {"type": "function", "function": function}
+        answer = ask(client, tools=[tool], tool_choice="required", parallel_tool_calls=False, n=4, seed=2)
+        for choice in answer.choices:
+            assert choice.finish_reason == "tool_calls"
+            check_call(choice.message.tool_calls[0].function.name, choice.message.tool_calls[0].function.arguments)
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+ALL_OF = {"allOf": [{"$ref": "#/$defs/city"}, {"properties": {"unit": {}}}], "$defs": {"city": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (CITY, {"city": "x"}, {"city": "x", "more": 1}),
+        ({}, {}, {"more": 1}),
+        ({**CITY, "additionalProperties": True}, {"more": 1}, {"city": 1}),
+        ({**CITY, "additionalProperties": {"type": "string"}}, {"more": "x"}, {"more": 1}),
+        ({"properties": {"at": CITY}}, {"at": {"city": "x"}}, {"at": {"more": 1}}),
+        ({"properties": {"any": {"type": "object"}}}, {"any": {"more": 1}}, {"any": 1}),
+        ({"properties": {"all": {"type": "array", "items": CITY}}}, {"all": [{"city": "x"}]}, {"all": [{"more": 1}]}),
+        ({"properties": {"at": {"anyOf": [CITY, {"type": "null"}]}}}, {"at": None}, {"at": {"more": 1}}),
+        ({"$defs": {"c": CITY}, "properties": {"at": {"$ref": "#/$defs/c"}}}, {"at": {}}, {"at": {"more": 1}}),
+        (ALL_OF, {"city": "x", "unit": 1}, {"city": 1}),
+        ({**CITY, "anyOf": [{"properties": {"unit": {}}, "required": ["unit"]}]}, {"city": "x", "unit": 1}, {}),
+        ({**CITY, "patternProperties": {"^x": {}}}, {"city": "x", "x1": 1}, {"city": 1}),
+    ],
+)
+def test_objects_of_arguments_are_closed_by_default(schema: Any, allowed: Any, refused: Any) -> None:
+    """As far as that forbids nothing that the schema allows by name."""
+    found = closed({"type": "object", **schema}, is_root=True)
+    jsonschema.validate(allowed, found)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(refused, found)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -211,7 +271,10 @@ def test_strict_tools_bind_a_free_answer(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": 3}]}, "tools.0.type"),
+        ({"tools": [WEATHER, {"type": "retrieval"}], "tool_choice": {"type": "retrieval"}}, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),

@@ -126,6 +126,37 @@ def test_what_a_template_does_not_show_is_refused_by_name(models: TinyModels, te
     assert "does not show it" in str(caught.value)
 
 
+# What templates of Mistral, Gemma and newer Qwen models demand.
+LATE = "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('a late system prompt') }}{% endfor %}"
+ALTERNATE = (
+    "{% for m in messages | rejectattr('role', 'in', ['system', 'tool']) | rejectattr('tool_calls') %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{% endfor %}"
+)
+SHOWN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}]{% endfor %}"
+
+
+def test_turns_of_agents_fit_templates_that_want_them_to_alternate(models: TinyModels) -> None:
+    """Coding agents send several system prompts, some of them late, and several texts of the user in a row."""
+    turns = [
+        {"role": "system", "content": "You code."},
+        {"role": "system", "content": "Skills."},
+        {"role": "user", "content": "The folder is x."},
+        {"role": "system", "content": "It is Monday."},
+        {"role": "user", "content": "Write a file."},
+    ]
+    later = [*called(None, [("f", "{}")]), {"role": "user", "content": "Go on."}]
+    strict, late_only = (Tokenizer(str(models.target), text + SHOWN) for text in (LATE + ALTERNATE, LATE))
+    assert strict.render_chat(turns).strip() == (
+        "[system: You code.\n\nSkills.][user: The folder is x.\n\nIt is Monday.\n\nWrite a file.]"
+    )
+    messages = [template_message(Message.model_validate(one), number) for number, one in enumerate([*turns, *later])]
+    assert strict.render_chat(messages).strip().endswith("[tool: result 0\n\nGo on.]")
+    assert late_only.render_chat(turns).strip() == (
+        "[system: You code.\n\nSkills.][user: The folder is x.][user: It is Monday.][user: Write a file.]"
+    )
+
+
 def test_a_system_prompt_without_a_place_is_said_by_the_user(models: TinyModels) -> None:
     tokenizer = Tokenizer(
         str(models.target), "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"

@@ -1,0 +1,92 @@
+"""Tools of `/v1/responses` in chat's words: functions, those of namespaces, and kinds that are not served.
+
+A namespace is a named group of functions. Chat templates know single functions only, so those of a namespace are
+offered by their own name, or, if another function has that, behind the name of the namespace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.api import RequestError
+
+_JOINT = "__"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of functions as the model knows them."""
+
+    of_members: dict[tuple[str, str], str]
+    """By (namespace, name)."""
+
+    def offered(self, namespace: Any, name: Any) -> Any:
+        """The name under which the model was offered a function; any other name is itself."""
+        return self.of_members.get((namespace, name), name) if isinstance(namespace, str) else name
+
+    def called(self, name: str) -> dict[str, str]:
+        """What an item of a call says of its function: the name, and the namespace if it has one."""
+        for (namespace, member), offered in self.of_members.items():
+            if offered == name:
+                return {"name": member, "namespace": namespace}
+        return {"name": name}
+
+
+def names_of(tools: Iterable[dict[str, Any]]) -> Names:
+    """Names for the functions of all namespaces, no two of them alike."""
+    members = [(_text(tool, "name"), _text(one, "name")) for tool in _namespaces(tools) for one in _members(tool)]
+    uses = Counter(name for _, name in members) + Counter(
+        str(tool.get("name")) for tool in tools if tool.get("type") == "function"
+    )
+    return Names({(space, name): name if uses[name] == 1 else f"{space}{_JOINT}{name}" for space, name in members})
+
+
+def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
+    """The tools of a chat; a kind that is not served keeps nothing but its type."""
+    found = []
+    for tool in tools:
+        if tool.get("type") == "function":
+            found.append(_function(tool))
+        elif tool.get("type") == "namespace":
+            found += _functions_of(tool, names)
+        else:
+            found.append({"type": tool.get("type")})
+    return found
+
+
+def _namespaces(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [tool for tool in tools if tool.get("type") == "namespace"]
+
+
+def _members(namespace: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions of a namespace; raises RequestError for what has none."""
+    members = namespace.get("tools")
+    if not isinstance(members, list) or not all(isinstance(one, dict) for one in members):
+        raise RequestError("tools: a namespace holds a list of tools", "tools")
+    return [one for one in members if one.get("type") == "function"]
+
+
+def _text(tool: dict[str, Any], key: str) -> str:
+    if not isinstance(tool.get(key), str):
+        raise RequestError(f"tools: a {tool.get('type')} needs a {key}", "tools")
+    return str(tool[key])
+
+
+def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"} | changed}
+
+
+def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
+    """A namespace's functions, of which the first tells the description of all, and its other tools by their kind."""
+    space, told = _text(namespace, "name"), namespace.get("description")
+    found: list[dict[str, Any]] = []
+    for one in _members(namespace):
+        changed: dict[str, Any] = {"name": names.offered(space, one["name"])}
+        if told and not found:
+            changed["description"] = f"[{space}: {told}] {one.get('description') or ''}".rstrip()
+        found.append(_function(one, **changed))
+    others = [one for one in namespace["tools"] if one.get("type") != "function"]
+    return found + [{"type": one.get("type")} for one in others]
