@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.execution.loading import FITTING_MODEL_TYPES
-from server import foreign_flags
+from server import foreign_fields, foreign_flags
 from server.answers import Metrics, SpeculativeDecoding
 from server.flags import parse_flags
 from server.protocol import ChatRequest, CompletionRequest, SpeculationFields
@@ -155,8 +155,14 @@ def test_commands_for_other_servers_mean_the_same_here() -> None:
 
 def test_fields_for_other_servers_exist() -> None:
     page = (DOCS / "coming-from.md").read_text()
-    same = page[page.index("## Request fields") : page.index("For other names:")]
+    same = page[page.index("## Request fields") : page.index("| elsewhere | send")]
     sent = " ".join(cells[1] for cells in cells_of(page, "| elsewhere | send"))
     names = {*re.findall(r"`(\w+)`", same), *re.findall(r"`(\w+)`", sent)} - {"regex", "json", "grammar"}
     assert names <= set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
     assert len(names) > 20
+    for elsewhere, send in cells_of(page, "| elsewhere | send"):
+        for name in re.findall(r"`(\w+)`", elsewhere):
+            word = re.findall(r"`(\w+)`|leave it out", send)[0] or "leave it out"
+            assert word in foreign_fields.FOREIGN[name].way_out, name
+    ignored = page[page.index("Names that cannot change") :].partition("\n\n")[0]
+    assert not set(re.findall(r"`(\w+)`", ignored)) & (set(foreign_fields.FOREIGN) | set(ChatRequest.model_fields))
