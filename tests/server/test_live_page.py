@@ -89,8 +89,9 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     assert page.input_value("#system") == "Be brief."
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
     if width == 360:
-        page.locator("#table").evaluate("table => { table.scrollLeft = 1000; }")
-        assert page.locator("#table").evaluate("table => table.scrollLeft") > 0
+        page.hover("#table")
+        page.mouse.wheel(200, 0)
+        expect(page.locator("#table")).not_to_have_js_property("scrollLeft", 0)
     page.click("#clear")
     page.reload()
     assert page.locator(".turn").count() == 0
@@ -109,12 +110,18 @@ def test_steps_in_reading_order_are_the_answer(browser: Browser, daemon: Daemon)
              .map(title => JSON.parse(title.textContent.match(/^".*"(?=: )/)[0])).join('')"""
     )
     assert answer in emitted
+    rows = page.locator(".step :is(.kept, .own) rect").evaluate_all("boxes => boxes.map(box => box.y.baseVal.value)")
+    assert set(rows) == {3}, "what was emitted is the top line"
     coloured = page.evaluate(
         "[...document.querySelectorAll('.assistant .text [class]')].map(s => s.textContent).join('')"
     )
     assert coloured == answer
     expect(page.locator(".summary")).to_contain_text("tokens per step")
     expect(page.locator("#count-length")).to_contain_text("mean of ")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("text=Copy")
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == answer
     assert noted == []
     page.close()
 
@@ -136,6 +143,24 @@ def test_an_answer_of_markup_stays_text(browser: Browser, daemon: Daemon) -> Non
         assert page.locator("#turns script, #turns img").count() == 0
         page.reload()
     assert noted == []
+    page.close()
+
+
+def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -> None:
+    """The server's reason is shown, and the message is in its field again; a stopped answer stays as far as it is."""
+    page, _ = opened(browser, daemon.url)
+    set_up(page, chains="1000")
+    page.fill("#message", "hello")
+    page.press("#message", "Control+Enter")
+    expect(page.locator("#problem")).to_contain_text("num_drafts")
+    assert page.input_value("#message") == "hello"
+    assert page.locator(".turn").count() == 0
+    set_up(page, chains="2", length="1800")
+    page.press("#message", "Control+Enter")
+    expect(page.locator(".assistant .text [class]").first).to_be_visible()
+    page.click("#stop")
+    expect(page.locator(".summary")).to_contain_text("stopped")
+    assert page.locator(".assistant .text:not(.thought)").text_content()
     page.close()
 
 

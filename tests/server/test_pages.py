@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from server.pages_route import install
-from server.settings import Serve
-from server.state import Server
 from tests.server.conftest import PREFIX
 from tests.server.daemon_process import MODEL, ROOT
 
@@ -102,22 +96,6 @@ def test_no_other_file_is_served(http: httpx.Client, path: str) -> None:
     assert http.send(request).status_code == 404
 
 
-def test_the_page_can_be_turned_off() -> None:
-    """Page, files and state are 404 then, and the root leads to the API's description."""
-    app = FastAPI(docs_url=None, redoc_url=None)
-    settings = Serve(dashboard=False, _cli_parse_args=[])
-    install(app, cast(Server, SimpleNamespace(settings=settings)))
-
-    async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            paths = ("/", "/docs", "/dashboard", "/dashboard/state", "/dashboard/static/main.js")
-            return [await client.head(path) for path in paths]
-
-    answers = asyncio.run(ask())
-    assert [answer.status_code for answer in answers] == [307, 200, 404, 404, 404]
-    assert answers[0].headers["location"] == "docs"
-
-
 def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
     """A request of another client is in the table while it runs, and in the totals afterwards."""
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True}
@@ -133,6 +111,19 @@ def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
     assert state["about"]["speculation"] == "bv_race, up to 4 drafts of 5 tokens"
     assert (state["about"]["dtype"], state["about"]["max_model_len"]) == ("float32", 2048)
     assert http.get("/dashboard/state").json()["requests"] == []
+
+
+def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
+    """All of a calibrated daemon's; the page shows their number beside their speedup."""
+    before = one_seat_http.get("/dashboard/state").json()["totals"]
+    call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
+    call["speculation"] = {"num_drafts": 4, "draft_length": 3}
+    assert one_seat_http.post("/v1/completions", json=call).status_code == 200
+    after = one_seat_http.get("/dashboard/state").json()["totals"]
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["tokens"] == grown["timed_tokens"] == 60
+    assert 0 < grown["spec_steps"] < 60
+    assert grown["plain_s"] > 0
 
 
 def luminance(colour: str) -> float:
@@ -177,16 +168,39 @@ ORIGINS: list[tuple[str, str, list[dict[str, Any]], list[list[Any]]]] = [
 ]  # fmt: skip
 
 
-def test_each_part_of_an_answer_has_its_origin() -> None:
-    """By the page's own module, for texts that are not the tokens' texts joined."""
+def evaluated(module: str, expression: str, *, before: str = "") -> Any:
+    """The value of an expression of JavaScript that knows a module's exports as `page`."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine")
-    cases = json.dumps([[text, steps] for _, text, steps, _ in ORIGINS])
-    script = (
-        f"import {{runsOf}} from {json.dumps((STATIC / 'origin.js').as_uri())};"
-        f"console.log(JSON.stringify({cases}.map(one => runsOf(...one).map(run => [run.text, run.draft]))))"
-    )
+    script = f"{before}; const page = await import({json.dumps((STATIC / module).as_uri())});"
+    script += f"console.log(JSON.stringify({expression}))"
     command = [node, "--input-type=module", "--no-warnings", "--eval", script]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    assert found == [runs for *_, runs in ORIGINS]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def test_each_part_of_an_answer_has_its_origin() -> None:
+    """By the page's own module, for texts that are not the tokens' texts joined."""
+    cases = json.dumps([[text, steps] for _, text, steps, _ in ORIGINS])
+    runs = f"{cases}.map(one => page.runsOf(...one).map(run => [run.text, run.draft]))"
+    assert evaluated("origin.js", runs) == [runs for *_, runs in ORIGINS]
+
+
+# Session storage that holds so many characters, and what is read again of eight turns of 200,000 with drafts as long.
+STORAGE = """
+globalThis.sessionStorage = {value: null, getItem() { return this.value; }, setItem(name, value) {
+  if (value.length > ROOM) throw new Error("full"); this.value = value; }};
+"""
+STORED = """(() => {
+  const long = new page.Conversation(), text = "a".repeat(2e5), steps = [{tokens: [text], chains: [], num_accepted: 0}];
+  for (let i = 0; i < 8; i++) Object.assign(long.ask("question " + i), {text, steps});
+  long.save();
+  const turns = new page.Conversation().turns;
+  return [turns.length / 2, turns.filter(turn => turn.steps?.length).length, turns.at(-2)?.text];
+})()"""
+
+
+@pytest.mark.parametrize(("room", "left"), [(10**9, [4, 0, "question 7"]), (500_000, [2, 0, "question 7"])])
+def test_a_stored_conversation_has_a_bound(room: int, left: list[Any]) -> None:
+    """The page's bound, or the browser's if it is smaller: the newest turns are what a reload reads."""
+    assert evaluated("conversation.js", STORED, before=STORAGE.replace("ROOM", str(room))) == left

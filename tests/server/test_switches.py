@@ -46,9 +46,10 @@ def test_an_operator_may_refuse_unknown_names(daemon: Daemon, http: httpx.Client
 
 
 def test_the_page_can_be_turned_off(http: httpx.Client) -> None:
-    """Page and state are 404 then, and the root leads to the API's description."""
+    """Page, files and state are 404 then, and the root leads to the API's description."""
     assert http.head("/").headers["location"] == "docs"
-    assert [http.get(path).status_code for path in ("/dashboard", "/dashboard/state")] == [404, 404]
+    paths = ("/docs", "/dashboard", "/dashboard/state", "/dashboard/static/main.js")
+    assert [http.get(path).status_code for path in paths] == [200, 404, 404, 404]
 
 
 def test_a_model_may_have_several_names(http: httpx.Client) -> None:
