@@ -2,7 +2,8 @@
 
 Each client that is installed is tried as its own documentation uses it; the table says which version did what. They are
 not among the project's dependencies: install those that matter to you beside it (the lists are `CLIENTS` and
-`JAVASCRIPT_CLIENTS` below; for the second, `npm install` them into a folder and name it by `--npm FOLDER`).
+`JAVASCRIPT_CLIENTS` below, and `AGENTS` in `agents.py`; `npm install` the latter into a folder and name it by `--npm
+FOLDER`). Agents have prompts of 20,000 tokens and need a model that calls functions; name them by `--only program`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from loadtest.agents import AGENTS, Task
 
 _QUESTION = "What is the weather in Paris?"
 _TOKENS = 24
@@ -313,6 +317,25 @@ def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
     return {"client": name, "package": package, "version": version, "result": result}
 
 
+def tried_agent(server: Server, name: str, folder: Path) -> dict[str, str]:
+    """What became of a task of a coding agent, whose program is installed in a folder."""
+    package, program, run = AGENTS[name]
+    manifest = folder / "node_modules" / package / "package.json"
+    if not manifest.is_file():
+        return {"client": name, "package": package, "result": "not installed"}
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as work:
+        words = "Write a file made.txt and count its characters."
+        task = Task(server.url, server.model, server.key, words, Path(home), Path(work))
+        try:
+            done = run(folder.resolve() / "node_modules" / ".bin" / program, task)
+            worked = done.returncode == 0 and any(Path(work).iterdir())
+            result = "works" if worked else (done.stderr or done.stdout or "no file was written")[-300:]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            result = f"{type(error).__name__}: {error}"[:300]
+    version = str(json.loads(manifest.read_text())["version"])
+    return {"client": name, "package": package, "version": version, "result": result}
+
+
 def main() -> int:
     """Run from the command line; 1 where an installed client fails."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.clients", description=__doc__)
@@ -327,6 +350,7 @@ def main() -> int:
     if options.npm:
         wanted = [name for name in JAVASCRIPT_CLIENTS if not options.only or options.only in name]
         table += [tried_in_node(server, name, options.npm) for name in wanted]
+        table += [tried_agent(server, name, options.npm) for name in AGENTS if options.only and options.only in name]
     for row in table:
         print(f"{row['client']:<40} {row.get('version', '-'):<10} {row['result']}")
     if options.output:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.clients import CLIENTS, Server, tried, tried_in_node
+from loadtest.agents import AGENTS
+from loadtest.clients import CLIENTS, Server, tried, tried_agent, tried_in_node
 from tests.server.daemon_process import MODEL, Daemons
 from tests.server.test_tools import TEMPLATES
 from tests.server.tiny_models import write_pair
@@ -34,6 +35,26 @@ def test_a_failure_and_a_missing_package_are_told_apart(monkeypatch: pytest.Monk
 def test_javascript_clients_that_are_not_installed_are_told(tmp_path: Path) -> None:
     row = tried_in_node(Server("http://127.0.0.1:9", MODEL), "npm openai: stream, responses", tmp_path)
     assert row["result"] == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [("echo x > made.txt", "works"), ("echo refused >&2; exit 3", "refused\n"), ("true", "no file was written")],
+)
+def test_an_agent_works_if_it_has_written_a_file(tmp_path: Path, script: str, result: str) -> None:
+    server, name = Server("http://127.0.0.1:9", MODEL), next(iter(AGENTS))
+    assert tried_agent(server, name, tmp_path)["result"] == "not installed"
+    package, program, _ = AGENTS[name]
+    for file, text in (
+        (f"{package}/package.json", '{"version": "1.2.3"}'),
+        (f".bin/{program}", f"#!/bin/sh\n{script}\n"),
+    ):
+        path = tmp_path / "node_modules" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o700)
+    row = tried_agent(server, name, tmp_path)
+    assert (row["version"], row["result"]) == ("1.2.3", result)
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")

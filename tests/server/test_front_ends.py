@@ -30,7 +30,10 @@ CALLED = [
     },
     {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": [{"type": "text", "text": "12 degrees"}]},
 ]
+INPUT = [{"type": "input_text", "text": "Be brief."}]
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+ENDS = ("response.completed", "response.incomplete")
 
 # By front end: path, body without the model, names that the header of the answer must have.
 BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -168,6 +171,25 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "output_config.effort, speed",
     ),
+    "Codex": (
+        RESPONSES,
+        {
+            "input": [
+                {"type": "message", "id": "m", "role": "developer", "content": INPUT},
+                {"type": "message", "role": "developer", "content": INPUT},
+                {"type": "message", "role": "user", "content": INPUT, "internal": {}},
+            ],
+            "stream": True, "store": False, "reasoning": {"summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
+            "tool_choice": "auto", "parallel_tool_calls": True, "prompt_cache_key": "k", "client_metadata": {"x": "y"},
+            "tools": [
+                {"type": "function", "strict": False, **FUNCTION},
+                {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", **FUNCTION}]},
+                {"type": "web_search", "external_web_access": False},
+            ],
+        },
+        "tools.web_search",
+    ),
     "SillyTavern": (
         COMPLETIONS,
         {
@@ -204,7 +226,7 @@ def test_a_body_of_a_front_end_is_answered(client: httpx.Client, who: str) -> No
     if body.get("stream"):
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-        assert events[-1] == "[DONE]" or json.loads(events[-1])["type"] == "message_stop"
+        assert events[-1] == "[DONE]" or json.loads(events[-1])["type"] in ("message_stop", *ENDS)
         assert len(events) > 1
         assert "error" not in json.loads(events[0])
     else:

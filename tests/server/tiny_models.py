@@ -68,22 +68,25 @@ def llama_config(num_layers: int) -> dict[str, Any]:
     }
 
 
-def llama_weights(num_layers: int) -> dict[str, Any]:
-    """Random weights; the first layers are the same whatever `num_layers` is, later ones change less."""
+def llama_weights(num_layers: int, hidden: int = _HIDDEN) -> dict[str, Any]:
+    """Random weights; the first layers are the same whatever `num_layers` is, later ones change less.
+
+    hidden: width of the residual; the heads have the same width for any.
+    """
     random = np.random.default_rng(0)
     key_value = _HIDDEN * _KV_HEADS // _HEADS
     shapes = {
-        "self_attn.q_proj": (_HIDDEN, _HIDDEN),
-        "self_attn.k_proj": (key_value, _HIDDEN),
-        "self_attn.v_proj": (key_value, _HIDDEN),
-        "self_attn.o_proj": (_HIDDEN, _HIDDEN),
-        "mlp.gate_proj": (_INNER, _HIDDEN),
-        "mlp.up_proj": (_INNER, _HIDDEN),
-        "mlp.down_proj": (_HIDDEN, _INNER),
+        "self_attn.q_proj": (_HIDDEN, hidden),
+        "self_attn.k_proj": (key_value, hidden),
+        "self_attn.v_proj": (key_value, hidden),
+        "self_attn.o_proj": (hidden, _HIDDEN),
+        "mlp.gate_proj": (_INNER, hidden),
+        "mlp.up_proj": (_INNER, hidden),
+        "mlp.down_proj": (hidden, _INNER),
     }
-    norm = np.ones(_HIDDEN, np.float32)
+    norm = np.ones(hidden, np.float32)
     weights = {
-        "model.embed_tokens.weight": (0.1 * random.standard_normal((VOCAB_SIZE, _HIDDEN))).astype(np.float32),
+        "model.embed_tokens.weight": (0.1 * random.standard_normal((VOCAB_SIZE, hidden))).astype(np.float32),
         "model.norm.weight": norm,
     }
     for layer in range(num_layers):
