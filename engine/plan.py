@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from engine.fixed_edits import FixedEdits
 from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
+from engine.text_counts import TextCounts
 from engine.text_drafters import TextDraft
 
 
@@ -67,6 +68,8 @@ class LogitContext:
     grammar: Grammar | None = None
     fixed: FixedEdits | None = None
     """Edits of the request that are the same in every step; None if they are not prepared."""
+    counts: TextCounts | None = None
+    """Counts of the text; None if they are not kept from step to step."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from engine.errors import NOTHING_LEFT, RequestError
 from engine.fixed_edits import FixedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
+from engine.text_counts import TextCounts
 from engine.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
@@ -114,7 +115,7 @@ def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], p
     text_P = np.array([number_of[id(context.text)] for _, context in penalised])
     strength_P3 = to_device(np.array([_strength(context.sampling) for _, context in penalised], np.float32), device)
 
-    counts = [_counts(text) for text in texts]
+    counts = [(text.counts or TextCounts(text.num_prompt)).of(text.tokens) for text in texts]
     place_E = np.repeat(np.arange(len(penalised)), [len(counts[text][0]) for text in text_P])
     token_E, count_E = (np.concatenate([counts[text][part] for text in text_P]) for part in (0, 1))
     of_text = (to_device(row_P[place_E], device), to_device(token_E, device))
@@ -157,13 +158,6 @@ def _table(counts: Sequence[tuple[Ints, Numbers]], vocab_size: int, device: torc
 
 def _strength(sampling: Sampling) -> tuple[float, float, float]:
     return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-
-
-def _counts(text: LogitContext) -> tuple[Ints, Numbers]:
-    """(tokens of the whole text, how often each is in the answer)."""
-    text_T = np.array(text.tokens, dtype=np.int64)
-    tokens_E, entry_T = np.unique(text_T, return_inverse=True)
-    return tokens_E, np.bincount(entry_T[text.num_prompt :], minlength=len(tokens_E)).astype(np.float32)
 
 
 def _fixed(context: NodeContext) -> FixedEdits:

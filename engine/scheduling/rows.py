@@ -82,7 +82,8 @@ def _text_of(sequence: Sequence) -> LogitContext | None:
         return None
     ends = sequence.ends if holds_back else ()
     num_prompt = len(request.prompt_token_ids)
-    return LogitContext(tuple(sequence.tokens), num_prompt, least, ends, sequence.grammar, sequence.fixed_edits)
+    tokens, grammar, fixed = tuple(sequence.tokens), sequence.grammar, sequence.fixed_edits
+    return LogitContext(tokens, num_prompt, least, ends, grammar, fixed, sequence.counts)
 
 
 def row_of(part: Part) -> Row:

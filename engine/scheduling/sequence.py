@@ -8,6 +8,7 @@ from engine.cache.store import Key, next_key, root_key
 from engine.fixed_edits import SharedEdits
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
+from engine.text_counts import TextCounts
 from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
@@ -28,6 +29,7 @@ class Sequence:
         "_was_admitted",
         "block_ids",
         "copier",
+        "counts",
         "draft_start",
         "draft_window",
         "ends",
@@ -73,6 +75,8 @@ class Sequence:
             self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
         self.copier = TextDraftFinder(request)
+        self.counts = TextCounts(len(request.prompt_token_ids))
+        """How often each token is in the text, for penalties."""
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from engine import verifying
+from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling import rows
+from engine.scheduling.rows import _text_of
+from engine.scheduling.sequence import Sequence
 from tests.engine import tiny
 
 RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
@@ -57,6 +62,22 @@ def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[n
     assert crowded.tokens == free.tokens
     if "num_blocks" in crowding:
         assert crowded.num_preemptions > 0
+
+
+def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyped-def]
+    """Counts that go on from step to step, with preemption, change no answer of counts of the whole text."""
+    penalties = {"frequency_penalty": 1.1, "presence_penalty": 0.4, "repetition_penalty": 1.3}
+    requests = [
+        msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, **penalties)) for one in crowd(16)
+    ]
+    grown = tiny.run(tiny.build(*pair, num_blocks=12, max_model_len=70), requests)
+    assert grown.num_preemptions > 0
+
+    def counted_anew(sequence: Sequence) -> LogitContext | None:
+        return dataclasses.replace(text, counts=None) if (text := _text_of(sequence)) else None
+
+    with patch.object(rows, "_text_of", counted_anew):
+        assert tiny.run(tiny.build(*pair), requests).tokens == grown.tokens
 
 
 def test_verifying_in_small_parts_changes_nothing(pair) -> None:  # type: ignore[no-untyped-def]

@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.fixed_edits import FixedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import Bools, NodeContext, edit
 from engine.sampling.law import LawParameters, law
+from engine.text_counts import TextCounts
 
 VOCABULARY = 12
 
@@ -179,3 +182,16 @@ def test_a_bad_word_is_seen_from_the_token_before_its_last() -> None:
     assert edits.barred_after((4, 1), (3,)) == [4]
     assert edits.barred_after((9,), (9, 9)) == [8]
     assert edits.barred_after((9,), (9,)) == edits.barred_after((), ()) == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=12), st.integers(0, 6), st.sets(st.integers(1, 12), min_size=1))
+def test_counts_grow_with_the_text(tokens: list[int], num_prompt: int, cuts: set[int]) -> None:
+    """Wherever a text has been counted before, the counts are those of the whole."""
+    counts = TextCounts(num_prompt)
+    for cut in sorted(cuts):
+        counts.of(tuple(tokens[:cut]))
+    different, times = counts.of(tuple(tokens))
+    answer = tokens[num_prompt:]
+    assert different.tolist() == sorted(set(tokens))
+    assert times.tolist() == [answer.count(token) for token in different.tolist()]
