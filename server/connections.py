@@ -96,7 +96,7 @@ class Connection(HttpToolsProtocol):
         """Bytes outside of bodies that may yet come with this request."""
         self._head_bytes = 0
         self._discarded_bytes = 0
-        self._is_in_body = self._is_closing = self._is_refused = False
+        self._is_in_message = self._is_in_body = self._is_closing = self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
@@ -126,8 +126,11 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        """Count its head from zero."""
+        """Count its head from zero, and its time if it has come together with an earlier request."""
         self._head_bytes = 0
+        self._is_in_message = True
+        if self._deadline is None:
+            self._arm(self._waiting.receive_timeout_s)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -160,7 +163,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole: its time and its bytes are no longer counted."""
         self._allowed_bytes = _MOST_HEAD_BYTES
-        self._is_in_body = False
+        self._is_in_message = self._is_in_body = False
         self._stop_waiting()
         super().on_message_complete()
         if self._is_closing:
@@ -236,10 +239,18 @@ class Connection(HttpToolsProtocol):
 
     def _on_deadline(self) -> None:
         self._deadline = None
-        has_begun = self._is_in_body or self._allowed_bytes < _MOST_HEAD_BYTES
-        if self.pipeline:
-            self._arm(self._waiting.receive_timeout_s)  # an earlier answer holds this request up
-        elif has_begun and not self._is_refused and not self._is_closing:
+        has_begun = self._is_in_message or self._allowed_bytes < _MOST_HEAD_BYTES
+        if self._is_refused or self._is_closing:
+            self.drop()
+        elif self._waits_for_an_answer:
+            self._arm(self._waiting.receive_timeout_s)
+        elif has_begun:
             self.refuse(408, "the request did not come whole in time; see --receive-timeout")
         else:
             self.drop()
+
+    @property
+    def _waits_for_an_answer(self) -> bool:
+        """Whether the request that is being received comes after one that has no whole answer yet."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        return bool(self.pipeline) or (is_answering and not self._is_in_body)

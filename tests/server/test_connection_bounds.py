@@ -1,0 +1,395 @@
+"""The bounds of a connection to the byte and the second, on a transport in memory and a clock that is set.
+
+`test_connections.py` has the same bounds on a daemon's sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from server import connections
+from server.connections import Seldom
+from tests.server.memory_server import TIMEOUT_S, Server
+
+HEAD_BYTES = 1 << 16
+LINGER_S = 2.0
+GET = b"GET /a HTTP/1.1\r\n\r\n"
+POST = b"POST /a HTTP/1.1\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    for task in asyncio.all_tasks(made.loop):
+        task.cancel()
+    made.pass_s(0)
+    made.loop.close()
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"GET",
+        b"GET /a HTTP/1.1\r\nx: y\r\n",
+        POST + b"content-length: 3\r\n\r\n",
+        POST + b"content-length: 3\r\n\r\nab",
+    ],
+)
+def test_a_request_has_its_time(server: Server, begun: bytes) -> None:
+    """One that has begun gets 408 and some time to read it; a silent connection just ends."""
+    wire = server.connect()
+    server.pass_s(TIMEOUT_S / 2)
+    server.send(wire, begun)
+    server.pass_s(TIMEOUT_S / 2 - 0.5)
+    assert (wire.written, wire.ended) == (b"", "")
+    server.pass_s(1)
+    if not begun:
+        assert (wire.written, wire.ended) == (b"", "aborted")
+        return
+    assert wire.statuses == [408]
+    assert "--receive-timeout" in wire.error["message"]
+    server.pass_s(LINGER_S - 0.5)
+    assert wire.ended == ""
+    server.pass_s(1)
+    assert wire.ended == "aborted"
+    assert wire.statuses == [408]
+
+
+def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
+    """The time begins again with the first byte of the next request."""
+    wire = server.connect()
+    server.may_answer.clear()
+    server.send(wire, GET)
+    server.pass_s(9 * TIMEOUT_S)
+    assert (wire.written, wire.ended) == (b"", "")
+    server.may_answer.set()
+    server.pass_s(0)
+    assert wire.statuses == [200]
+    server.pass_s(0.9 * 5)
+    server.send(wire, GET[:3])
+    server.pass_s(TIMEOUT_S - 0.5)
+    server.send(wire, GET[3:])
+    assert wire.statuses == [200, 200]
+    server.send(wire, GET[:3])
+    server.pass_s(TIMEOUT_S - 0.5)
+    server.send(wire, GET[3:5])
+    assert wire.statuses == [200, 200]
+    server.pass_s(1)
+    assert wire.statuses == [200, 200, 408], "a further byte gives no further time"
+
+
+def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
+    """Nobody reads it meanwhile, so its time does not run out."""
+    wire = server.connect()
+    server.may_answer.clear()
+    server.send(wire, GET + GET + GET[:4])
+    server.pass_s(3 * TIMEOUT_S)
+    assert (wire.written, wire.ended) == (b"", "")
+    server.may_answer.set()
+    server.pass_s(0)
+    server.send(wire, GET[4:])
+    assert wire.statuses == [200, 200, 200]
+
+
+@pytest.mark.parametrize("begun", [b"GET", POST + b"content-length: 9\r\n\r\nab"])
+def test_a_request_that_came_beside_another_has_its_time_after_it(server: Server, begun: bytes) -> None:
+    """Its client could not have been answered before, and must not hold the connection afterwards."""
+    wire = server.connect()
+    server.may_answer.clear()
+    server.send(wire, GET + begun)
+    server.pass_s(3.5 * TIMEOUT_S)
+    assert (wire.written, wire.ended) == (b"", "")
+    server.may_answer.set()
+    server.pass_s(0)
+    assert wire.statuses == [200]
+    server.pass_s(TIMEOUT_S + 1)
+    assert wire.statuses == [200, 408]
+    server.pass_s(LINGER_S + 1)
+    assert wire.ended == "aborted"
+
+
+def test_a_refusal_behind_requests_that_wait_ends_the_connection(server: Server) -> None:
+    """They are not answered any more."""
+    wire = server.connect()
+    server.may_answer.clear()
+    server.send(wire, GET + GET + b"nonsense\r\n\r\n")
+    assert wire.statuses == [400]
+    server.pass_s(LINGER_S + 1)
+    assert wire.ended == "aborted"
+
+
+def test_a_body_that_ends_behind_its_answer_leaves_the_connection_open(server: Server) -> None:
+    """For the next request, which has its own time; it waits with the others meanwhile."""
+    server.reads = False
+    wire = server.connect()
+    server.send(wire, POST + b"content-length: 9\r\n\r\nab", b"cdefghi")
+    assert (wire.statuses, wire.ended) == ([200], "")
+    assert list(server.waiting.order) == [wire.connection]
+    server.pass_s(TIMEOUT_S - 1)
+    server.send(wire, GET)
+    assert wire.statuses == [200, 200]
+    server.send(wire, POST + b"content-length: 9\r\n\r\nab", b"cdefghi")
+    server.pass_s(TIMEOUT_S + 1)
+    assert (wire.statuses, wire.ended) == ([200] * 3, "aborted")
+
+
+def test_the_rest_of_a_body_has_its_time_too(server: Server) -> None:
+    """After an answer that did not wait for it; nothing is written behind that answer."""
+    server.reads = False
+    wire = server.connect()
+    server.send(wire, POST + b"connection: close\r\ncontent-length: 9\r\n\r\nab")
+    assert (wire.statuses, wire.ended) == ([200], "")
+    server.pass_s(TIMEOUT_S + 1)
+    assert (wire.statuses, wire.ended) == ([200], "aborted")
+
+
+def test_without_a_limit_of_time_nothing_ends(server: Server) -> None:
+    server.waiting.receive_timeout_s = 0
+    wire = server.connect()
+    server.send(wire, b"GET")
+    server.pass_s(1000)
+    assert (wire.written, wire.ended) == (b"", "")
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("num_headers", [1, 40])
+def test_a_head_has_so_many_bytes(server: Server, num_headers: int, over: bool) -> None:
+    """Address, names and values, and 32 for each header."""
+    wire = server.connect()
+    room = HEAD_BYTES - len(b"/a") - 33 * num_headers
+    lengths = [room // num_headers + (number < room % num_headers) for number in range(num_headers)]
+    lengths[-1] += over
+    head = POST + b"".join(b"x: %s\r\n" % (b"a" * length) for length in lengths)
+    server.send(wire, head + b"\r\n")
+    if not over:
+        assert server.received == [""]
+        server.send(wire, head + b"\r\n")
+        assert server.received == ["", ""], "each request is counted by itself"
+        return
+    assert server.received == []
+    assert wire.statuses == [431]
+    assert str(HEAD_BYTES) in wire.error["message"]
+
+
+def test_a_fault_behind_a_full_head_is_a_fault(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, POST + b"x: %s\r\n\0: a\r\n\r\n" % (b"a" * (HEAD_BYTES - len(b"/a") - 33)))
+    assert wire.statuses == [400]
+
+
+def test_the_application_gets_what_was_sent(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, b"GET /a%20b?c HTTP/1.1\r\nX-One: two\r\n\r\n")
+    (scope,) = server.scopes
+    assert (scope["method"], scope["path"], scope["query_string"]) == ("GET", "/a b", b"c")
+    assert scope["headers"] == [(b"x-one", b"two")]
+    assert wire.statuses == [200]
+
+
+def test_a_long_address_is_counted(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, b"GET /" + b"a" * (HEAD_BYTES - 200), b"a" * 300 + b" HTTP/1.1\r\n")
+    assert wire.statuses == [431]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_bytes_before_a_request_are_counted(server: Server, over: bool) -> None:
+    wire = server.connect()
+    server.send(wire, b"\r\n" * (HEAD_BYTES // 2))
+    assert wire.written == b""
+    if over:
+        server.send(wire, b"\r\n")
+        assert wire.statuses == [431]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_body_brings_room_for_its_chunks(server: Server, over: bool) -> None:
+    """Nine bytes for each of its own: itself, and eight of framing."""
+    head, chunk = POST + b"transfer-encoding: chunked\r\n\r\n", b"64\r\n" + b"a" * 100 + b"\r\n"
+    wire = server.connect()
+    server.send(wire, head, chunk, b"1;")
+    left = HEAD_BYTES - len(head) - len(chunk) + 9 * 100 - 2
+    server.send(wire, b"x" * left)
+    assert wire.written == b""
+    if over:
+        server.send(wire, b"x")
+        assert wire.statuses == [431]
+        assert server.received == ["left"], "the application is not left waiting"
+
+
+def test_a_large_body_is_no_head(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, POST + b"content-length: 200000\r\n\r\n", *[b"a" * 50_000] * 4)
+    assert server.received == ["a" * 200_000]
+    assert wire.statuses == [200]
+
+
+def test_what_is_no_http_gets_400_in_json(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, b"nonsense\r\n\r\n")
+    assert wire.statuses == [400]
+    assert (wire.error["type"], wire.error["message"]) == ("invalid_request_error", "Invalid HTTP request received.")
+    server.send(wire, GET)
+    assert wire.statuses == [400], "nothing more is read"
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_after_a_refusal_is_discarded_up_to_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_MOST_DISCARDED_BYTES", 1000)
+    wire = server.connect()
+    server.send(wire, b"nonsense\r\n\r\n", b"a" * 400, b"a" * 600)
+    assert wire.ended == ""
+    server.send(wire, b"a")
+    assert wire.ended == "aborted"
+
+
+def test_the_rest_of_a_body_is_read_before_the_connection_closes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the client, which still sends, would not read the answer; what is too much is not waited for."""
+    monkeypatch.setattr(connections, "_MOST_DISCARDED_BYTES", 1000)
+    server.reads = False
+    for size in (1000, 1001):
+        wire = server.connect()
+        server.may_answer.clear()
+        server.send(wire, POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size)
+        wire.connection.flow.pause_reading()
+        server.may_answer.set()
+        server.pass_s(0)
+        assert wire.statuses == [200]
+        assert (wire.is_read, wire.ended) == (True, "")
+        server.send(wire, b"a" * 999)
+        assert wire.ended == ""
+        server.send(wire, b"a" * (size - 999))
+        assert wire.ended == ("closed" if size == 1000 else "aborted")
+
+
+def test_a_connection_without_a_body_closes_at_once(server: Server) -> None:
+    wire = server.connect()
+    server.send(wire, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    assert (wire.statuses, wire.ended) == ([200], "closed")
+
+
+def test_a_connection_that_closes_waits_for_no_request(server: Server) -> None:
+    """Also while its client has not read all of the answer: it is not the one that makes room."""
+    wire = server.connect()
+    wire.num_unsent = 5
+    server.send(wire, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+    assert (wire.statuses, wire.ended) == ([200], "closed")
+    assert not server.waiting.order
+
+
+def test_an_answer_that_has_begun_is_cut_off_by_a_refusal(server: Server) -> None:
+    """A second status could not be told from its body. What the client has yet to read is still sent."""
+    for num_unsent, ended in ((0, "aborted"), (5, "closed")):
+        server.begins_first = True
+        wire = server.connect()
+        wire.num_unsent = num_unsent
+        server.send(wire, POST + b"transfer-encoding: chunked\r\n\r\n", b"nonsense\r\n")
+        assert wire.statuses == [200]
+        assert wire.ended == ended
+
+
+def test_a_refusal_reads_on(server: Server) -> None:
+    """A client that sends first and reads afterwards must get through."""
+    wire = server.connect()
+    server.send(wire, POST + b"transfer-encoding: chunked\r\n\r\n")
+    wire.connection.flow.pause_reading()
+    server.send(wire, b"nonsense\r\n")
+    assert wire.statuses == [400]
+    assert wire.is_read
+
+
+# -- number -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small() -> Iterator[Server]:
+    made = Server(most=3)
+    made.may_answer.clear()
+    yield made
+    made.may_answer.set()
+    made.pass_s(0)
+    made.loop.close()
+
+
+def test_the_connection_that_has_waited_longest_makes_room(small: Server, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, third = (small.connect() for _ in range(3))
+    assert not caplog.records
+    small.may_answer.set()
+    small.send(first, GET)
+    assert first.statuses == [200]
+    small.may_answer.clear()
+    small.send(third, GET)
+    fourth = small.connect()
+    assert [wire.ended for wire in (first, second, third, fourth)] == ["", "aborted", "", ""]
+    assert "3 connections are open" in caplog.text
+    assert "--max-connections" in caplog.text
+    fifth = small.connect()
+    assert [wire.ended for wire in (first, third, fourth, fifth)] == ["aborted", "", "", ""]
+
+
+def test_connections_that_are_answered_are_not_closed(small: Server) -> None:
+    answering = [small.connect() for _ in range(3)]
+    for wire in answering:
+        small.send(wire, GET)
+    newest = small.connect()
+    assert newest.statuses == [503]
+    assert newest.error["type"] == "service_unavailable"
+    assert "try again soon" in newest.error["message"]
+    assert [wire.ended for wire in answering] == ["", "", ""]
+    small.pass_s(LINGER_S + 1)
+    assert newest.ended == "aborted"
+    small.may_answer.set()
+    small.pass_s(0)
+    assert [wire.statuses for wire in answering] == [[200]] * 3
+    assert small.connect().written == b""
+
+
+def test_connections_that_have_gone_are_forgotten(small: Server) -> None:
+    for _ in range(9):
+        wire = small.connect()
+        small.send(wire, b"GET")
+        wire.close()
+        small.pass_s(0)
+        assert not small.waiting.order
+    small.pass_s(TIMEOUT_S + 1)
+    assert wire.written == b"", "no timer is left"
+
+
+# -- log --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_passes_once_a_minute_and_errors_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    seldom = Seldom()
+
+    def passes(level: int, message: str) -> bool:
+        return seldom.filter(logging.LogRecord("a", level, "", 0, message, (), None))
+
+    assert passes(logging.WARNING, "one")
+    assert passes(logging.WARNING, "two")
+    now[0] += 59.5
+    assert not passes(logging.WARNING, "one")
+    assert not passes(logging.INFO, "one")
+    assert passes(logging.ERROR, "one")
+    assert passes(logging.ERROR, "one")
+    now[0] += 0.5
+    assert passes(logging.WARNING, "one")
+    assert not passes(logging.WARNING, "one")
