@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fixed_edits import FixedEdits
+from engine.fixed_edits import FixedEdits, SharedEdits
 from engine.plan import LogitContext
 from engine.request import Sampling
-from engine.sampling.edits import Bools, NodeContext, edit
+from engine.sampling.edits import Bools, NodeContext, edit, has_dead_end
 from engine.sampling.law import LawParameters, law
 from engine.text_counts import TextCounts
 
@@ -77,6 +77,7 @@ SAMPLINGS = [
     Sampling(allowed_token_ids=(2, 3, 5)),
     Sampling(bad_words=((5,), (3, 4), (4, 3, 2), (7, 3))),
     Sampling(bad_words=((3, 4), (4, 3, 2)), allowed_token_ids=(1, 2, 3, 4)),
+    Sampling(bad_words=((3, 4), (7, 3))),
     Sampling(allowed_token_ids=(4,), bad_words=((4,),)),
     Sampling(allowed_token_ids=(2, 4)),
 ]
@@ -85,6 +86,8 @@ TEXTS = [
     LogitContext((3, 3, 3, 4), 4),
     LogitContext((9, 1, 4, 3), 1, min_tokens=4, ends=(6, -1, 2**62, 0, VOCABULARY)),
     LogitContext((2,), 1, min_tokens=1, ends=(0,)),
+    LogitContext((2, 3), 1, min_tokens=3),
+    LogitContext((9, 1, 4, 3), 1, min_tokens=5, ends=(1, 3, 5, 7, 9, 11)),
 ]
 PATHS: list[tuple[int, ...]] = [(), (3,), (4, 3), (9, 9, 1), (7, 7, 7)]
 
@@ -149,7 +152,7 @@ def test_extreme_values_leave_a_law() -> None:
 def test_what_is_prepared_for_a_request_edits_as_what_is_made_anew() -> None:
     """To the bit, for all its nodes and steps, and nothing that nodes share is written to."""
     chance = np.random.default_rng(8)
-    places = every_place(TEXTS)
+    places = every_place([*TEXTS, *(with_odd(text) for text in TEXTS)])
     logits = torch.from_numpy(chance.normal(size=(len(places), VOCABULARY)) * 2).float()
     prepared = {(id(p.sampling), p.text.ends): FixedEdits(p.sampling, p.text.ends) for p in places}
     with_fixed = [
@@ -173,6 +176,60 @@ def test_masks_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(3):
         edit(torch.zeros(len(PATHS), VOCABULARY), [NodeContext(sampling, text, len(path), path) for path in PATHS])
     assert made == [(VOCABULARY, False)]
+
+
+def test_masks_that_nodes_share_cannot_be_written_to() -> None:
+    mask = FixedEdits(Sampling(allowed_token_ids=(2, 3)), ()).mask(VOCABULARY, False)
+    assert mask is not None
+    with pytest.raises(ValueError, match="read-only"):
+        mask[5] = True
+
+
+def test_edits_of_other_lists_are_never_shared() -> None:
+    """Lists are compared by identity, so edits keep theirs: the next list could lie in the same place."""
+    shared = SharedEdits()
+    made = [shared.of(Sampling(bad_words=((token,),)), ()) for token in range(100)]
+    for token, edits in enumerate(made):
+        mask = edits.mask(100, False)
+        assert mask is not None
+        assert np.flatnonzero(~mask).tolist() == [token]
+
+
+@pytest.mark.parametrize(
+    ("emitted", "num_held", "is_dead"),
+    [
+        ((), 0, False),
+        ((2, 3), 0, False),
+        ((2, 6), 0, True),
+        ((6,), 0, True),
+        ((2, 5), 0, False),
+        ((2, 5), 1, False),
+        ((2, 5), 2, True),
+        ((4,), 0, True),
+        ((3, 4), 0, True),
+        ((2, 4), 0, False),
+        ((2, 3, 4), 0, True),
+        ((2, 3, 2, 4), 0, False),
+    ],
+)
+def test_a_masked_token_was_emitted_at_a_dead_end(emitted: tuple[int, ...], num_held: int, is_dead: bool) -> None:
+    """Masks hold back the end 5 so long, 6 is never allowed, and 4 not after 3, with which the text ends."""
+    edits = FixedEdits(Sampling(allowed_token_ids=(2, 3, 4, 5), bad_words=((3, 4),)), (5,))
+    assert edits.has_dead_end((1, 3), emitted, num_held, VOCABULARY) is is_dead
+    assert not FixedEdits(Sampling(), ()).has_dead_end((1, 3), emitted, 0, VOCABULARY)
+
+
+def test_ends_are_held_back_for_the_rest_of_min_tokens() -> None:
+    """Of an answer that has begun; a grammar may demand its end before."""
+    sampling = Sampling()
+    text = LogitContext((1, 2, 3, 4), 2, min_tokens=4, ends=(5,), fixed=FixedEdits(sampling, (5,)))
+    assert not has_dead_end(text, (3, 3, 5), VOCABULARY)
+    assert has_dead_end(text, (3, 5), VOCABULARY)
+    assert has_dead_end(text, (5,), VOCABULARY)
+    assert not has_dead_end(replace(text, grammar=Odd()), (5, 3), VOCABULARY)  # type: ignore[arg-type]
+    begun = replace(text, fixed=FixedEdits(Sampling(bad_words=((4, 6),)), (5,)))
+    assert has_dead_end(begun, (6,), VOCABULARY)
+    assert not has_dead_end(begun, (3, 6), VOCABULARY)
 
 
 def test_a_bad_word_is_seen_from_the_token_before_its_last() -> None:

@@ -8,8 +8,9 @@ import pytest
 from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
 from engine.plan import Plan
-from engine.scheduling.prompts import PromptLimit
+from engine.scheduling.prompts import PromptLimit, shares_of
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_time import StepTimes, Work
 from tests.scheduling.machine import Machine
 from tests.scheduling.test_scheduler import request, verdict
@@ -121,3 +122,53 @@ def test_adaptive_requests_are_limited_too() -> None:
         msgspec.structs.replace(asked, speculation=msgspec.structs.replace(asked.speculation, adaptive=True))
     )
     assert max(times.rest_s(Work.of(plan)) for plan in read(scheduler, "long")) <= 0.12 + 0.01
+
+
+class Exact(StepTimes):
+    """Half a second a row, and 1/32 of one for a prompt's token: sums without rounding."""
+
+    def __init__(self) -> None:
+        super().__init__(Machine().points())
+
+    def rest_s(self, work: Work) -> float:
+        return 0.5 * work.rows + work.prompt / 32
+
+
+def test_the_time_is_used_to_the_last_token() -> None:
+    limit = PromptLimit(Exact(), 1, 0)
+    assert limit.most(0, 2048) == 16
+    assert limit.most(0, 12) == 12
+    limit.take(0, 7)
+    assert limit.most(0, 2048) == 9
+    limit.take(0, 9)
+    assert limit.most(0, 2048) == 8, "a few are read in any case"
+    assert PromptLimit(Exact(), 3, 0).most(0, 2048) == 48, "as much as decoding takes"
+
+
+def test_a_token_takes_longer_behind_a_longer_text() -> None:
+    """Each of a chunk attends to those before it: in the mean to half of the chunk."""
+    for first in (0, 1000, 5000):
+        limit = PromptLimit(Formula(), 1, 0)
+        limit.take(500, 20)
+        taken = 2e-4 * 20 + 1e-7 * 20 * (500 + 10)
+        fitting = [n for n in range(1, 1000) if taken + 2e-4 * n + 1e-7 * n * (first + n // 2) <= 0.1]
+        assert limit.most(first, 2048) == max(fitting)
+
+
+def test_the_text_of_those_who_decode_counts() -> None:
+    times = Formula()
+    times.rest_s = lambda work: 1e-4 * work.text + work.prompt / 1024  # type: ignore[method-assign]
+    assert PromptLimit(times, 1, 5000).most(0, 2048) == 512
+
+
+def test_shares_are_equal_within_a_priority_and_use_what_is_left() -> None:
+    """A short prompt leaves its rest to the longer ones, a priority its rest to the next."""
+    prompts = [
+        Sequence(number, request(str(number), length, 4, priority=priority), 0.0)
+        for number, (length, priority) in enumerate([(500, 0), (10, 0), (80, 0), (5, 1), (9, 2), (50, 2)])
+    ]
+    assert shares_of(prompts, 100, lambda _: 0) == {1: 33, 2: 45, 0: 45, 3: 1, 4: 1, 5: 1}
+    assert shares_of(prompts, 1000, lambda _: 0) == {1: 333, 2: 495, 0: 910, 3: 410, 4: 202, 5: 396}
+    lags = {3: 7, 1: 20}
+    found = shares_of(prompts, 100, lambda one: lags.get(one.sequence_id, 0))
+    assert found == {1: 33, 2: 45, 0: 45, 3: 8, 4: 1, 5: 1}, "a draft model's lag is read in any case"

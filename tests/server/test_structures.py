@@ -1,0 +1,214 @@
+"""From the fields of a body to a grammar: the text that the engine gets, and the refusals, each with its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.api import RequestError
+from server.extras import UNKNOWN
+from server.protocol import CompletionRequest
+from server.structured import LONGEST_GRAMMAR, Structure, structure_of
+
+COMPACT = {"whitespace_flexible": False}
+FLEXIBLE = {"whitespace_flexible": True}
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def structure(**fields: Any) -> Structure:
+    return structure_of(CompletionRequest(model="m", prompt="p", **fields))
+
+
+def refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        structure(**fields)
+    return caught.value
+
+
+def of_json(param: str, schema: Any) -> Structure:
+    return Structure(json.dumps({"grammars": [{"json_schema": schema}]}), param, f"%json {json.dumps(schema)}")
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {"json": None}}])
+def test_nothing_may_be_asked_for(fields: dict[str, Any]) -> None:
+    assert structure(**fields) == Structure("", None, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "schema"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"x-guidance": COMPACT, "type": "object"}),
+        ({"response_format": {"type": "json_object", "schema": OBJECT}}, {"x-guidance": COMPACT, **OBJECT}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": OBJECT},
+                }
+            },
+            {"x-guidance": COMPACT, **OBJECT},
+        ),
+        ({"structured_outputs": {"json": OBJECT}}, {"x-guidance": COMPACT, **OBJECT}),
+        ({"structured_outputs": {"json": json.dumps(OBJECT)}}, {"x-guidance": COMPACT, **OBJECT}),
+        ({"structured_outputs": {"json": True}}, True),
+        ({"guided_json": OBJECT}, {"x-guidance": COMPACT, **OBJECT}),
+        ({"guided_json": {**OBJECT, "x-guidance": FLEXIBLE}}, {**OBJECT, "x-guidance": FLEXIBLE}),
+        (
+            {"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True, "whitespace_pattern": " *"}},
+            {"x-guidance": COMPACT, **OBJECT},
+        ),
+        (
+            {"structured_outputs": {"json": OBJECT, "disable_any_whitespace": False}},
+            {"x-guidance": FLEXIBLE, **OBJECT},
+        ),
+        (
+            {"structured_outputs": {"json": OBJECT, "whitespace_pattern": " *"}},
+            {"x-guidance": {"whitespace_pattern": " *"}, **OBJECT},
+        ),
+        ({"structured_outputs": {"json": True, "disable_any_whitespace": True}}, True),
+    ],
+)
+def test_schemas_become_json_of_the_grammar_library(fields: dict[str, Any], schema: Any) -> None:
+    (param,) = fields
+    found = structure(**fields)
+    assert found.param == param
+    assert json.loads(found.grammar) == {"grammars": [{"json_schema": schema}]}
+    assert found.rule.startswith("%json ")
+    assert json.loads(found.rule.removeprefix("%json ")) == schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, Structure("start: /a+/", "structured_outputs", "/a+/")),
+        ({"guided_regex": "a|b"}, Structure("start: /a|b/", "guided_regex", "/a|b/")),
+        ({"guided_regex": "a/b"}, Structure(r"start: /a\/b/", "guided_regex", r"/a\/b/")),
+        ({"guided_regex": r"a\/b\\"}, Structure(r"start: /a\/b\\/", "guided_regex", r"/a\/b\\/")),
+        ({"guided_regex": "a\n\r"}, Structure(r"start: /a\n\r/", "guided_regex", r"/a\n\r/")),
+        ({"guided_regex": "a\\\n\\\r"}, Structure(r"start: /a\n\r/", "guided_regex", r"/a\n\r/")),
+        (
+            {"structured_outputs": {"choice": ["a", "b.c"]}},
+            Structure(r"start: /(a)|(b\.c)/", "structured_outputs", r"/(a)|(b\.c)/"),
+        ),
+        ({"guided_choice": ["x"]}, Structure("start: /(x)/", "guided_choice", "/(x)/")),
+        ({"guided_grammar": 'start: "a"'}, Structure('start: "a"', "guided_grammar", "")),
+        (
+            {"structured_outputs": {"grammar": 'start: "a"', "regex": None}},
+            Structure('start: "a"', "structured_outputs", ""),
+        ),
+    ],
+)
+def test_other_kinds_become_lark(fields: dict[str, Any], expected: Structure) -> None:
+    assert structure(**fields) == expected
+
+
+def test_formats_that_are_not_known_are_left_out_wherever_schemas_stand() -> None:
+    """A property of that name, and a constant, are no formats; what is no schema stays."""
+    odd, known = {"type": "string", "format": "odd"}, {"type": "string", "format": "date"}
+    plain = {"type": "string"}
+
+    def wrapped(one: Any) -> dict[str, Any]:
+        named = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+        single = ("items", "contains", "not", "additionalProperties", "propertyNames", "if", "then", "else")
+        lists = ("prefixItems", "anyOf", "allOf", "oneOf")
+        return {
+            **{name: {"format": one, "b": known} for name in named},
+            **dict.fromkeys(single, one),
+            **{name: [one, known, True] for name in lists},
+            "const": odd,
+            "required": ["format"],
+        }
+
+    grammar = json.loads(structure(guided_json={**wrapped(odd), "format": "odd"}).grammar)
+    assert grammar["grammars"][0]["json_schema"] == {"x-guidance": COMPACT, **wrapped(plain)}
+    kept = {"properties": [odd], "items": {"format": "date"}, "format": "time"}
+    grammar = json.loads(structure(guided_json=kept).grammar)
+    assert grammar["grammars"][0]["json_schema"] == {"x-guidance": COMPACT, **kept}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "text, json_object or json_schema"),
+        ({"response_format": {"type": ["text"]}}, "response_format", "text, json_object or json_schema"),
+        ({"response_format": {}}, "response_format", "text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must hold the schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": []}}, "response_format", "must hold the schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+            "response_format",
+            "must hold the schema",
+        ),
+        ({"structured_outputs": {"poem": "x"}}, "structured_outputs", r"structured_outputs\.poem is not supported"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_json": "[" * 100_000}, "guided_json", "not valid JSON"),
+        ({"guided_json": '{"minimum": NaN}'}, "guided_json", "not valid JSON"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs", "must be an object"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "strings that are not empty"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs", "strings that are not empty"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "strings that are not empty"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs", "strings that are not empty"),
+        ({"structured_outputs": 3}, "structured_outputs", "must be an object with json"),
+        ({"response_format": "text"}, "response_format", "text, json_object or json_schema"),
+        (
+            {"structured_outputs": {"json": [1], "disable_any_whitespace": True}},
+            "structured_outputs",
+            "must be an object",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "response_format and structured_outputs",
+        ),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "regex must be a string"),
+        ({"structured_outputs": {"grammar": 3}}, "structured_outputs", "grammar must be a string"),
+        ({"guided_regex": "a\ud800"}, "guided_regex", r"half characters .*\(UnicodeEncodeError\)"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one structure only"),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar", "guided_regex and guided_grammar"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "guided_regex",
+            "response_format and guided_regex",
+        ),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "json only"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "json only"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": "no"}}, "structured_outputs", "true or false"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "structured_outputs", "regular expression"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_field(fields: dict[str, Any], param: str, words: str) -> None:
+    error = refusal(**fields)
+    assert error.param == param
+    assert param in str(error)
+    with pytest.raises(RequestError, match=words):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "text", "schema": {}}, "response_format.schema"),
+        ({"type": "json_object", "strict": True}, "response_format.strict"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "odd": 1}}, "response_format.json_schema.odd"),
+    ],
+)
+def test_keys_that_a_format_does_not_have_are_unknown(form: dict[str, Any], param: str) -> None:
+    error = refusal(response_format=form)
+    assert (error.param, error.code) == (param, UNKNOWN)
+    assert str(error) == f"Unrecognized request argument supplied: {param}"
+
+
+def test_keys_without_a_value_are_no_keys() -> None:
+    form = {"type": "json_schema", "odd": None, "json_schema": {"schema": OBJECT, "odd": None}}
+    assert structure(response_format=form) == of_json("response_format", {"x-guidance": COMPACT, **OBJECT})
+
+
+def test_a_grammar_has_a_greatest_length() -> None:
+    """Of its text, whatever it was made of."""
+    literal = "start: //"
+    assert structure(guided_regex="a" * (LONGEST_GRAMMAR - len(literal))).param == "guided_regex"
+    error = refusal(guided_regex="a" * (LONGEST_GRAMMAR - len(literal) + 1))
+    assert error.param == "guided_regex"
+    assert f"{LONGEST_GRAMMAR + 1} characters" in str(error)
