@@ -20,6 +20,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
+  chat            chat with a running daemon in the terminal
   analyze         what draft laws are worth: optimum and acceptance of every rule
   bench           measure a running or a new daemon, speculation on against off
   version         print the version
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from loadtest.cli import main as bench
 
         return bench(rest)
+    if command == "chat":
+        from loadtest.chat import main as chat
+
+        return chat(rest)
     if command in ("version", "--version", "-V"):
         from server.version import VERSION
 
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command:
         from server.suggest import did_you_mean
 
-        meant = did_you_mean(command, ("serve", "analyze", "bench", "version", "help"))
+        meant = did_you_mean(command, ("serve", "chat", "analyze", "bench", "version", "help"))
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
 

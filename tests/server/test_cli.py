@@ -41,7 +41,9 @@ def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.Comp
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["version"], ["serve", "--help"], ["bench", "--help"], ["chat", "--help"]]
+)
 @pytest.mark.parametrize("missing", [(), ("httpx", "matplotlib", "numpy")])
 def test_help_loads_nothing_heavy(arguments: list[str], missing: tuple[str, ...]) -> None:
     done = polydraft(*arguments, missing=missing)
