@@ -105,8 +105,8 @@ class Reached:
 
 
 def _arguments(part: dict[str, Any], tests: Sequence[str]) -> list[str]:
-    # Assertions of plugins need not be rewritten.
-    flags = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    # Assertions are not rewritten: that would be most of the time, and nobody reads what they say.
+    flags = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
     return [*flags, *part.get("options", []), *tests]
 
 

@@ -1,0 +1,80 @@
+"""Threads for texts: how many there are, how much may wait for them, and how they end. Costs are in `test_texts.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.api import EngineBusy
+from server.lanes import LONG, Lane, Lanes
+
+
+@pytest.fixture
+def free() -> Iterator[threading.Event]:
+    """Work that waits for it ends with the test at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def names(prefix: str) -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(prefix))
+
+
+def test_lanes_have_threads_of_their_names(free: threading.Event) -> None:
+    """Each is made when work comes, so work that waits shows how many there are."""
+    lanes = Lanes(100)
+    assert not names("tokenizer")
+    work = [one.submit(free.wait) for _ in range(4) for one in (lanes.short.executor, lanes.long.executor)]
+    work += [lanes.answers.submit(free.wait) for _ in range(4)]
+    assert names("tokenizer") == ["tokenizer-long_0", "tokenizer_0", "tokenizer_1"]
+    assert names("answers") == ["answers_0"]
+    free.set()
+    assert all(one.result() for one in work)
+    lanes.close()
+
+
+def test_texts_go_to_the_lane_of_their_size() -> None:
+    lanes = Lanes(100)
+    assert lanes.of(LONG - 1) is lanes.short
+    assert lanes.of(LONG) is lanes.long
+    for lane in (lanes.short, lanes.long):
+        with lane.room(100), pytest.raises(EngineBusy), lane.room(1):
+            pass
+    lanes.close()
+
+
+def test_a_lane_has_room_to_the_last_character() -> None:
+    lane = Lane("lane", 1, 100)
+    with lane.room(60):
+        with pytest.raises(EngineBusy, match=r"60 characters .* adds 41, the limit is 100"), lane.room(41):
+            pass
+        with lane.room(40) as executor:
+            assert executor is lane.executor
+            assert lane.num_waiting == 100
+            with pytest.raises(EngineBusy), lane.room(1):
+                pass
+            with lane.room(0):
+                pass
+        assert lane.num_waiting == 60
+    with lane.room(1000):
+        assert lane.num_waiting == 1000
+    assert lane.num_waiting == 0
+    lane.close()
+
+
+def test_an_end_waits_for_nobody(free: threading.Event) -> None:
+    """What runs goes on without anybody, what waits is not begun."""
+    lanes = Lanes(100)
+    work = {executor: [executor.submit(free.wait) for _ in range(3)] for executor in
+            (lanes.short.executor, lanes.long.executor, lanes.answers)}  # fmt: skip
+    closing = threading.Thread(target=lanes.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    for executor, waiting in work.items():
+        assert waiting[-1].cancelled()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            executor.submit(print)

@@ -1,0 +1,221 @@
+"""Conversations through templates that take or show less than others, as functions; `test_turns.py` has real ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.api import RequestError
+from server.rendering import render_conversation
+
+Turn = dict[str, Any]
+Wish = Callable[[list[Turn]], bool]
+
+
+def shown(turn: Turn) -> str:
+    """A turn with all that it holds."""
+    calls = "".join(
+        f"!{call['id']} {call['function']['name']} {call['function']['arguments']}"
+        for call in turn.get("tool_calls", ())
+    )
+    name, of = turn.get("name", ""), turn.get("tool_call_id", "")
+    return f"<{turn['role']}{name and ' ' + name}{of and ' ' + of}>{turn.get('content') or ''}{calls}"
+
+
+def template(wish: Wish = lambda _: True, shows: Callable[[Turn], str] = shown) -> Any:
+    """A template that refuses turns that are not as it wishes."""
+
+    def render(messages: Any, tools: Any, documents: Any) -> str:
+        if not wish(messages):
+            raise ValueError("not so")
+        names = "".join(tool["function"]["name"] for tool in tools)
+        return names + "".join(one["text"] for one in documents) + "".join(map(shows, messages))
+
+    return render
+
+
+def rendered(render: Any, *turns: Turn, tools: Any = (), documents: Any = (), marks: Any = ()) -> str:
+    return render_conversation(render, list(turns), tools, documents, marks)
+
+
+def refused(render: Any, *turns: Turn, **more: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        rendered(render, *turns, **more)
+    return caught.value
+
+
+def says(role: str, content: str | None, **more: Any) -> Turn:
+    return {"role": role, "content": content, **more}
+
+
+def called(*ids: str, content: str | None = None, **arguments: Any) -> Turn:
+    calls = [{"id": one, "function": {"name": f"f{number}", "arguments": arguments}} for number, one in enumerate(ids)]
+    return says("assistant", content, tool_calls=calls)
+
+
+def result(call_id: str, content: str = "12") -> Turn:
+    return says("tool", content, tool_call_id=call_id)
+
+
+def all_calls(messages: list[Turn]) -> list[Turn]:
+    return [call for one in messages for call in one.get("tool_calls", ())]
+
+
+USER, ANSWER = says("user", "Hi"), says("assistant", "Ho")
+SHORT = "a1b2c3d4e"
+TOOL = {"type": "function", "function": {"name": "cook", "parameters": {}}}
+
+
+def test_what_is_shown_is_the_templates_text() -> None:
+    turns = [says("system", "Be brief."), USER, called(SHORT, content="So."), result(SHORT), USER]
+    expected = template()(turns, [TOOL], [{"text": "Paper", "id": 3}])
+    assert rendered(template(), *turns, tools=[TOOL], documents=[{"text": "Paper", "id": 3}]) == expected
+
+
+def test_empty_parts_need_not_be_shown() -> None:
+    silent = template(shows=lambda _: "")
+    assert rendered(silent, says("user", ""), says("assistant", None), says("user", "  ")) == ""
+
+
+def test_a_template_that_takes_nothing_says_why() -> None:
+    def render(messages: Any, *_: Any) -> str:
+        raise ValueError(f"first of {len(messages)}" if "\n\n" not in str(messages) else "later")
+
+    error = refused(render, USER, USER)
+    assert (str(error), error.param) == ("the chat template refuses these messages: first of 2", "messages")
+    assert refused(template(), says("user", "\ud800")).param == "messages"
+
+
+def test_ids_become_nine_letters_and_digits_where_a_template_wants_them() -> None:
+    """The same for a call and its result, another for another; those that are so stay."""
+    ids = ("call_1", "call_2", SHORT)
+
+    def is_short(messages: list[Turn]) -> bool:
+        found = [call["id"] for call in all_calls(messages)]
+        found += [one["tool_call_id"] for one in messages if "tool_call_id" in one]
+        return all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in found)
+
+    text = rendered(template(is_short), USER, called(*ids, x=1), *map(result, ids))
+    first = re.findall("!([a-zA-Z0-9]{9}) f", text)
+    assert first == re.findall("<tool ([a-zA-Z0-9]{9})>", text)
+    assert len(set(first)) == 3
+    assert first[2] == SHORT
+    assert text == rendered(template(is_short), USER, called(*ids, x=1), *map(result, ids))
+    assert "call_1" in rendered(template(), USER, called(*ids, x=1), *map(result, ids))
+
+
+def test_arguments_become_text_where_a_template_wants_it() -> None:
+    """Refused as objects, or written as Python writes them."""
+    wants_text = template(
+        lambda messages: all(isinstance(c["function"]["arguments"], str) for c in all_calls(messages))
+    )
+    as_text = json.dumps({"city": "Zürich"}, ensure_ascii=False)
+    for render in (wants_text, template()):
+        assert as_text in rendered(render, USER, called(SHORT, city="Zürich"), result(SHORT))
+    as_json = template(shows=lambda one: one["role"] + str(one["content"]) + json.dumps(all_calls([one])))
+    assert '"arguments": {"city": 1}' in rendered(as_json, USER, called(SHORT, city=1), result(SHORT))
+
+
+def test_calls_of_a_turn_are_taken_apart_where_a_template_wants_one() -> None:
+    """Each with its result; results of other calls stay behind them."""
+    one_each = template(lambda messages: all(len(one.get("tool_calls", ())) < 2 for one in messages))
+    ids, other = ("a" * 9, "b" * 9), "c" * 9
+    turns = [USER, called(*ids, content="So.", x=1), *(result(one, one[0]) for one in (ids[1], ids[0], other)), USER]
+    text = rendered(one_each, *turns)
+    parts = re.findall(r"<(\w+)[^>]*>([^<!]*)(?:!(\w))?", text)
+    assert parts == [
+        ("user", "Hi", ""),
+        ("assistant", "So.", "a"),
+        ("tool", "a", ""),
+        ("assistant", "", "b"),
+        ("tool", "b", ""),
+        ("tool", "c", ""),
+        ("user", "Hi", ""),
+    ]
+
+
+def test_system_prompts_become_one_where_a_template_wants_it() -> None:
+    one_system = template(lambda messages: all(one["role"] != "system" for one in messages[1:]))
+    turns = [says("system", "A."), says("system", "B."), USER, ANSWER, says("system", "C.")]
+    assert rendered(one_system, *turns) == "<system>A.\n\nB.<user>Hi<assistant>Ho<user>C."
+
+
+def test_turns_of_one_role_become_one_where_a_template_wants_it() -> None:
+    """What the user says beside results of calls is said in the last of them."""
+
+    def alternates(messages: list[Turn]) -> bool:
+        roles = [one["role"] for one in messages]
+        return all(a != b and (a, b) != ("tool", "user") for a, b in itertools.pairwise(roles))
+
+    turns = [says("user", "A"), says("user", "B"), called(SHORT, x=1), result(SHORT, "12"), says("user", "C")]
+    text = rendered(template(alternates), *turns)
+    assert re.findall(r"<(\w+)[^>]*>([^<!]*)", text) == [("user", "A\n\nB"), ("assistant", ""), ("tool", "12\n\nC")]
+
+
+def without(*roles: str) -> Any:
+    return template(shows=lambda one: "" if one["role"] in roles else shown(one))
+
+
+def test_a_system_prompt_that_is_not_shown_is_said_by_the_user() -> None:
+    """In the last message; without one it is refused by name."""
+    turns = [says("system", "A."), says("user", "B"), ANSWER, says("user", "C")]
+    assert rendered(without("system"), *turns) == "<user>B<assistant>Ho<user>A.\n\nC"
+    assert refused(without("system"), turns[0], ANSWER).param == "messages.0.content"
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "param", "words"),
+    [
+        ([USER, ANSWER], {}, "messages.1.content", "put its text into another"),
+        ([USER, called(SHORT, x=1)], {}, "messages.1.tool_calls", "leave the calls"),
+        ([USER, called(SHORT)], {}, "messages.1.tool_calls", "leave the calls"),
+    ],
+)
+def test_what_is_not_shown_is_refused_by_name(turns: list[Turn], more: Any, param: str, words: str) -> None:
+    error = refused(without("assistant"), *turns, **more)
+    assert error.param == param
+    assert str(error).startswith(f"{param}: the chat template of this model does not show it")
+    assert words in str(error)
+
+
+def test_tools_and_documents_without_a_place_are_refused() -> None:
+    def no_place(messages: Any, *_: Any) -> str:
+        return "".join(map(shown, messages))
+
+    assert refused(no_place, USER, tools=[TOOL]).param == "tools"
+    error = refused(no_place, USER, documents=[{"text": "Paper"}])
+    assert (error.param, "put them into a message" in str(error)) == ("documents", True)
+    assert rendered(no_place, USER, documents=[{"number": 3}]) == "<user>Hi"
+
+
+def test_names_must_be_shown_where_they_tell_participants_apart() -> None:
+    nameless = template(shows=lambda one: shown({key: value for key, value in one.items() if key != "name"}))
+    one, other = says("user", "A", name="Ann"), says("user", "B", name="Bob")
+    assert rendered(nameless, one, one) == "<user>A<user>A"
+    assert rendered(nameless, one, says("assistant", "B", name="Bob")) == "<user>A<assistant>B"
+    error = refused(nameless, one, other)
+    assert (error.param, "put the name into the content" in str(error)) == ("messages.0.name", True)
+    assert rendered(template(), one, other) == "<user Ann>A<user Bob>B"
+
+
+def test_a_text_beside_calls_stands_before_them() -> None:
+    """Where the model wrote it: before the mark with which calls begin."""
+
+    def calls_only(one: Turn) -> str:
+        if calls := one.get("tool_calls"):
+            return "<assistant>" + "".join(
+                f"[CALL]{c['function']['name']}{json.dumps(c['function']['arguments'])}" for c in calls
+            )
+        return shown(one)
+
+    turns = [USER, called(SHORT, content="So.", x=1), result(SHORT), called(SHORT, SHORT, content="And.", x=2)]
+    text = rendered(template(shows=calls_only), *turns, marks=["never", "[CALL]"])
+    assert '<assistant>So.[CALL]f0{"x": 1}<tool' in text
+    assert text.endswith('<assistant>And.[CALL]f0{"x": 2}[CALL]f1{"x": 2}')
+    for marks in ((), ("never",)):
+        assert refused(template(shows=calls_only), *turns, marks=marks).param == "messages.1.content"
