@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
@@ -21,6 +22,8 @@ _LEAST: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
 }
 """Smallest valid body of each endpoint, without its model."""
+ALLOWED = "the most that is allowed"
+"""Kind of a value that is as large as a right one may be."""
 _MARGIN = 1024
 """Bytes left for the rest of the body."""
 
@@ -73,7 +76,8 @@ class Body:
     path: str
     field: str
     kind: str
-    data: bytes
+    build: Callable[[], bytes]
+    """Makes its JSON: all bodies of a measurement would not fit the memory."""
 
 
 def filled(path: str, model: str, field: str, value: str, more: dict[str, Any] | None = None) -> bytes:
@@ -81,6 +85,10 @@ def filled(path: str, model: str, field: str, value: str, more: dict[str, Any] |
     rest = {"model": model, **_LEAST[path], **(more or {})}
     rest.pop(field, None)
     return f'{json.dumps(rest)[:-1]}, "{field}": {value}}}'.encode()
+
+
+def _full(path: str, model: str, field: str, value: Callable[[int], str], max_bytes: int) -> bytes:
+    return filled(path, model, field, value(max_bytes - _MARGIN))
 
 
 def fields_of(described: dict[str, Any], path: str) -> list[str]:
@@ -98,7 +106,7 @@ def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Bod
             continue
         for field in fields_of(described, path):
             for kind, value in KINDS.items():
-                yield Body(path, field, kind, filled(path, model, field, value(max_bytes - _MARGIN)))
+                yield Body(path, field, kind, partial(_full, path, model, field, value, max_bytes))
 
 
 def limits(model: str, max_bytes: int) -> Iterator[Body]:
@@ -110,15 +118,15 @@ def limits(model: str, max_bytes: int) -> Iterator[Body]:
         for n in range(16)
     ]
     asked: list[tuple[str, str, Any, dict[str, Any]]] = [
-        (completions, "logit_bias", {str(n): 1 for n in range(1024)}, {"n": 64, "max_tokens": 8}),
-        (completions, "allowed_token_ids", [n % 4096 for n in range(65536)], {"n": 64, "max_tokens": 8}),
+        (completions, "logit_bias", {str(n): 1 for n in range(1024)}, {"n": 16, "max_tokens": 8}),
+        (completions, "allowed_token_ids", [n % 4096 for n in range(65536)], {"n": 16, "max_tokens": 8}),
         (completions, "bad_words", ["word " * 51] * 128, {"n": 16, "max_tokens": 8}),
-        (completions, "stop_token_ids", list(range(4096)), {"n": 64, "max_tokens": 8}),
+        (completions, "stop_token_ids", list(range(4096)), {"n": 16, "max_tokens": 8}),
         (completions, "stop", ["a" * (max_bytes // 20)] * 16, {"n": 16, "max_tokens": 8}),
-        (completions, "prompt", ["hello"] * 128, {"n": 128}),
-        (completions, "prompt_logprobs", 20, {"n": 16, "prompt": [5] * 2000}),
-        (completions, "logprobs", 20, {"n": 16, "prompt": [5] * 1900, "echo": True}),
-        (completions, "n", 128, {"max_tokens": 8}),
+        (completions, "prompt", ["hello"] * 128, {"n": 4, "max_tokens": 1}),
+        (completions, "prompt_logprobs", 20, {"n": 4, "prompt": [5] * 2000}),
+        (completions, "logprobs", 20, {"n": 4, "prompt": [5] * 1900, "echo": True}),
+        (completions, "n", 128, {"max_tokens": 2}),
         (chat, "tools", tools, {}),
         (chat, "response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, {}),
         (chat, "prediction", {"type": "content", "content": "word " * 400}, {"n": 16}),
@@ -126,4 +134,4 @@ def limits(model: str, max_bytes: int) -> Iterator[Body]:
         (chat, "documents", [{"text": "word " * 6000}] * 128, {}),
     ]
     for path, field, value, more in asked:
-        yield Body(path, field, "the most that is allowed", filled(path, model, field, json.dumps(value), more))
+        yield Body(path, field, ALLOWED, partial(filled, path, model, field, json.dumps(value), more))

@@ -29,7 +29,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.client import metric
-from loadtest.cost_bodies import Body, filled, limits, sweep
+from loadtest.cost_bodies import ALLOWED, Body, filled, limits, sweep
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
 from loadtest.neighbour import watch
@@ -43,7 +43,9 @@ _HOSTILE = "start: /x+/ /x+/"
 """A grammar that the library does not finish reading within the limits."""
 _EMBEDDED = Path(__file__).parents[1] / "engine" / "demo" / "target"
 _LONG_CONTEXT = 262_144
-_PAUSE_S = 0.02
+_PAUSE_S = 0.01
+_BODIES_PER_READING = 10
+"""Bodies after which the memory is read: reading it takes longer than many bodies do."""
 _NUM_ROWS = 16
 SETTLE_S = 0.3
 """Time after a body in which the stream and /health are still watched."""
@@ -107,17 +109,32 @@ def post(address: tuple[str, int], path: str, body: bytes) -> str:
 
 def measure_body(address: tuple[str, int], body: Body, at_once: int, neighbour: Neighbour) -> Cost:
     """Send one body, `at_once` times at the same time."""
+    data = body.build()
     neighbour.seen()
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda _: post(address, body.path, body.data), range(at_once)))
+        answers = list(pool.map(lambda _: post(address, body.path, data), range(at_once)))
     answer_s = time.perf_counter() - began
     time.sleep(SETTLE_S if at_once > 1 else _PAUSE_S)
     statuses: dict[str, int] = defaultdict(int)
     for status in answers:
         statuses[status] += 1
     seen = neighbour.seen()
-    return Cost(body.path, body.field, body.kind, len(body.data), at_once, dict(statuses), answer_s, seen)
+    return Cost(body.path, body.field, body.kind, len(data), at_once, dict(statuses), answer_s, seen)
+
+
+def notable(costs: Sequence[Cost]) -> list[Cost]:
+    """Of each field of an endpoint the bodies that took longest, or held up the stream or /health longest."""
+    by_field: dict[tuple[str, str], list[Cost]] = defaultdict(list)
+    for cost in costs:
+        by_field[cost.path, cost.field].append(cost)
+    wanted: list[Callable[[Cost], float]] = [
+        lambda cost: cost.answer_s,
+        lambda cost: cost.neighbour["longest_gap_ms"],
+        lambda cost: cost.neighbour["longest_health_ms"],
+    ]
+    found = {id(one): one for own in by_field.values() for key in wanted for one in [max(own, key=key)]}
+    return list(found.values())
 
 
 def memory_bytes(url: str) -> float:
@@ -134,8 +151,9 @@ def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour, at_on
     costliest: dict[tuple[str, str], tuple[float, Body]] = {}
     for body in tqdm(bodies, unit="body", disable=None):
         cost = measure_body(address, body, 1, neighbour)
-        peak = max(peak, memory_bytes(url))
         alone.append(cost)
+        if len(alone) % _BODIES_PER_READING == 0:
+            peak = max(peak, memory_bytes(url))
         key = (body.path, body.field)
         costliest[key] = max(costliest.get(key, (0.0, body)), (cost.answer_s, body), key=lambda pair: pair[0])
     together = []
@@ -144,7 +162,8 @@ def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour, at_on
         together.append(measure_body(address, body, at_once, neighbour))
         peak = max(peak, memory_bytes(url))
     return {
-        "alone": [asdict(cost) for cost in alone],
+        "num_bodies": len(alone),
+        "alone": [asdict(cost) for cost in notable(alone)],
         "together": [asdict(cost) for cost in together],
         "memory_mib": {"before": before / 2**20, "peak": peak / 2**20, "after": memory_bytes(url) / 2**20},
     }
@@ -358,13 +377,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.costs", description=__doc__)
     parser.add_argument("--max-request-bytes", type=int, default=4 << 20, help="size of the bodies (default 4 MiB)")
     parser.add_argument("--fields", help="measure only these fields, comma-separated (default: all)")
+    parser.add_argument("--kinds", help="send only these kinds of values, comma-separated (default: all)")
     parser.add_argument("--serve-args", default="--num-threads 1", help="arguments of `polydraft serve`, in one string")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
     names = options.fields.split(",") if options.fields else None
-    result = measure(
-        options.serve_args.split(), options.max_request_bytes, lambda body: names is None or body.field in names
-    )
+    kinds = [*options.kinds.split(","), ALLOWED] if options.kinds else None
+
+    def is_wanted(body: Body) -> bool:
+        return (names is None or body.field in names) and (kinds is None or body.kind in kinds)
+
+    result = measure(options.serve_args.split(), options.max_request_bytes, is_wanted)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import ctypes
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -27,6 +29,8 @@ _DEEPEST = 100
 """Templates, grammars and copies recurse by several frames a level."""
 _SMALL_BYTES = 1 << 16
 """A body of this size is read in about a millisecond, whatever it holds."""
+_GONE_S = 1.0
+"""Time after which an answer to a large body has been sent, usually."""
 _DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 _NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
 
@@ -41,7 +45,12 @@ class BodyRoute(APIRoute):
         names = tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()
 
         async def read_and_handle(request: Request) -> Response:
-            return await handle(_BoundedRequest(request, names))
+            bounded = _BoundedRequest(request, names)
+            try:
+                return await handle(bounded)
+            finally:
+                if bounded.is_large:
+                    _return_memory_soon()
 
         return read_and_handle
 
@@ -52,13 +61,27 @@ class _BoundedRequest(Request):
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._names = names
+        self.is_large = False
 
     async def json(self) -> Any:
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
             return await read_json(body, self._names)
+        self.is_large = True
         async with self.app.state.large_body_lock:
             return await read_json(body, self._names)
+
+
+def _return_memory_soon() -> None:
+    """Give back what large bodies leave behind, once they are gone: glibc would keep five times what is needed."""
+    loop = asyncio.get_running_loop()
+    loop.call_later(_GONE_S, lambda: loop.run_in_executor(None, _return_freed_memory))
+
+
+def _return_freed_memory() -> None:
+    """Give freed memory back to the system; without glibc nothing happens."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 async def read_json(body: bytes, names: Sequence[str]) -> Any:

@@ -9,8 +9,10 @@ import asyncio
 import gc
 import json
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from engine.api import RequestError
+from loadtest.client import metric
 from server import errors, generate_routes, messages_route, operation_routes, responses_route
 from server.bodies import BodyRoute, read_json
 from server.openapi import Application
@@ -297,3 +300,18 @@ def test_a_stream_goes_on_beside_full_bodies(daemon: Daemon) -> None:
         beside.join()
     assert text == alone
     assert answers == [400] * 3
+
+
+@pytest.mark.slow
+def test_memory_of_large_bodies_is_given_back(http: httpx.Client, daemon: Daemon) -> None:
+    """Ten texts of 4 MB that are tokenized: without glibc's trim the process stays three times as large."""
+    before = metric(daemon.url, "process_resident_memory_bytes")
+    text = "word " * (FULL_BYTES // 5)
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda _: http.post("/tokenize", json={"prompt": text}, timeout=120), range(10)))
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    del answers
+    ends_s = time.monotonic() + 30
+    while metric(daemon.url, "process_resident_memory_bytes") > 1.6 * before and time.monotonic() < ends_s:
+        time.sleep(0.5)
+    assert metric(daemon.url, "process_resident_memory_bytes") < 1.6 * before
