@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from engine.api import RequestError
 from server.extras import UNKNOWN
 from server.protocol import CompletionRequest
-from server.structured import LONGEST_GRAMMAR, Structure, structure_of
+from server.structured import LONGEST_GRAMMAR, Structure, closed, structure_of
 
 COMPACT = {"whitespace_flexible": False}
 FLEXIBLE = {"whitespace_flexible": True}
@@ -212,3 +213,54 @@ def test_a_grammar_has_a_greatest_length() -> None:
     error = refusal(guided_regex="a" * (LONGEST_GRAMMAR - len(literal) + 1))
     assert error.param == "guided_regex"
     assert f"{LONGEST_GRAMMAR + 1} characters" in str(error)
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+DEFINED = {"$defs": {"city": CITY}}
+ALL_OF = {"allOf": [{"$ref": "#/$defs/city"}, {"properties": {"unit": {}}}], **DEFINED}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (CITY, {"city": "x"}, {"city": "x", "more": 1}),
+        ({}, {}, {"more": 1}),
+        ({**CITY, "additionalProperties": True}, {"more": 1}, {"city": 1}),
+        ({**CITY, "additionalProperties": {"type": "string"}}, {"more": "x"}, {"more": 1}),
+        ({"properties": {"at": CITY}}, {"at": {"city": "x"}}, {"at": {"more": 1}}),
+        ({"properties": {"any": {"type": "object"}}}, {"any": {"more": 1}}, {"any": 1}),
+        ({"properties": {"all": {"type": "array", "items": CITY}}}, {"all": [{"city": "x"}]}, {"all": [{"more": 1}]}),
+        ({"properties": {"at": {"anyOf": [CITY, {"type": "null"}]}}}, {"at": None}, {"at": {"more": 1}}),
+        ({"$defs": {"c": CITY}, "properties": {"at": {"$ref": "#/$defs/c"}}}, {"at": {}}, {"at": {"more": 1}}),
+        (ALL_OF, {"city": "x", "unit": 1}, {"city": 1}),
+        ({**CITY, "anyOf": [{"properties": {"unit": {}}, "required": ["unit"]}]}, {"city": "x", "unit": 1}, {}),
+        ({**CITY, "patternProperties": {"^x": {}}}, {"city": "x", "x1": 1}, {"city": 1}),
+        ({"properties": {"two": {"prefixItems": [CITY]}}}, {"two": [{"city": "x"}]}, {"two": [{"more": 1}]}),
+        ({"properties": {"at": {"oneOf": [CITY, {"type": "null"}]}}}, {"at": None}, {"at": {"more": 1}}),
+        ({"additionalProperties": CITY}, {"any": {"city": "x"}}, {"any": {"more": 1}}),
+        ({"definitions": {"c": CITY}, "properties": {"at": {"$ref": "#/definitions/c"}}}, {"at": {}}, {"at": {"b": 1}}),
+        ({"properties": {"in": {"properties": {"at": CITY}}}}, {"in": {"at": {}}}, {"in": {"at": {"more": 1}}}),
+        ({"properties": {"at": ALL_OF}, **DEFINED}, {"at": {"city": "x", "unit": 1}}, {"at": {"city": 1}}),
+        ({"properties": {"all": {"items": CITY}, "n": True}}, {"n": 1}, {"n": 1, "more": 1}),
+        ({"properties": {"n": {"type": "integer", "properties": CITY["properties"]}}}, {"n": 1}, {"n": {}}),
+        ({"allOf": [CITY]}, {"city": "x", "more": 1}, {"city": 1}),
+        ({"properties": {"at": {"allOf": [{"$ref": "#/$defs/city"}]}}, **DEFINED}, {"at": {}}, {"at": {"more": 1}}),
+    ],
+)
+def test_objects_of_arguments_are_closed_by_default(schema: Any, allowed: Any, refused: Any) -> None:
+    """As far as that forbids nothing that the schema allows by name."""
+    found = closed({"type": "object", **schema}, is_root=True)
+    jsonschema.validate(allowed, found)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(refused, found)
+
+
+def test_closing_a_schema_leaves_the_given_one_and_its_order() -> None:
+    given = {"type": "object", "properties": {"b": {"items": CITY}, "a": {}}, "required": ["b"]}
+    before = json.dumps(given)
+    found = closed(given)
+    assert json.dumps(given) == before
+    assert list(found["properties"]) == ["b", "a"]
+    assert found["required"] == ["b"]
+    assert closed({"type": "object"}) == {"type": "object"}, "no named property, and not the root"
+    assert closed({"type": "object"}, is_root=True) == {"type": "object", "additionalProperties": False}

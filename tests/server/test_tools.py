@@ -12,7 +12,6 @@ import jsonschema
 import openai
 import pytest
 
-from server.structured import closed
 from tests.grid import grid
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.test_edited_logits import SHAPES
@@ -87,35 +86,6 @@ def test_a_forced_call_has_no_invented_names(client: openai.OpenAI) -> None:
         for choice in answer.choices:
             assert choice.finish_reason == "tool_calls"
             check_call(choice.message.tool_calls[0].function.name, choice.message.tool_calls[0].function.arguments)
-
-
-CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
-ALL_OF = {"allOf": [{"$ref": "#/$defs/city"}, {"properties": {"unit": {}}}], "$defs": {"city": CITY}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
-        (CITY, {"city": "x"}, {"city": "x", "more": 1}),
-        ({}, {}, {"more": 1}),
-        ({**CITY, "additionalProperties": True}, {"more": 1}, {"city": 1}),
-        ({**CITY, "additionalProperties": {"type": "string"}}, {"more": "x"}, {"more": 1}),
-        ({"properties": {"at": CITY}}, {"at": {"city": "x"}}, {"at": {"more": 1}}),
-        ({"properties": {"any": {"type": "object"}}}, {"any": {"more": 1}}, {"any": 1}),
-        ({"properties": {"all": {"type": "array", "items": CITY}}}, {"all": [{"city": "x"}]}, {"all": [{"more": 1}]}),
-        ({"properties": {"at": {"anyOf": [CITY, {"type": "null"}]}}}, {"at": None}, {"at": {"more": 1}}),
-        ({"$defs": {"c": CITY}, "properties": {"at": {"$ref": "#/$defs/c"}}}, {"at": {}}, {"at": {"more": 1}}),
-        (ALL_OF, {"city": "x", "unit": 1}, {"city": 1}),
-        ({**CITY, "anyOf": [{"properties": {"unit": {}}, "required": ["unit"]}]}, {"city": "x", "unit": 1}, {}),
-        ({**CITY, "patternProperties": {"^x": {}}}, {"city": "x", "x1": 1}, {"city": 1}),
-    ],
-)
-def test_objects_of_arguments_are_closed_by_default(schema: Any, allowed: Any, refused: Any) -> None:
-    """As far as that forbids nothing that the schema allows by name."""
-    found = closed({"type": "object", **schema}, is_root=True)
-    jsonschema.validate(allowed, found)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(refused, found)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
