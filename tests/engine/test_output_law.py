@@ -277,15 +277,15 @@ def reused_uniform(chains: Chains, target: LawTable, noise: ChainNoise) -> Chain
     return RULES["token"].verify(chains, target, same)
 
 
-@pytest.mark.parametrize(("wrong", "num_drafts"), [(always_longest, 4), (reused_uniform, 1)])
-def test_a_wrong_rule_is_rejected(pair: tuple[LoadedModel, LoadedModel], wrong: object, num_drafts: int) -> None:
-    rules = {**RULES, "wrong": Rule("wrong", wrong, RULES["bv_race"].acceptance)}  # type: ignore[arg-type]
-    with (
-        patch("engine.verifying.RULES", rules),
-        patch("engine.building.RULES", rules),
-        patch("engine.drafters.draft.RULES", rules),
-    ):
-        counts = sample(pair, drafts("wrong", num_drafts), SAMPLINGS["plain"])
+@pytest.mark.parametrize(
+    ("wrong", "name", "num_drafts"), [(always_longest, "bv_race", 4), (reused_uniform, "token", 1)]
+)
+def test_a_wrong_rule_is_rejected(
+    pair: tuple[LoadedModel, LoadedModel], wrong: object, name: str, num_drafts: int
+) -> None:
+    rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
+    with patch("engine.verifying.RULES", rules), patch("engine.drafters.draft.RULES", rules):
+        counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 
 

@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from engine.engine import Engine
+from engine.errors import NOTHING_LEFT
 from engine.execution.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.speculation.drafting import Chains
@@ -184,4 +185,6 @@ def test_chains_of_another_request_are_rejected(pair: tuple[LoadedModel, LoadedM
     engine = tiny.build(*pair, max_copied_tokens=8)
     with patch.object(node, "chain_table", shifted):
         requests = [one for seed in range(16) for one in neighbours("greedy", seed)]
-        assert forbidden(tiny.run(engine, requests).tokens)
+        failed = tiny.run(engine, requests, can_fail=True).failed
+    assert {error.code for error in failed.values()} == {NOTHING_LEFT}
+    assert all(name.startswith("greedy") for name in failed)

@@ -17,6 +17,7 @@ from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, Prepack, SchedulerConfig, SpeculationConfig
 from engine.drafters.drafter import DrafterKind
 from engine.engine import Engine
+from engine.errors import RequestError
 from engine.execution import probe
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
@@ -81,6 +82,7 @@ class Run:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish_reasons: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, RequestError] = field(default_factory=dict)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     num_accepted: int = 0
     num_outcomes: int = 0
@@ -159,10 +161,11 @@ def request(
     )
 
 
-def run(engine: Engine, requests: Sequence[Request], enough: int | None = None) -> Run:
+def run(engine: Engine, requests: Sequence[Request], enough: int | None = None, can_fail: bool = False) -> Run:
     """Submit everything at once and step to the end, checking the accounting after every step.
 
-    enough: tokens of an answer after which nobody wants the rest; its request is aborted then.
+    enough: tokens of an answer after which nobody wants the rest; its request is aborted then. can_fail: whether
+    requests may end with an error.
     """
     result = Run()
     for one in requests:
@@ -171,7 +174,9 @@ def run(engine: Engine, requests: Sequence[Request], enough: int | None = None) 
         result.outcomes[one.request_id] = []
     while engine.scheduler.has_work or engine.following.num_waiting:
         engine.queue_followed()
-        for outcome in engine.run_step().outcomes:
+        step = engine.run_step()
+        result.failed.update(step.failed)
+        for outcome in step.outcomes:
             result.tokens[outcome.request_id] += outcome.token_ids
             result.outcomes[outcome.request_id].append(outcome)
             result.num_accepted += outcome.num_accepted
@@ -183,6 +188,7 @@ def run(engine: Engine, requests: Sequence[Request], enough: int | None = None) 
         engine.scheduler.check_invariants()
         result.num_steps += 1
         assert result.num_steps < 10_000, "the engine makes no progress"
+    assert can_fail or not result.failed, result.failed
     result.num_preemptions = engine.scheduler.num_preemptions
     assert engine.scheduler.blocks.num_used == 0, "blocks leaked"
     return result
