@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -119,3 +120,43 @@ def test_routes_read_small_and_large_bodies_alike(padding: int) -> None:
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
     assert "nested more than 100 deep" in response.json()["error"]["message"]
+
+
+class NoTrim:
+    """A C library that cannot give memory back."""
+
+    @property
+    def malloc_trim(self) -> Any:
+        raise AttributeError
+
+
+@pytest.mark.parametrize("library", ["glibc", "another", "none"])
+def test_memory_goes_back_after_large_bodies_only(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    """All of it, once the body is gone; where the C library cannot, nothing fails."""
+    trimmed: list[int] = []
+
+    def load(name: str | None) -> Any:
+        if library == "none":
+            raise OSError
+        return SimpleNamespace(malloc_trim=trimmed.append) if library == "glibc" else NoTrim()
+
+    monkeypatch.setattr(bodies, "_GONE_S", 0.0)
+    monkeypatch.setattr(bodies.ctypes, "CDLL", load)
+    app = Application()
+    errors.install(app)
+    app.include_router(generate_routes.build_router(_NO_SERVER))
+    failures: list[Any] = []
+
+    async def send(padding: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            body = b'{"model":"x","prompt":{}}' + b" " * padding
+            await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        await asyncio.sleep(0.01)
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    asyncio.run(send(0))
+    assert not trimmed
+    asyncio.run(send(1 << 17))
+    assert trimmed == ([0] if library == "glibc" else [])
+    assert not failures
