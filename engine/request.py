@@ -21,7 +21,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     is_begun: bool
     """Whether the prompt has opened them; otherwise the answer may, with its first token."""
     budget: int | None = None
-    """How many tokens they may have; then they are closed."""
+    """Most tokens of the thoughts; then they are closed."""
     may_end: bool = True
     """Whether the answer may end in them."""
 

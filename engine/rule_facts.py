@@ -16,7 +16,7 @@ DRAFT_METHODS = {
     "greedy": "the most likely tokens, and one drawn from the rest",
     "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
 }
-"""How the children of one node are drawn."""
+"""Methods of drawing the children of one node."""
 
 _WITHOUT_REPLACEMENT = ("without_replacement", "iid")
 
@@ -38,4 +38,4 @@ RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
         "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
     }
 )
-"""By the name of the rule, in the order in which rules are listed."""
+"""Facts of each rule by its name, in the order in which rules are listed."""

@@ -1,4 +1,4 @@
-"""How often each token is in an answer, for penalties: a step counts what the steps before it have emitted."""
+"""Counts of the tokens of an answer, for penalties: a step counts what the steps before it have emitted."""
 
 from __future__ import annotations
 

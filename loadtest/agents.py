@@ -29,7 +29,7 @@ env_key = "POLYDRAFT_KEY"
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent is to do, and where."""
+    """Task of an agent, and the folder it works in."""
 
     url: str
     model: str

@@ -42,7 +42,7 @@ class Conversation:
     """Further fields of requests: temperature, seed, max_tokens."""
     messages: list[dict[str, str]] = field(default_factory=list)
     metrics: dict[str, Any] | None = None
-    """Of the last answer."""
+    """Figures of the last answer."""
 
     def ask(self, text: str) -> Generator[Piece, None, None]:
         """Send a message; yield the answer while it arrives.

@@ -77,7 +77,7 @@ class AnthropicTool(Wire):
     type: str | None = None
     strict: bool | None = None
     defer_loading: bool = False
-    """Whether the model is told of it only after a search for tools has named it."""
+    """Whether the model sees it only after a search for tools has named it."""
 
 
 class AnthropicChoice(Closed):

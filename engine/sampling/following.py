@@ -54,7 +54,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, str], deque[Request]] = {}
-        """By priority and client; the client whose turn comes last is last."""
+        """Requests by priority and client; the client whose turn comes last is last."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

@@ -109,7 +109,7 @@ class FollowedThoughts:
         return found
 
     def _inside(self, num_tokens: int) -> Bools | None:
-        """Return the mask after so many tokens of an answer, where the thoughts go on or have not begun."""
+        """Return the mask after this many tokens of an answer, where the thoughts go on or have not begun."""
         thinking = self._thinking
         length = num_tokens - (not thinking.is_begun)
         is_over = thinking.budget is not None and length >= thinking.budget

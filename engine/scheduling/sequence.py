@@ -76,7 +76,7 @@ class Sequence:
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
         self.copier = TextDraftFinder(request)
         self.counts = TextCounts(len(request.prompt_token_ids))
-        """How often each token is in the text, for penalties."""
+        """Counts of the tokens of the text, for penalties."""
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_target_computed = 0
         self.num_draft_computed = 0

@@ -1,7 +1,7 @@
 """A model folder whose answers are known: a Llama in which each token of a script is followed by the next one.
 
 The chat template ends a prompt with a mark for the tools on offer and the number of results so far. The embedding of a
-mark, and of each piece of a script, is a direction of its own, and the output weights turn it into the piece that
+mark, and of each piece of a script, has its own direction, and the output weights turn it into the piece that
 follows. Any other token is followed by the end. Attention runs over the whole context and adds zero.
 """
 

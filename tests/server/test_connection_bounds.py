@@ -217,7 +217,7 @@ def test_bytes_before_a_request_are_counted(server: Server, over: bool) -> None:
 
 @pytest.mark.parametrize("over", [False, True])
 def test_a_body_brings_room_for_its_chunks(server: Server, over: bool) -> None:
-    """Nine bytes for each of its own: itself, and eight of framing."""
+    """Nine bytes for each byte of data: itself, and eight of framing."""
     head, chunk = POST + b"transfer-encoding: chunked\r\n\r\n", b"64\r\n" + b"a" * 100 + b"\r\n"
     wire = server.connect()
     server.send(wire, head, chunk, b"1;")

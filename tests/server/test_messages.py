@@ -189,7 +189,7 @@ def test_effort_is_a_hint(client: anthropic.Anthropic) -> None:
 
 
 def test_other_tools_are_left_out(client: anthropic.Anthropic) -> None:
-    """The model is told of functions only; the rest is reported."""
+    """The model sees functions only; the rest is reported."""
     other = {"type": "web_search_20250305", "name": "web_search"}
     alone = reported(client, tools=[WEATHER])
     assert reported(client, tools=[other, WEATHER]) == (alone[0], {"tools.web_search_20250305"})

@@ -186,7 +186,7 @@ def test_each_part_of_an_answer_has_its_origin() -> None:
     assert evaluated("origin.js", runs) == [runs for *_, runs in ORIGINS]
 
 
-# Session storage that holds so many characters, and what is read again of eight turns of 200,000 with drafts as long.
+# Session storage with a bound on its characters, and what is read again of eight turns of 200,000 with drafts as long.
 STORAGE = """
 globalThis.sessionStorage = {value: null, getItem() { return this.value; }, setItem(name, value) {
   if (value.length > ROOM) throw new Error("full"); this.value = value; }};

@@ -59,7 +59,7 @@ def check_call(name: str, arguments: str) -> None:
 
 
 def test_other_tools_are_left_out(client: openai.OpenAI) -> None:
-    """The model is told of functions only; the rest is reported."""
+    """The model sees functions only; the rest is reported."""
     others: Any = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}, {"type": "a\nb"}]
     asked: Any = {"model": MODEL, "messages": [USER], "max_tokens": 2, "seed": 1}
     plain, more = (
