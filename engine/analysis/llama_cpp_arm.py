@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+"""Of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
 NUM_CHECKED = 3
 """Prompts whose greedy answers are compared first."""
 _NAMES = {
@@ -28,8 +30,8 @@ _NAMES = {
 }
 
 
-def write_gguf(folder: Path, file: Path, dtype: str) -> None:
-    """A Llama checkpoint of one safetensors file as GGUF without a vocabulary; dtype: float32 or bfloat16."""
+def write_gguf(folder: Path, file: Path, kind: str) -> None:
+    """Write a Llama checkpoint of one safetensors file as GGUF without a vocabulary; kind: one of `TYPES`."""
     import gguf
     from safetensors.torch import load_file
 
@@ -51,15 +53,12 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    plain, matrix = (
-        gguf.GGMLQuantizationType.F32,
-        gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}[dtype]],
-    )
+    plain, matrix = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType[kind.upper()]
     for name, weight in weights.items():
         heads = num_heads if "q_proj" in name else num_kv_heads if "k_proj" in name else 0
         values = (_interleaved(weight, heads) if heads else weight).float().numpy()
-        kind = plain if values.ndim == 1 else matrix
-        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+        stored = plain if values.ndim == 1 else matrix
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
     if "lm_head.weight" not in weights:
         values = weights["model.embed_tokens.weight"].float().numpy()
         writer.add_tensor("output.weight", gguf.quants.quantize(values, matrix), raw_dtype=matrix)
@@ -87,14 +86,14 @@ def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
 class Context:
     """A loaded model with room for several sequences."""
 
-    def __init__(self, folder: Path, dtype: str, num_sequences: int, num_tokens: int, num_threads: int) -> None:
-        """num_tokens: of one sequence at most."""
+    def __init__(self, folder: Path, kind: str, num_sequences: int, num_tokens: int, num_threads: int) -> None:
+        """kind: of the weights; num_tokens: of one sequence at most."""
         import llama_cpp
 
         self._api = llama_cpp
         with tempfile.TemporaryDirectory() as place:
             file = Path(place) / "model.gguf"
-            write_gguf(folder, file, dtype)
+            write_gguf(folder, file, kind)
             wanted = llama_cpp.llama_model_default_params()
             wanted.use_mmap = False
             self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), wanted)
@@ -144,12 +143,13 @@ class Context:
 class LlamaCpp:
     """llama.cpp's decoding of a pair, as an arm of `peers`."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, kind: str) -> None:
+        """kind: of the weights, one of `TYPES`."""
         room = options.prompt + options.tokens + 8
         sequences = max(NUM_CHECKED, *(int(part) for part in options.concurrency.split(",")))
         self._num_tokens = options.tokens
-        self._target = Context(Path(options.target), options.dtype, sequences, room, options.threads)
-        self._draft = Context(Path(options.draft), options.dtype, 1, room, options.threads)
+        self._target = Context(Path(options.target), kind, sequences, room, options.threads)
+        self._draft = Context(Path(options.draft), kind, 1, room, options.threads)
         self._seed = 0
 
     def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:

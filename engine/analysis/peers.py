@@ -1,7 +1,7 @@
 """`python -m engine.analysis.peers`: this engine beside transformers and llama.cpp, in one process, interleaved.
 
-Same weights, same prompts of random tokens, same number of tokens, no end token. At temperature 0 every arm's answers
-are compared with those of `generate` first. Writes one JSON document; every ratio is one of paired runs.
+Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. At temperature 0 every
+arm's answers are compared with those of `generate` first. Writes one JSON document; every ratio is one of paired runs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from engine.analysis.llama_cpp_arm import NUM_CHECKED, LlamaCpp
+from engine.analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
 from engine.analysis.loading import random_prompts
+from engine.analysis.pair import Shape
 from engine.building import build_engine
 from engine.calibration import measure_points
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -36,16 +38,24 @@ Prompts = list[list[int]]
 Answers = list[list[int]]
 Arm = Callable[[Prompts, float], Answers]
 
-OWN, GENERATE = "polydraft", "transformers generate"
+OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
+_RATIOS = {OWN: "polydraft_to_this", OFF: "off_to_this"}
+"""Arms that every arm is compared with, and the names of the ratios."""
 
 
 class Own:
-    """This engine with adaptive speculation, or without any."""
+    """This engine with adaptive speculation, a fixed shape, or none."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         speculation = SpeculationConfig(adaptive=True)
         config = EngineConfig(
-            model=ModelConfig(target=options.target, draft=options.draft, dtype=options.dtype, device=options.device),
+            model=ModelConfig(
+                target=options.target,
+                draft=options.draft,
+                dtype=options.dtype,
+                device=options.device,
+                num_threads=options.threads,
+            ),
             speculation=speculation,
         )
         self.engine: Engine = build_engine(config)
@@ -63,6 +73,10 @@ class Own:
     def off(self, prompts: Prompts, temperature: float) -> Answers:
         """Plain decoding."""
         return self._run(prompts, temperature, Speculation())
+
+    def fixed(self, shape: str) -> Arm:
+        """One shape, as rule:KxL."""
+        return partial(self._run, speculation=Shape.parse(shape).speculation)
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
         answers: dict[str, list[int]] = {}
@@ -129,9 +143,15 @@ class Transformers:
         return answers
 
     def _sampled(self, temperature: float) -> Any:
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        # Fields that are not given are taken from the checkpoint's generation_config, which may sample.
+        sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         return self._config(
-            max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens, eos_token_id=None, pad_token_id=0, **sampled
+            max_new_tokens=self.num_tokens,
+            min_new_tokens=self.num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=temperature > 0,
+            **sampled,
         )
 
 
@@ -155,7 +175,7 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
             name: {
                 "tokens_per_second": num_tokens / statistics.median(runs),
                 "seconds": runs,
-                "polydraft_to_this": median_of_ratios(runs, seconds[OWN])._asdict(),
+                **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in _RATIOS.items()},
             }
             for name, runs in seconds.items()
         },
@@ -169,13 +189,13 @@ def _about(options: argparse.Namespace) -> Any:
     return json.loads(about.read_text()) if about.is_file() else names
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """A row per concurrency and arm."""
-    lines = ["| c | arm | tok/s | polydraft is (95 % interval) |", "| --- | --- | --- | --- |"]
+def markdown(result: dict[str, Any], own: str = OWN) -> str:
+    """A row per concurrency and arm; own: the arm of this engine that the others are compared with."""
+    lines = [f"| c | arm | tok/s | {own} is (95 % interval) |", "| --- | --- | --- | --- |"]
     for cell in result["cells"]:
         for name, arm in cell["arms"].items():
-            ratio = arm["polydraft_to_this"]
-            compared = "-" if name == OWN else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
+            ratio = arm[_RATIOS[own]]
+            compared = "-" if name == own else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
             lines.append(f"| {cell['concurrency']} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
     return "\n".join(lines)
 
@@ -187,13 +207,20 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("draft", help="folder of the draft model")
     result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
-    result.add_argument("--dtype", default="float32", help="type of all arms' weights")
+    result.add_argument("--dtype", default="float32", help="type of weights here and in transformers")
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where all arms run")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
-    result.add_argument("--llama-cpp", action="store_true", help="also llama.cpp (needs llama-cpp-python and gguf)")
+    result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
+    result.add_argument(
+        "--llama-cpp-types",
+        nargs="*",
+        default=[],
+        choices=TYPES,
+        help="also llama.cpp, with weights of these types (needs llama-cpp-python and gguf)",
+    )
     result.add_argument(
         "--without", nargs="+", default=[], help="arms left out, by a part of their names, e.g. assisted continuous"
     )
@@ -209,16 +236,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, theirs = Own(options), Transformers(options)
     arms: dict[str, Arm] = {
         OWN: own.adaptive,
-        "polydraft off": own.off,
+        OFF: own.off,
+        **{f"polydraft {shape}": own.fixed(shape) for shape in options.shapes},
         GENERATE: theirs.generate,
         "transformers assisted": theirs.assisted,
         "transformers continuous batching": theirs.continuous,
     }
-    if options.llama_cpp:
-        llama_cpp = LlamaCpp(options)
-        arms |= {"llama.cpp": llama_cpp.plain, "llama.cpp with 3 drafts": llama_cpp.drafted}
+    for kind in options.llama_cpp_types:
+        llama_cpp = LlamaCpp(options, kind)
+        arms |= {f"llama.cpp {kind}": llama_cpp.plain, f"llama.cpp {kind} with 3 drafts": llama_cpp.drafted}
     for part in options.without:
-        for name in [name for name in arms if name != OWN and part in name]:
+        for name in [name for name in arms if name not in _RATIOS and part in name]:
             del arms[name]
     checked = random_prompts(NUM_CHECKED, options.prompt, 0)
     expected = theirs.generate(checked, 0.0)
@@ -238,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
+    for name in _RATIOS:
+        print(markdown(result, name))
     print(json.dumps(equal))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,29 @@ def test_peers_agree_and_are_compared(
     # Continuous batching takes a minute to start and stop.
     monkeypatch.setattr(peers.Transformers, "continuous", peers.Transformers.generate)
     output = tmp_path / "peers.json"
-    optional = ["--llama-cpp"] if find_spec("llama_cpp") and find_spec("gguf") else []
-    few = (*optional, "--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1")
-    assert peers.main([str(folder / "target"), str(folder / "draft"), *few, "--output", str(output)]) == 0
+    optional = ["--llama-cpp-types", "f32"] if find_spec("llama_cpp") and find_spec("gguf") else []
+    few = ("--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1", *optional)
+    arms = ("--shapes", "block:1x2", "bv_race:2x2")
+    assert peers.main([str(folder / "target"), str(folder / "draft"), *arms, *few, "--output", str(output)]) == 0
     result = json.loads(output.read_text())
     assert all(result["greedy_answers_equal_generate"].values())
     (cell,) = result["cells"]
     assert cell["arms"].keys() == result["greedy_answers_equal_generate"].keys()
     assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
     assert peers.markdown(result) in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_greedy_peers_do_not_sample_as_the_checkpoint_says(folder: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 50.0}))
+    options = ["--tokens", "3", str(target), str(folder / "draft")]
+    arm = peers.Transformers(peers.parser().parse_args(options))
+    (answer,) = arm.generate([[300, 301]], 0.0)
+    texts = torch.tensor([[300, 301, *answer]])
+    with torch.inference_mode():
+        assert answer == arm.target(input_ids=texts).logits[0, 1:-1].argmax(-1).tolist()
+    assert arm.assisted([[300, 301]], 0.0) == [answer]
 
 
 def test_the_names_and_heads_that_llama_cpp_reads() -> None:
