@@ -71,8 +71,9 @@ def assemble(
     models = [target] if draft is None else [target, draft]
     shapes = [find_kv_shape(model) for model in models]
     kind = None if draft is None else kind or kind_of(draft)
-    if kind is not None and kind.reads_hidden:
-        shapes[0] = replace(shapes[0], hidden_dim=target.model.config.get_text_config().hidden_size)
+    if kind is not None and kind.taps:
+        width = target.model.config.get_text_config().hidden_size
+        shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
     ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
         way, num_bytes = _prepare(model, shape, config, progress)

@@ -2,6 +2,9 @@
 
 All layers share one addressing: slot = block * block_size + offset. Writing happens in the
 attention hook; here the accepted path of a step is made contiguous.
+
+A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters layer k, tap N the
+stream that leaves the last of N layers, and `NORMED` that stream after the final norm.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from engine.kernels import usable
 
 KVMoves = Sequence[tuple[int, int]]
 """Slots (from, to) of a sequence."""
+NORMED = -1
+"""Tap of the state after the final norm."""
 _USUAL_MOVES = 32
 """The kernel is compiled for a padded number of moves a sequence. Usual steps have at most this many, and so share one
 compiled kernel."""
@@ -40,11 +45,18 @@ class KVShape:
     key_dim: int
     value_dim: int
     hidden_dim: int = 0
-    """Width of the hidden states that are kept beside K and V, for a drafter that reads them; 0 where none does."""
+    """Width of a hidden state; 0 if no drafter reads any."""
+    taps: tuple[int, ...] = ()
+    """Taps whose hidden states are stored with K and V, for a drafter that reads them."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all that is kept of one token."""
-        return self.num_layers * self.layer_bytes(dtype) + self.hidden_dim * dtype.itemsize
+        return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
+
+    @property
+    def all_hidden_dim(self) -> int:
+        """Width of the states of all taps together."""
+        return len(self.taps) * self.hidden_dim
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in one layer."""
@@ -52,9 +64,9 @@ class KVShape:
 
 
 class KVTensors:
-    """Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim] and hidden states [slots, D].
+    """Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim], hidden states [slots, taps * D].
 
-    A hidden state is what the model's last layer and final norm give for a token; `hidden` is None where none are kept.
+    `hidden` is None if there are no taps.
     """
 
     def __init__(self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,9 +75,9 @@ class KVTensors:
         self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         """(keys, values) of each layer: views."""
-        self.hidden = (
-            torch.zeros((num_slots, shape.hidden_dim), dtype=dtype, device=device) if shape.hidden_dim else None
-        )
+        self.taps = shape.taps
+        width = shape.all_hidden_dim
+        self.hidden = torch.zeros((num_slots, width), dtype=dtype, device=device) if width else None
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self.has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
@@ -81,6 +93,14 @@ class KVTensors:
         torch.index_select(keys, 0, slots, out=gathered[0])
         torch.index_select(values, 0, slots, out=gathered[1])
         return gathered
+
+    def store(self, tap: int, slots: torch.Tensor | slice, state_TD: torch.Tensor) -> None:
+        """Write the hidden states of a pass to its slots, if the tap is one of those that are stored."""
+        if tap in self.taps:
+            assert self.hidden is not None
+            width = state_TD.shape[-1]
+            place = self.taps.index(tap)
+            self.hidden[slots, place * width : (place + 1) * width] = state_TD
 
     def wipe(self, slots: torch.Tensor) -> None:
         """Forget what is kept of tokens."""

@@ -21,8 +21,8 @@ class DrafterKind(NamedTuple):
 
     make: Callable[[ModelRunner, ModelRunner], Drafter]
     """From what runs the draft model, and what runs the target."""
-    reads_hidden: bool = False
-    """Whether it reads the target's hidden states: they are then kept in `storage.hidden` of the target's runner, by
+    taps: tuple[int, ...] = ()
+    """Taps of the target whose hidden states it reads: they are stored in `storage.hidden` of the target's runner, by
     the slots of the text's tokens, for all but those that the plan is still to compute."""
 
 

@@ -6,8 +6,7 @@ order. Each is compared with plain transformers at every start; where it gives o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata
 from engine.execution.packing import Choices, pack
 from engine.execution.products import take_over
+from engine.execution.taps import storing
 
 
 class Backend(Protocol):
@@ -24,7 +24,7 @@ class Backend(Protocol):
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
 
-        K/V goes where `metadata` says, and so do hidden states where `metadata.storage.hidden` is there for them.
+        K/V goes where `metadata` says, and so do the hidden states of `metadata.storage.taps`.
         """
 
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
@@ -42,7 +42,7 @@ class TransformersBackend:
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
-        with _keeping_hidden(self._model, metadata):
+        with storing(self._model, metadata):
             return self._logits(token_ids_T, positions_T, metadata, wanted_N)
 
     def _logits(
@@ -62,21 +62,3 @@ class TransformersBackend:
     def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
         """Pack the weights of its linear layers; some model's code may look at weights that a packed layer has not."""
         return pack(take_over(self._model), wanted, works, choices)
-
-
-@contextlib.contextmanager
-def _keeping_hidden(model: Any, metadata: AttentionMetadata) -> Iterator[None]:
-    """Write the hidden states that the model's body gives to where they are kept, if they are."""
-    kept_SD = metadata.storage.hidden
-    if kept_SD is None:
-        yield
-        return
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        kept_SD[metadata.slots_T] = output[0][0]
-
-    hook = model.base_model.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        hook.remove()

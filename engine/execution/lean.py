@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
+from engine.cache.tensors import NORMED
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
 from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_cpu_kernels, use_kernels
@@ -151,10 +152,11 @@ class LeanDecoder:
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
-        if self.cpu_layers is not None and self.cpu_layers.takes(len(token_ids_T), metadata):
+        storage, slots = metadata.storage, metadata.slots_T
+        if self._runs_on_cpu_kernels(len(token_ids_T), metadata):
+            assert self.cpu_layers is not None
             normed_TD = self.cpu_layers.hidden(token_ids_T, positions_T, metadata)
-            if metadata.storage.hidden is not None:
-                metadata.storage.hidden[metadata.slots_T] = normed_TD
+            storage.store(NORMED, slots, normed_TD)
             return self._head(normed_TD[wanted_N])
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
@@ -163,16 +165,23 @@ class LeanDecoder:
             return self._by_kernels(hidden_TD, rotation, metadata, metadata.paged, wanted_N)
         cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in rotation)
         for layer in self._layers:
+            storage.store(layer.layer_idx, slots, hidden_TD)
             hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, metadata)
             normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
             gate_TM, up_TM = layer.gate_up(normed_TD).chunk(2, -1)
             hidden_TD = hidden_TD + layer.down(silu(gate_TM) * up_TM)
-        kept_SD = metadata.storage.hidden
-        if kept_SD is None:
+        storage.store(len(self._layers), slots, hidden_TD)
+        if NORMED not in storage.taps:
             return self._head(self._final_norm(hidden_TD[wanted_N]))
         hidden_TD = self._final_norm(hidden_TD)
-        kept_SD[metadata.slots_T] = hidden_TD
+        storage.store(NORMED, slots, hidden_TD)
         return self._head(hidden_TD[wanted_N])
+
+    def _runs_on_cpu_kernels(self, num_tokens: int, metadata: AttentionMetadata) -> bool:
+        """Whether the CPU kernels compute a pass: they return the last state alone."""
+        if self.cpu_layers is None or not set(metadata.storage.taps) <= {NORMED}:
+            return False
+        return self.cpu_layers.takes(num_tokens, metadata)
 
     def _by_kernels(
         self,
@@ -189,6 +198,7 @@ class LeanDecoder:
         assert isinstance(metadata.slots_T, Tensor)
         storage = metadata.storage
         for layer in self._layers:
+            storage.store(layer.layer_idx, metadata.slots_T, hidden_TD)
             query_THD = triton_layer.rotate_and_write(
                 self._normed_product(layer.normed_qkv, hidden_TD),
                 rotation,
@@ -201,9 +211,9 @@ class LeanDecoder:
             attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, Kind(), None)
             layer.output.add_to(hidden_TD, attended[0].flatten(1))
             layer.down.add_to(hidden_TD, self._normed_product(layer.normed_gate_up, hidden_TD))
+        storage.store(len(self._layers), metadata.slots_T, hidden_TD)
         normed_TD = triton_layer.norm(hidden_TD, self._body.norm.weight, self._eps)
-        if storage.hidden is not None:
-            storage.hidden[metadata.slots_T] = normed_TD
+        storage.store(NORMED, metadata.slots_T, normed_TD)
         return self._head(normed_TD[wanted_N])
 
     def _normed_product(self, product: NormedProduct, hidden_TD: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A drafter that reads the target's hidden states, made of the protocol alone: its laws, and the law of the output."""
+"""A drafter that reads the target's hidden states at several taps, made of the protocol alone: what it reads, and the
+distribution of the output."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache.tensors import KVMoves, KVTensors
+from engine.cache.tensors import NORMED, KVMoves, KVTensors
 from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -24,6 +25,8 @@ from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 
 VOCABULARY = 101
+TAPS = (1, 0, 2, NORMED)
+"""Of two layers, not in their order: 2 is what leaves the last one."""
 SPECULATIONS = {
     "chains": Speculation(rule="bv_race", num_drafts=4, draft_length=3),
     "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
@@ -36,7 +39,7 @@ class HiddenDrafter(ModelDrafter):
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner)
         self.target = target
-        shape = target.model.config.hidden_size, target.vocab_size
+        shape = len(TAPS) * target.model.config.hidden_size, target.vocab_size
         self.head_DV = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(tiny.DEVICE)
         self.read: list[tuple[int, int, Tensor]] = []
         """(sequence, index, hidden state) of all that was read."""
@@ -53,11 +56,11 @@ class HiddenDrafter(ModelDrafter):
                 continue
             hidden_D = kept[row.block_ids[index // size] * size + index % size]
             self.read.append((row.sequence_id, index, hidden_D.clone()))
-            logits_V += 0.3 * hidden_D @ self.head_DV
+            logits_V += 0.02 * hidden_D @ self.head_DV
         return logits_NV
 
 
-KIND = DrafterKind(HiddenDrafter, reads_hidden=True)
+KIND = DrafterKind(HiddenDrafter, taps=TAPS)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_neox"])
@@ -84,13 +87,19 @@ def pair(request: pytest.FixtureRequest) -> tuple[LoadedModel, LoadedModel]:
 
 
 def by_transformers(target: LoadedModel, tokens: Sequence[int]) -> Tensor:
-    """[tokens, D] the hidden states of a text, by a plain pass."""
+    """[tokens, taps * D] the hidden states of a text, by a plain pass."""
+    body = target.model.base_model
+    before_norm: list[Tensor] = []
+    last_norm = body.norm if hasattr(body, "norm") else body.final_layer_norm
+    hook = last_norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     target.model.set_attn_implementation("eager")
     with torch.inference_mode():
-        output = target.model.base_model(input_ids=torch.tensor([tokens], device=tiny.DEVICE), use_cache=False)
+        ids = torch.tensor([tokens], device=tiny.DEVICE)
+        output = body(input_ids=ids, use_cache=False, output_hidden_states=True)
+    hook.remove()
     target.model.set_attn_implementation(HOOK)
-    hidden_TD: Tensor = output.last_hidden_state[0]
-    return hidden_TD
+    states = {0: output.hidden_states[0], 1: output.hidden_states[1], 2: before_norm[0], NORMED: output[0]}
+    return torch.cat([states[tap][0] for tap in TAPS], 1)
 
 
 def drafted(pair: tuple[LoadedModel, LoadedModel], speculation: Speculation) -> tuple[Engine, dict[int, list[int]]]:
@@ -140,9 +149,20 @@ def test_hidden_states_that_stay_where_they_were_drafted_are_found_out(
     assert largest_error(engine, pair, texts) > 0.1
 
 
+def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    store = KVTensors.store
+
+    def one_off(self: KVTensors, tap: int, slots: Tensor | slice, state_TD: Tensor) -> None:
+        store(self, tap if tap == NORMED else tap - 1, slots, state_TD)
+
+    with patch.object(KVTensors, "store", one_off):
+        engine, texts = drafted(pair, SPECULATIONS["chains"])
+    assert largest_error(engine, pair, texts) > 0.1
+
+
 @pytest.mark.parametrize("name", ["bv_race 4", "traversal tree"])
 def test_output_has_the_target_s_law(name: str) -> None:
-    target = tiny.llama(seed=21, vocabulary=output_law.VOCABULARY, layers=1, spread=0.25)
+    target = tiny.llama(seed=21, vocabulary=output_law.VOCABULARY, layers=2, spread=0.25)
     models = target, tiny.llama(seed=22, vocabulary=output_law.VOCABULARY, layers=1, spread=0.25)
     plain = output_law.SAMPLINGS["plain"]
     counts = output_law.sample(models, output_law.SPECULATIONS[name], plain, kind=KIND)
@@ -155,7 +175,7 @@ def test_nothing_is_kept_where_no_drafter_reads_it(pair: tuple[LoadedModel, Load
     assert reading.draft_runner is not None
     assert reading.draft_runner.storage.hidden is None
     num_slots = reading.facts.num_blocks * reading.facts.block_size
-    width = pair[0].model.config.hidden_size
+    width = len(TAPS) * pair[0].model.config.hidden_size
     bytes_of_hidden = num_slots * width * 4
     assert reading.facts.memory_plan["kv_cache"] - plain.facts.memory_plan["kv_cache"] == bytes_of_hidden
     assert np.prod(reading.target.storage.hidden.shape) * 4 == bytes_of_hidden  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch.nn.functional import rms_norm, silu
 triton_layer = pytest.importorskip("engine.execution.triton_layer")
 triton_product = pytest.importorskip("engine.execution.triton_product")
 
+from engine.cache.tensors import NORMED  # noqa: E402
 from engine.execution import fused_layer, lean, probe  # noqa: E402
 from engine.execution.lean import LeanDecoder  # noqa: E402
 from engine.execution.packing import Choices  # noqa: E402
@@ -27,7 +29,8 @@ from tests.execution.test_lean import LEAN, SIZES, randomised  # noqa: E402
 from tests.grid import grid  # noqa: E402
 
 PAGE = 4
-Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+TAPS = (0, 2, 3, NORMED)
+Numbers = tuple[torch.Tensor, ...]
 
 
 def tiles_from(tile: int) -> fused_layer.Tiles:
@@ -36,15 +39,18 @@ def tiles_from(tile: int) -> fused_layer.Tiles:
 
 
 def numbers(loaded: Any, by_kernels: bool, tile: int = 0) -> Numbers:
-    """Logits of a step of single tokens and trees behind prompts; all keys, all values."""
+    """Logits of a step of single tokens and trees behind prompts; all keys, values and hidden states."""
     with patch.object(lean, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model)
     decoder.tiles = tiles_from(tile)
-    runner = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
+    shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
+    runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
     prompts, steps = passes()
     # Two trees and a short prompt: the interpreter takes its time.
     runner.forward([prompts[2], prompts[8], prompts[3]])
-    return runner.forward([steps[2], steps[8], steps[3]]), runner.storage.keys, runner.storage.values
+    logits_NV, storage = runner.forward([steps[2], steps[8], steps[3]]), runner.storage
+    assert storage.hidden is not None
+    return logits_NV, storage.keys, storage.values, storage.hidden
 
 
 def agree(found: Numbers, expected: Numbers) -> bool:
