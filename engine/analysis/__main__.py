@@ -11,6 +11,8 @@ from typing import Any
 
 from engine.analysis.arms import add_arguments as add_arms_arguments
 from engine.analysis.arms import analyze_arms
+from engine.analysis.around import add_arguments as add_around_arguments
+from engine.analysis.around import analyze_around
 from engine.analysis.device_model import add_arguments as add_plan_arguments
 from engine.analysis.device_model import analyze_plan
 from engine.analysis.laws import analyze_blocks, analyze_laws
@@ -41,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(dest="command", required=True)
     _add_pair(commands.add_parser("pair", help="how good a draft model is for a target, and which flags to run"))
     _add_arms(commands.add_parser("arms", help="speculation against plain decoding, taking turns every few steps"))
+    around = commands.add_parser("around", help="milliseconds of a step by part: models' passes, and all around them")
+    add_around_arguments(around)
+    around.add_argument("--concurrency", type=integers, default=[1, 16, 64], help="requests at once (default 1,16,64)")
     reports = commands.add_parser("reports", help="whether the speedup that answers report is true, in turns")
     add_pair_arguments(reports)
     add_reports_arguments(reports)
@@ -111,6 +116,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
     "blocks": lambda options: (analyze_blocks(options.file), True),
     "times": lambda options: (analyze_times(options), True),
     "arms": lambda options: (analyze_arms(options), True),
+    "around": lambda options: (analyze_around(options), True),
     "plan": lambda options: (analyze_plan(options), True),
     "reports": lambda options: (analyze_reports(options), True),
     "pair": lambda options: (analyze_pair(options), True),
