@@ -6,19 +6,16 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from server import (
-    errors,
-    generate_routes,
-    messages_route,
-    operation_routes,
-    pages_route,
-    responses_route,
-)
-from server.messages import MessagesRequest
-from server.middleware import RequestEnvelope
-from server.openapi import Application
-from server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.responses import ResponsesRequest
+from server import operation_routes, pages_route
+from server.anthropic import routes as messages_route
+from server.anthropic.messages import MessagesRequest
+from server.http import errors
+from server.http.middleware import RequestEnvelope
+from server.http.openapi import Application
+from server.openai import responses_route
+from server.openai import routes as generate_routes
+from server.openai.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.openai.responses import ResponsesRequest
 from server.state import Server
 from server.version import VERSION
 

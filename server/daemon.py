@@ -29,21 +29,21 @@ from engine.api import (
     Step,
 )
 from server.app import BODIES, build_app
-from server.connections import Connection, Seldom, Waiting
-from server.engine_client import EngineClient
-from server.extras import UnknownFields
-from server.foreign_fields import FOREIGN
-from server.generation_defaults import generation_defaults
-from server.metrics import ServerMetrics
-from server.observer import Observer
-from server.reasoning import thinks
+from server.http.connections import Connection, Seldom, Waiting
+from server.openai.foreign_fields import FOREIGN
+from server.openai.generation_defaults import generation_defaults
+from server.openai.unsupported_fields import UnknownFields
+from server.serving.engine_client import EngineClient
+from server.serving.metrics import ServerMetrics
+from server.serving.observer import Observer
+from server.serving.tracing import Tracing
 from server.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
-from server.tokenizer import GenerationDefaults, Tokenizer
-from server.tools import format_of
-from server.tracing import Tracing
-from server.turn_end import check_template, turn_remark
+from server.text.reasoning import thinks
+from server.text.tokenizer import GenerationDefaults, Tokenizer
+from server.text.tools import format_of
+from server.text.turn_end import check_template, turn_remark
 
 log = logging.getLogger("polydraft")
 

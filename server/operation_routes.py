@@ -10,15 +10,15 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from engine.api import EngineStopped, RequestError
-from server.bodies import BodyRoute
-from server.call_formats import call_marks
-from server.errors import error_response
-from server.extras import refuse_unsupported
-from server.large_json import raw_list
-from server.preparing import check_model, template_variables
-from server.protocol import DetokenizeRequest, TokenizeRequest
+from server.http.bodies import BodyRoute
+from server.http.errors import error_response
+from server.http.large_json import raw_list
+from server.openai.fields import DetokenizeRequest, TokenizeRequest
+from server.openai.preparing import check_model, template_variables
+from server.openai.unsupported_fields import refuse_unsupported
 from server.state import Server
-from server.tools import functions_of, template_message
+from server.text.call_formats import call_marks
+from server.text.tools import functions_of, template_message
 from server.version import VERSION
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

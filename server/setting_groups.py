@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_va
 from pydantic_settings import NoDecode
 
 from engine.api import Device, Dtype, Prepack, file_fault
-from server.call_formats import CallFormat
+from server.text.call_formats import CallFormat
 
 RARE: dict[str, Any] = {"rare": True}
 """Marks a setting that only `--help=all` prints."""

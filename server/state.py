@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.engine_client import EngineClient
-from server.extras import UnknownFields
-from server.metrics import ServerMetrics
-from server.observer import Observer
+from server.openai.unsupported_fields import UnknownFields
+from server.serving.engine_client import EngineClient
+from server.serving.metrics import ServerMetrics
+from server.serving.observer import Observer
 from server.settings import Serve
-from server.tokenizer import GenerationDefaults, Tokenizer
+from server.text.tokenizer import GenerationDefaults, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.execution.loading import FITTING_MODEL_TYPES
-from server import foreign_fields, foreign_flags
-from server.answers import Metrics, SpeculativeDecoding
+from server import foreign_flags
 from server.flags import parse_flags
-from server.protocol import ChatRequest, CompletionRequest, SpeculationFields
-from server.responses import ResponsesRequest
+from server.openai import foreign_fields
+from server.openai.answers import Metrics, SpeculativeDecoding
+from server.openai.fields import ChatRequest, CompletionRequest, SpeculationFields
+from server.openai.responses import ResponsesRequest
 from server.settings import Serve
 
 ROOT = Path(__file__).parents[1]

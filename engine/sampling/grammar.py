@@ -3,7 +3,7 @@
 A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). Each is followed in a
 process of its own (`grammar_process.py`), with limits of time and memory: where one needs more, or crashes, its request
 alone ends with an error. All grammars of a step compute at the same time.
-Not for: making grammars of what a client asked (`server/structured.py`).
+Not for: making grammars of what a client asked (`server/text/structured.py`).
 """
 
 from __future__ import annotations

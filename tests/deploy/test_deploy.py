@@ -16,7 +16,7 @@ import yaml
 
 from engine.api import EngineFacts, Outcome, Step, StepStats
 from server.flags import parse_flags
-from server.metrics import ServerMetrics
+from server.serving.metrics import ServerMetrics
 from server.settings import Serve
 from tests.deploy.debian import unpacked
 

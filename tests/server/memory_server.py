@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from server.connections import Connection, Waiting
+from server.http.connections import Connection, Waiting
 
 TIMEOUT_S = 5.0
 """Time that a request has."""

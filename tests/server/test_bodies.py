@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from engine.api import RequestError
-from server import bodies, errors, generate_routes
-from server.bodies import nests_too_deeply, read_json
-from server.openapi import Application
+from server.http import bodies, errors
+from server.http.bodies import nests_too_deeply, read_json
+from server.http.openapi import Application
+from server.openai import routes as generate_routes
 from tests.server.test_body_costs import _NO_SERVER
 
 

@@ -22,9 +22,13 @@ from pydantic import BaseModel, ValidationError
 
 from engine.api import RequestError
 from loadtest.client import metric
-from server import errors, generate_routes, messages_route, operation_routes, responses_route
-from server.bodies import BodyRoute, read_json
-from server.openapi import Application
+from server import operation_routes
+from server.anthropic import routes as messages_route
+from server.http import errors
+from server.http.bodies import BodyRoute, read_json
+from server.http.openapi import Application
+from server.openai import responses_route
+from server.openai import routes as generate_routes
 from server.state import Server
 from tests.server.daemon_process import MODEL, Daemon
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from server import connections
-from server.connections import Seldom
+from server.http import connections
+from server.http.connections import Seldom
 from tests.server.memory_server import TIMEOUT_S, Server
 
 HEAD_BYTES = 1 << 16

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.calls import this_call
-from server.metrics import ServerMetrics
-from server.middleware import RequestEnvelope
+from server.http.calls import this_call
+from server.http.middleware import RequestEnvelope
+from server.serving.metrics import ServerMetrics
 from server.settings import Serve
 from tests.server.conftest import KEYS, PREFIX
 from tests.server.daemon_process import MODEL, Daemon

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.api import EngineBusy
-from server.lanes import LONG, Lane, Lanes
+from server.text.lanes import LONG, Lane, Lanes
 
 
 @pytest.fixture

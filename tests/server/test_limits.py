@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from engine.api import DeadlineExceeded, Limits, Request, Sampling
-from server.answering import EventStream
-from server.engine_client import Ticket
-from server.metrics import ServerMetrics
-from server.middleware import RateLimit, RequestEnvelope
+from server.http.middleware import RateLimit, RequestEnvelope
+from server.serving.answering import EventStream
+from server.serving.engine_client import Ticket
+from server.serving.metrics import ServerMetrics
 from server.setting_groups import rates_of
 from server.settings import Serve
 from tests.server.daemon_process import MODEL, Daemon, Daemons, wait_until

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from engine.api import Request, TokenLogprob
 from engine.scheduling.outcome import write_logprobs
-from server.prompts import Arrival, Prompt, with_prompts
-from server.tokenizer import Tokenizer
+from server.text.prompts import Arrival, Prompt, with_prompts
+from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import open_stream
 from tests.server.test_edited_logits import SHAPES

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from engine.api import EngineFacts, Step
-from server.metrics import ServerMetrics, num_reached
+from server.serving.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
 from tests.server.test_statistics import outcome, stats
 

@@ -152,7 +152,7 @@ def test_several_choices_differ_and_stream_as_they_are_whole(openai_client: open
 
 def test_a_completion_takes_text_or_tokens(openai_client: openai.OpenAI) -> None:
     """The same prompt as a string, in a list, as token ids and as a list of token ids gives the same answer."""
-    from server.tokenizer import Tokenizer
+    from server.text.tokenizer import Tokenizer
     from tests.server.tiny_models import TOKENIZER
 
     tokenizer = Tokenizer(str(TOKENIZER))

@@ -11,12 +11,12 @@ import pytest
 from fastapi import FastAPI
 
 from server.app import build_app
-from server.engine_client import EngineClient
-from server.metrics import ServerMetrics
-from server.observer import Observer
+from server.serving.engine_client import EngineClient
+from server.serving.metrics import ServerMetrics
+from server.serving.observer import Observer
 from server.settings import Serve
 from server.state import Server
-from server.tokenizer import GenerationDefaults, Tokenizer
+from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.version import VERSION
 from tests.server.daemon_process import MODEL
 from tests.server.test_bad_requests import error_of

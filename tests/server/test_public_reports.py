@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.tool_calls import ToolCalls
-from server.tools import HERMES, ToolUse
+from server.text.tool_calls import ToolCalls
+from server.text.tools import HERMES, ToolUse
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import open_stream, texts
 from tests.server.test_edited_logits import SHAPES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.reasoning import Reasoning, Thought, is_open, knows_thinking, thinking_variables, thinks
+from server.text.reasoning import Reasoning, Thought, is_open, knows_thinking, thinking_variables, thinks
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.event_stream import open_stream
 

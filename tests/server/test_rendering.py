@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.api import RequestError
-from server.rendering import render_conversation
+from server.text.rendering import render_conversation
 
 Turn = dict[str, Any]
 Wish = Callable[[list[Turn]], bool]

@@ -21,8 +21,8 @@ from engine.kept import read_kept
 from engine.weight_files import _size_fault
 from server.cli import main
 from server.config_file import read_config_file
-from server.generation_defaults import generation_defaults
-from server.socket_folder import SocketFolder
+from server.openai.generation_defaults import generation_defaults
+from server.serving.socket_folder import SocketFolder
 from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
@@ -265,7 +265,7 @@ def test_sockets_fit_a_path_whatever_the_folder_for_temporary_files(
 def folder_of_another(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process that has a folder of sockets, and the folder."""
     script = (
-        "import socket, sys, tempfile; from server.socket_folder import *; tempfile.tempdir = sys.argv[1]\n"
+        "import socket, sys, tempfile; from server.serving.socket_folder import *; tempfile.tempdir = sys.argv[1]\n"
         "folder = SocketFolder(); socket.socket(socket.AF_UNIX).bind(f'{folder.name}/{INBOX}')\n"
         "print(folder.name, flush=True); sys.stdin.read()"
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import PHASES, Outcome, StepStats
-from server.statistics import Clock, SpeculationCount, kept_part
+from server.serving.statistics import Clock, SpeculationCount, kept_part
 
 LENGTH, CHAINS = 4, 3
 

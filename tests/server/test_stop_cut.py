@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Request
-from server.generation import Choice, TextOptions
-from server.stops import StopCut
-from server.tokenizer import Tokenizer
+from server.serving.generation import Choice, TextOptions
+from server.text.stops import StopCut
+from server.text.tokenizer import Tokenizer
 from tests.server.test_statistics import outcome, stats
 from tests.server.tiny_models import TOKENIZER
 

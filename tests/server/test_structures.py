@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 
 from engine.api import RequestError
-from server.extras import UNKNOWN
-from server.protocol import CompletionRequest
-from server.structured import LONGEST_GRAMMAR, Structure, closed, structure_of
+from server.openai.fields import CompletionRequest
+from server.openai.unsupported_fields import UNKNOWN
+from server.text.structured import LONGEST_GRAMMAR, Structure, closed, structure_of
 
 COMPACT = {"whitespace_flexible": False}
 FLEXIBLE = {"whitespace_flexible": True}

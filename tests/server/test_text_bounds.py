@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.text_bounds import byte_characters, longest_token
+from server.text.text_bounds import byte_characters, longest_token
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 UNKNOWN = {"content": "<unk>", "lstrip": False, "rstrip": False}

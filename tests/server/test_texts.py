@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from engine.api import EngineBusy, RequestError
-from server.lanes import LONG, Lane
-from server.large_json import raw_list
-from server.text_bounds import longest_token
-from server.tokenizer import Tokenizer
+from server.http.large_json import raw_list
+from server.text.lanes import LONG, Lane
+from server.text.text_bounds import longest_token
+from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
 from tests.server.test_tokenizer import spacing
 from tests.server.tiny_models import TOKENIZER

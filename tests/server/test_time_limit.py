@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from engine.api import RequestError
-from server import tokenizer as tokenizers
-from server.time_limit import TookTooLong, _Call, run_limited
-from server.tokenizer import Tokenizer
+from server.text import tokenizer as tokenizers
+from server.text.time_limit import TookTooLong, _Call, run_limited
+from server.text.tokenizer import Tokenizer
 from tests.server.tiny_models import TOKENIZER
 
 ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.api import ConfigError, RequestError
-from server.errors import to_api_error
-from server.generation_defaults import generation_defaults
-from server.tokenizer import GenerationDefaults, Tokenizer
+from server.http.errors import to_api_error
+from server.openai.generation_defaults import generation_defaults
+from server.text.tokenizer import GenerationDefaults, Tokenizer
 from tests.server.tiny_models import BOS, EOS, TOKENIZER
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

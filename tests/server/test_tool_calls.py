@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Limits, Request
-from server.call_pieces import Piece
-from server.generation import Choice, TextOptions
-from server.protocol import Function, Tool
-from server.tokenizer import Tokenizer
-from server.tool_calls import ToolCalls
-from server.tools import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, ToolUse
+from server.openai.fields import Function, Tool
+from server.serving.generation import Choice, TextOptions
+from server.text.call_pieces import Piece
+from server.text.tokenizer import Tokenizer
+from server.text.tool_calls import ToolCalls
+from server.text.tools import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, ToolUse
 from tests.server.test_statistics import outcome, stats
 from tests.server.tiny_models import TOKENIZER
 

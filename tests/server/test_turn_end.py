@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.api import ConfigError
-from server.tokenizer import Tokenizer
-from server.turn_end import check_template, turn_remark
+from server.text.tokenizer import Tokenizer
+from server.text.turn_end import check_template, turn_remark
 from tests.server.tiny_models import EOS, TOKENIZER
 
 STRICT = (

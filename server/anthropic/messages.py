@@ -1,0 +1,369 @@
+"""`POST /v1/messages` in Anthropic's shape, stateless: the request as a chat, the answer as content blocks and events.
+
+Text, thinking and function tools, for coding agents that speak this protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from engine.api import PolydraftError, RequestError
+from server.http.errors import anthropic_error, to_api_error
+from server.openai.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STRINGS,
+    MAX_TOOLS,
+    Body,
+    ChatRequest,
+    Closed,
+    Count,
+    Listed,
+    Name,
+    SpeculationFields,
+    Wire,
+)
+from server.openai.translating import refuse_drafts
+from server.openai.unsupported_fields import Neutral, refuse_unsupported
+from server.serving.answering import metrics_of, usage_of
+from server.serving.generation import CallPiece, Delta, Generation, Part
+from server.text.reasoning import Effort, Thought
+from server.text.tools import PARTIAL_JSON
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+TOOL_REFERENCE = "tool_reference"
+"""A block in a result: the name of a tool that was to be loaded later, and may be called from now on."""
+_CACHE_KEYS = frozenset({"cache_control", "citations"})
+"""Keys of blocks that change nothing here: whatever begins alike is cached anyway."""
+
+Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MAX_PARTS)]
+
+
+class Thinking(Closed):
+    """Whether to think; `adaptive` leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    """The most tokens of thoughts; then they are closed."""
+    display: str | None = None
+    """A wish: thoughts come whole."""
+
+
+class OutputFormat(Closed):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Closed):
+    """How much effort to spend, and what the answer must be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class AnthropicTool(Wire):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+    defer_loading: bool = False
+    """Whether the model sees it only after a search for tools has named it."""
+
+
+class AnthropicChoice(Closed):
+    """What the model may call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class AnthropicMessage(Wire):
+    """One turn: text, or blocks of text, thinking, calls and their results."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class CountTokensRequest(Body):
+    """Body of `POST /v1/messages/count_tokens`: what of a request makes its prompt."""
+
+    model: Name
+    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Blocks | None = None
+    tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are this server's own additions."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = None
+    speculation: SpeculationFields | None = None
+    seed: int | None = None
+    metrics: bool | None = None
+    service_tier: str | None = None
+    container: Annotated[Any, Neutral()] = None
+    mcp_servers: Annotated[Any, Neutral([])] = None
+    context_management: Annotated[
+        Any, Neutral({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+    ] = None
+
+
+def as_chat(body: CountTokensRequest) -> ChatRequest:
+    """The same wish as a chat; raises RequestError for what is not served, ValidationError for what does not fit."""
+    refuse_unsupported(body)
+    messages = _messages(body)
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    # An answer goes on with a last turn of the assistant, which says how it begins.
+    last = messages[-1]
+    fields["continue_final_message"] = (
+        last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    )
+    if body.tools:
+        fields["tools"] = _tools(body)
+    fields |= _tool_choice(body.tool_choice)
+    fields["reasoning_effort"] = _effort(body)
+    if body.thinking is not None:
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    if isinstance(body, MessagesRequest):
+        refuse_drafts(body.speculation)
+        if body.output_config is not None and body.output_config.format is not None:
+            schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        same = {"max_tokens", "temperature", "top_k", "top_p", "metadata", "speculation", "seed", "metrics"}
+        fields |= body.model_dump(exclude_unset=True, include=same)
+        fields["stop"] = body.stop_sequences
+    return ChatRequest.model_validate(fields)
+
+
+def _effort(body: CountTokensRequest) -> Effort | None:
+    """How much to think, in chat's words; None leaves it to the chat template."""
+    asked = body.output_config.effort if body.output_config else None
+    if body.thinking is not None and body.thinking.type == "disabled":
+        return "none"
+    if body.thinking is not None and body.thinking.type == "enabled":
+        return asked or "high"
+    return asked
+
+
+def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The tools, without those that are to be loaded later and that no result of a search has named."""
+    named = {
+        part.get("tool_name")
+        for turn in body.messages if isinstance(turn.content, list)
+        for block in turn.content if isinstance(block.get("content"), list)
+        for part in block["content"] if isinstance(part, dict) and part.get("type") == TOOL_REFERENCE
+    }  # fmt: skip
+    return [_tool(tool) for tool in body.tools or () if not tool.defer_loading or tool.name in named]
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _tool_choice(choice: AnthropicChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    named = {"type": "function", "function": {"name": choice.name}}
+    asked = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    return {"tool_choice": asked, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The turns as messages of a chat: results of calls become messages of their own."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for number, turn in enumerate(body.messages):
+        where = f"messages.{number}.content"
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        else:
+            messages += _turn(turn.role, turn.content, where)
+    return messages
+
+
+def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The messages of one turn's blocks."""
+    message: dict[str, Any] = {"role": role, "content": ""}
+    results: list[dict[str, Any]] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            message["content"] += _text([block], where)
+        elif kind == "thinking" and role == "assistant":
+            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue  # no one can read it
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            message.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
+        elif kind == "tool_result" and role == "user":
+            content = _text(block.get("content") or "", where)
+            if block.get("is_error") and not content.lower().startswith("error"):
+                content = f"Error: {content}"  # chat has no other place to say so
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+        else:
+            raise RequestError(f"{where}: blocks of type {kind!r} are not supported in a turn of the {role}", where)
+    has_more = message["content"] or message.keys() > {"role", "content"} or not results
+    return [*results, message] if has_more else results
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a string or of blocks of text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if isinstance(block, dict) and block.get("type") == TOOL_REFERENCE:
+            texts.append(f"Found {block.get('tool_name')}.\n")
+            continue
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise RequestError(f"{where}: blocks of type {kind!r} are not supported; send text", where)
+        if unknown := sorted(block.keys() - {"type", "text"} - _CACHE_KEYS):
+            raise RequestError(f"{where}: {unknown[0]!r} is not known in a block of text", where)
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+class Messenger:
+    """Turns the deltas of a generation into content blocks, and tells of each step as events."""
+
+    def __init__(self, body: MessagesRequest, generation: Generation, with_metrics: bool) -> None:
+        self._body = body
+        self._generation = generation
+        self._with_metrics = with_metrics
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self.content: list[dict[str, Any]] = []
+        self._arguments = ""
+        self._is_open = False
+
+    def whole(self) -> dict[str, Any]:
+        """The message as it is now."""
+        choice = self._generation.choices[0]
+        reason = None
+        if choice.finish_reason is not None:
+            usual = "end_turn" if choice.stop_string is None else "stop_sequence"
+            reason = _STOP_REASONS.get(choice.finish_reason, usual)
+        stop = choice.stop_string if reason == "stop_sequence" else None
+        result: dict[str, Any] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model,
+            "content": self.content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": self._usage(),
+        }
+        if reason is not None and self._with_metrics:
+            result["metrics"] = msgspec.to_builtins(metrics_of(self._generation))
+        return result
+
+    def _usage(self) -> dict[str, Any]:
+        """Anthropic counts cached tokens beside the others."""
+        usage = usage_of(self._generation)
+        cached = usage.prompt_tokens_details.cached_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+        }
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        return [{"type": "message_start", "message": {**self.whole(), "content": []}}]
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events of a step."""
+        events: list[dict[str, Any]] = []
+        for part in delta.parts:
+            kind, opening = _block(part)
+            if not self._is_open or self.content[-1]["type"] != kind or (isinstance(part, CallPiece) and part.name):
+                events += self._close() + self._open(opening)
+            events.append(self._more(part))
+        return events
+
+    def _open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        self.content.append(block)
+        self._is_open, self._arguments = True, ""
+        return [{"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}]
+
+    def _more(self, part: Part) -> dict[str, Any]:
+        block = self.content[-1]
+        if isinstance(part, CallPiece):
+            self._arguments += part.arguments
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        elif isinstance(part, Thought):
+            block["thinking"] += part.text
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        else:
+            block["text"] += part
+            delta = {"type": "text_delta", "text": part}
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+    def _close(self) -> list[dict[str, Any]]:
+        """The open block has ended."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block = self.content[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _whole_input(self._arguments)
+        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+
+    def end(self) -> list[dict[str, Any]]:
+        """Events after the last token."""
+        events = self._close()
+        message = self.whole()
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        last: dict[str, Any] = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        if "metrics" in message:
+            last["metrics"] = message["metrics"]
+        return [*events, last, {"type": "message_stop"}]
+
+    def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
+        """Events of an error in a stream that has begun."""
+        return [anthropic_error(to_api_error(error))]
+
+
+def _block(part: Part) -> tuple[str, dict[str, Any]]:
+    """The kind of block that a part belongs to, and such a block as it begins."""
+    if isinstance(part, CallPiece):
+        return "tool_use", {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+    if isinstance(part, Thought):
+        return "thinking", {"type": "thinking", "thinking": "", "signature": ""}
+    return "text", {"type": "text", "text": ""}
+
+
+def _whole_input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; those that the length has cut are one text in an object."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {PARTIAL_JSON: arguments}
+    return value if isinstance(value, dict) else {PARTIAL_JSON: arguments}

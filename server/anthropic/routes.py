@@ -1,0 +1,47 @@
+"""The routes of `/v1/messages`: an answer, whole or as server-sent events, and a prompt's tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.anthropic.messages import CountTokensRequest, MessagesRequest, Messenger, as_chat
+from server.http.bodies import BodyRoute
+from server.openai.preparing import chat_prompt, wants_metrics
+from server.openai.translating import answer_translated, checked, in_own_words
+from server.state import Server
+
+
+def build_router(server: Server) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=BodyRoute)
+
+    @router.post("/v1/messages")
+    async def create_message(http: Request, body: MessagesRequest) -> Response:
+        """Answer a conversation, in the shape of Anthropic's Messages API; nothing is stored."""
+        with_metrics = wants_metrics(server, body.metrics)
+        return await answer_translated(
+            http, server, body, as_chat, lambda made: Messenger(body, made, with_metrics), _params(body), body.stream
+        )
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+        """How many tokens the prompt of such a conversation has."""
+        server.unknown_fields.check(body)
+        with in_own_words(_params(body)):
+            prompt, _ = await chat_prompt(server, checked(as_chat, body))
+        return {"input_tokens": len(prompt)}
+
+    return router
+
+
+def _params(body: CountTokensRequest) -> dict[str, str]:
+    """Names of chat's fields in Anthropic's words."""
+    has_effort = body.output_config is not None and body.output_config.effort is not None
+    effort = "output_config.effort" if has_effort else "thinking"
+    return {
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": effort,
+        "thinking_token_budget": "thinking.budget_tokens",
+    }

@@ -1,0 +1,256 @@
+"""Connections of clients: their number, the bytes around a body, the time to send a request, and how they close.
+
+Not for: what a request holds (`middleware.py`, `bodies.py`), or clients that do not read (`--send-timeout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from typing import Any, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.http.errors import ErrorEnvelope, http_error
+
+log = logging.getLogger("polydraft.connections")
+
+_MOST_HEAD_BYTES = 1 << 16
+_BYTES_OF_A_HEADER = 32
+"""Counted for each header beside its text, as HTTP/2 does."""
+_CHUNK_ALLOWANCE = 8
+"""Bytes of chunk framing allowed for each byte of a body."""
+_MOST_DISCARDED_BYTES = 256 << 20
+_LINGER_S = 2.0
+_LOG_INTERVAL_S = 60.0
+
+
+class Seldom(logging.Filter):
+    """Passes each warning once a minute: clients decide how often those of the HTTP server come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged; errors always are."""
+        if record.levelno > logging.WARNING:
+            return True
+        now = time.monotonic()
+        if now - self._passed_s.get(str(record.msg), -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
+            return False
+        self._passed_s[str(record.msg)] = now
+        return True
+
+
+class Waiting:
+    """Connections without a complete request, the one that has waited longest first, and the most that may be open."""
+
+    def __init__(self, most: int, receive_timeout_s: float) -> None:
+        self.most = most
+        self.receive_timeout_s = receive_timeout_s
+        self.order: OrderedDict[Connection, None] = OrderedDict()
+
+    def make_room(self, newest: Connection, num_open: int) -> None:
+        """Close the connection that has waited longest if there are too many; refuse the newest if no other waits."""
+        if num_open <= self.most:
+            return
+        log.warning(
+            "%d connections are open, the most that the limits allow: those that wait are closed, others get 503; "
+            "raise the limit of open files (ulimit -n) or --max-connections",
+            num_open - 1,
+        )
+        longest = next(iter(self.order))
+        if longest is newest:
+            newest.refuse(503, "too many connections are open; try again soon")
+        else:
+            del self.order[longest]
+            longest.drop()
+
+
+class _Transport:
+    """A transport whose `close` waits for the rest of a body: a client that still sends could not read its answer."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self.own = transport
+        self._connection = connection
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with bounds."""
+
+    def __init__(self, waiting: Waiting, **options: Any) -> None:
+        super().__init__(**options)
+        self._waiting = waiting
+        self._deadline: asyncio.TimerHandle | None = None
+        self._allowed_bytes = _MOST_HEAD_BYTES
+        """Bytes outside of bodies that may yet come with this request."""
+        self._head_bytes = 0
+        self._discarded_bytes = 0
+        self._is_in_message = self._is_in_body = self._is_closing = self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        self._own_transport = transport
+        self.transport = cast(asyncio.Transport, _Transport(transport, self))
+        self._waiting.order[self] = None
+        self._arm(self._waiting.receive_timeout_s)
+        self._waiting.make_room(self, len(self.connections))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._is_in_body = False
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count and parse; what comes after a refusal is discarded."""
+        if self._is_refused:
+            self._discard(len(data))
+            return
+        if self._deadline is None and self in self._waiting.order:
+            self._arm(self._waiting.receive_timeout_s)
+        self._allowed_bytes -= len(data)
+        super().data_received(data)
+        if self._allowed_bytes < 0 and not self._is_refused:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        """Count its head from zero, and its time if it has come together with an earlier request."""
+        self._head_bytes = 0
+        self._is_in_message = True
+        if self._deadline is None:
+            self._arm(self._waiting.receive_timeout_s)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count a piece of the address."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header, or a trailer."""
+        self._count_head(len(name) + len(value) + _BYTES_OF_A_HEADER)
+        super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            raise ValueError("the head is too large")  # the parser makes it an error of its own
+
+    def on_headers_complete(self) -> None:
+        """Expect a body."""
+        self._is_in_body = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Allow for the framing of what has come; discard what comes after the answer."""
+        self._allowed_bytes += (1 + _CHUNK_ALLOWANCE) * len(body)
+        if self.cycle.response_complete:
+            self._discard(len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole: its time and its bytes are no longer counted."""
+        self._allowed_bytes = _MOST_HEAD_BYTES
+        self._is_in_message = self._is_in_body = False
+        self._stop_waiting()
+        super().on_message_complete()
+        if self._is_closing:
+            self._own_transport.close()
+        elif self.cycle.response_complete:
+            self._waiting.order[self] = None
+            self._arm(self._waiting.receive_timeout_s)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._waiting.order[self] = None
+            self._waiting.order.move_to_end(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that cannot be parsed."""
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            self._refuse_head()
+        else:
+            self.refuse(400, msg)
+
+    def _refuse_head(self) -> None:
+        self.refuse(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes")
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer unless an answer has begun, and close once the client has had time to read it."""
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if is_answering:
+            self.drop()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Nobody waits for its answer any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = msgspec.json.encode(ErrorEnvelope(http_error(status, message).body))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self._own_transport.write(STATUS_LINE[status] + head + body)
+        self._is_refused = True
+        self.flow.resume_reading()
+        self._arm(_LINGER_S)
+
+    def close(self) -> None:
+        """Close, after the rest of a body: a connection closed with bytes unread is reset."""
+        self._is_closing = True
+        if self._is_in_body:
+            self.flow.resume_reading()
+        else:
+            self._own_transport.close()
+
+    def drop(self) -> None:
+        """Close at once, except for what the client has not read yet."""
+        if self._own_transport.get_write_buffer_size():
+            self._own_transport.close()
+        else:
+            self._own_transport.abort()
+
+    def _discard(self, size: int) -> None:
+        self._discarded_bytes += size
+        if self._discarded_bytes > _MOST_DISCARDED_BYTES:
+            self.drop()
+
+    def _arm(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(seconds, self._on_deadline) if seconds else None
+
+    def _stop_waiting(self) -> None:
+        self._waiting.order.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        has_begun = self._is_in_message or self._allowed_bytes < _MOST_HEAD_BYTES
+        if self._is_refused or self._is_closing:
+            self.drop()
+        elif self._waits_for_an_answer:
+            self._arm(self._waiting.receive_timeout_s)
+        elif has_begun:
+            self.refuse(408, "the request did not come whole in time; see --receive-timeout")
+        else:
+            self.drop()
+
+    @property
+    def _waits_for_an_answer(self) -> bool:
+        """Whether the request that is being received comes after one that has no whole answer yet."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        return bool(self.pipeline) or (is_answering and not self._is_in_body)

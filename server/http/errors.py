@@ -1,0 +1,203 @@
+"""The one table from errors to HTTP answers, in OpenAI's error shape (under /v1/messages in Anthropic's).
+
+`{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}`, for every
+status, also those the framework raises itself (404, 405, validation).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine.api import SERVER_FAULTS, DeadlineExceeded, EngineBusy, EngineStopped, RequestError
+from server.openai.unsupported_fields import UNKNOWN
+
+_LONGEST_MESSAGE, _LONGEST_PARAM = 4096, 256
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What OpenAI's clients read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """The body of every error answer, and of an error inside a stream."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer other than 200, decided by the server itself."""
+
+    def __init__(
+        self, status: int, body: ErrorBody, headers: dict[str, str] | None = None, rejection: str | None = None
+    ) -> None:
+        """rejection: why the request was not admitted, for the metrics; None where that was not the error."""
+        super().__init__(body.message)
+        self.status = status
+        # A client's own words may stand in both, and they may be megabytes.
+        param = body.param and body.param[:_LONGEST_PARAM]
+        self.body = msgspec.structs.replace(body, message=body.message[:_LONGEST_MESSAGE], param=param)
+        self.headers = headers or {}
+        self.rejection = rejection
+
+
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the caller must change the request."""
+    return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404: another model is served here."""
+    return ApiError(
+        404,
+        ErrorBody(
+            f"The model {name!r} does not exist; this server serves {served!r}",
+            "invalid_request_error",
+            "model",
+            "model_not_found",
+        ),
+    )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The table: what each error of the project means over HTTP."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        if error.code in SERVER_FAULTS:
+            return ApiError(500, ErrorBody(str(error), "server_error", code=error.code))
+        return invalid_request(str(error), error.param, error.code)
+    if isinstance(error, EngineBusy):
+        body = ErrorBody(str(error), "rate_limit_error", code="queue_full")
+        return ApiError(429, body, {"retry-after": "1"}, "queue_full")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, ErrorBody(str(error), "server_error", code="deadline_exceeded"))
+    if isinstance(error, EngineStopped):
+        body = ErrorBody(str(error), "service_unavailable", code="engine_unavailable")
+        return ApiError(503, body, {"retry-after": "5"}, error.rejects)
+    return ApiError(500, ErrorBody("internal error; the server's log has the details", "server_error"))
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """An error in the shape that clients of `/v1/messages` read."""
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.body.message}
+    return {"type": "error", "error": told}
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """The HTTP answer of an error, in the shape of the path's clients."""
+    api_error = to_api_error(error)
+    is_message = "/v1/messages" in path
+    return Response(
+        msgspec.json.encode(anthropic_error(api_error) if is_message else ErrorEnvelope(api_error.body)),
+        status_code=api_error.status,
+        headers=api_error.headers,
+        media_type="application/json",
+    )
+
+
+_HTTP_ERRORS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
+    413: ("invalid_request_error", "request_too_large"),
+    426: ("invalid_request_error", "sockets_not_supported"),
+    431: ("invalid_request_error", "headers_too_large"),
+    503: ("service_unavailable", "too_many_connections"),
+}
+
+
+def http_error(status: int, message: str, headers: dict[str, str] | None = None) -> ApiError:
+    """An error of the transport: authentication, routing, size."""
+    kind, code = _HTTP_ERRORS.get(status, ("invalid_request_error", None))
+    return ApiError(status, ErrorBody(message, kind, code=code), headers)
+
+
+def _validation_message(error: RequestValidationError) -> ErrorBody:
+    problems = error.errors()
+    # Each branch of a union has its complaint about the field: the one with the longest path is the most specific.
+    of_field = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
+    first: dict[str, Any] = max(of_field, key=lambda problem: len(problem["loc"]))
+    if first["type"] == "json_invalid":
+        detail = first.get("ctx", {}).get("error", "")
+        return ErrorBody(f"the body is not valid JSON: {detail}", "invalid_request_error")
+    if isinstance(error.body, bytes):
+        return ErrorBody("the body is not JSON; send it with Content-Type: application/json", "invalid_request_error")
+    param = _param(first, error.body)
+    if first["type"] == "extra_forbidden" and param:
+        return ErrorBody(f"Unrecognized request argument supplied: {param}", "invalid_request_error", param, UNKNOWN)
+    where = f"{param}: " if param else "the body: "
+    return ErrorBody(where + str(first["msg"]), "invalid_request_error", param)
+
+
+def _param(problem: dict[str, Any], body: Any) -> str | None:
+    """The offending field as the caller wrote it; pydantic also names the branches of its unions."""
+    path: list[str] = []
+    for part in problem["loc"][1:]:
+        if isinstance(body, dict) and (part in body or problem["type"] == "missing"):
+            path.append(str(part))
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int):
+            path.append(str(part))
+            body = body[part] if part < len(body) else None
+    return ".".join(path) or None
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Free the request: FastAPI's frames hold the error, and the error holds the frames, until garbage is collected."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's shape."""
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        _let_go_of_frames(error)
+        return error_response(ApiError(400, _validation_message(error)), request.url.path)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        _let_go_of_frames(error)
+        if isinstance(error.__cause__, RequestError):
+            # FastAPI replaces what is raised where it reads a body.
+            return error_response(error.__cause__, request.url.path)
+        told = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
+        return error_response(told, request.url.path)
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        _let_go_of_frames(error)
+        # `RequestEnvelope` counts it.
+        request.state.rejection = to_api_error(error).rejection
+        return error_response(error, request.url.path)
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    # Any other exception is answered, counted and logged by `RequestEnvelope`.
+    for kind in (ApiError, RequestError, EngineBusy, EngineStopped, DeadlineExceeded):
+        app.add_exception_handler(kind, on_error)

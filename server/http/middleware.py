@@ -1,0 +1,207 @@
+"""Pure ASGI middleware: request ids, keys, rates, body size, slow readers, error counting.
+
+Pure, because Starlette's BaseHTTPMiddleware hides a client's disconnect from the handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+import os
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.api import log_fields
+from server.http.calls import Call, current_call
+from server.http.errors import ApiError, ErrorBody, error_response, http_error
+from server.serving.metrics import ServerMetrics
+from server.setting_groups import rates_of
+from server.settings import Serve
+
+log = logging.getLogger("polydraft")
+
+_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
+_OPERATION_PATHS = frozenset(
+    ("/", "/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state")
+)
+"""Routes that probes, scrapers and the live page call again and again: at debug in the log."""
+_MAX_REQUEST_ID = 128
+# Names of clients go to the engine: nobody who sees one there can try out which key or address it is of.
+_SECRET = os.urandom(16)
+
+
+class RequestEnvelope:
+    """Gives every answer an x-request-id, checks the key and the size, counts error answers, answers crashes."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        settings: Serve,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._keys = [key.encode() for key in settings.api_key]
+        self._max_body_bytes = settings.max_request_bytes
+        self._log_requests = settings.enable_log_requests
+        self._send_timeout_s = settings.send_timeout or None
+        self._rate_text = settings.rate_limit
+        self._rate = RateLimit(rates_of(settings.rate_limit)) if settings.rate_limit else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
+        scope.setdefault("state", {})
+        path = scope["raw_path"].decode("latin-1")
+        call = Call(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))
+        current_call.set(call)
+        started = time.perf_counter()
+        has_begun = reads_nothing = False
+
+        async def send_marked(message: Message) -> None:
+            nonlocal has_begun, reads_nothing
+            if message["type"] == "http.response.start":
+                has_begun = True
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["x-request-id"] = request_id
+                if call.ignored:
+                    answer_headers["x-polydraft-ignored-fields"] = ", ".join(call.ignored)
+                status = int(message["status"])
+                if status >= 400 and scope["method"] == "POST":
+                    self._metrics.error(status, scope["state"].get("rejection"))
+                if self._log_requests and not call.is_generation:
+                    total_ms = round(1000 * (time.perf_counter() - started), 2)
+                    told = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
+                    is_probe = _route_path(scope) in _OPERATION_PATHS
+                    log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=told)
+            try:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                reads_nothing = True
+                raise
+
+        if not self._is_allowed(_route_path(scope), headers):
+            error = http_error(401, "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY")
+            await error_response(error, call.path)(scope, receive, send_marked)
+        elif self._is_too_large(headers):
+            await error_response(http_error(413, self._size_message), call.path)(scope, receive, send_marked)
+        elif (refusal := self._too_many(scope, call.client)) is not None:
+            scope["state"]["rejection"] = refusal.rejection
+            await error_response(refusal, call.path)(scope, receive, send_marked)
+        else:
+            try:
+                await self._app(scope, self._limited(receive), send_marked)
+            except Exception as error:
+                if reads_nothing:
+                    # Over TCP the system is usually first (`listening.bind`). The server closes the connection, because
+                    # the answer is not complete.
+                    log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
+                    return
+                if has_begun:
+                    raise
+                log.exception("a request failed", extra=log_fields(id=request_id, path=call.path))
+                await error_response(error, call.path)(scope, receive, send_marked)
+
+    def _is_allowed(self, path: str, headers: Headers) -> bool:
+        if not self._keys or not path.startswith(_PROTECTED):
+            return True
+        given = _key_of(headers).encode("latin-1")
+        # All keys are compared, each in constant time.
+        return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
+
+    def _client_of(self, scope: Scope, headers: Headers) -> str:
+        """Return the opaque name of a client: of its key, or of its address if there are no keys."""
+        address = scope.get("client") or ("",)
+        return opaque(_key_of(headers) if self._keys else str(address[0]))
+
+    def _too_many(self, scope: Scope, client: str) -> ApiError | None:
+        """Return the error for a client that asks too often."""
+        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith("/v1/"):
+            return None
+        wait_s = self._rate.take(client)
+        if wait_s is None:
+            return None
+        told = f"more requests than {self._rate_text}; try again in {wait_s} s"
+        body = ErrorBody(told, "rate_limit_error", code="rate_limited")
+        return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
+
+    def _is_too_large(self, headers: Headers) -> bool:
+        length = headers.get("content-length", "")
+        return length.isdigit() and int(length) > self._max_body_bytes
+
+    @property
+    def _size_message(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes"
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive` that refuses a body without a length once it grows too large."""
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_body_bytes:
+                    # The framework lets its own kind of error through where it reads the body, no other.
+                    raise HTTPException(413, self._size_message)
+            return message
+
+        return limited
+
+
+class RateLimit:
+    """How often one client may ask, over windows that move with time."""
+
+    def __init__(self, rates: Sequence[tuple[int, float]]) -> None:
+        """rates: (requests, seconds) that all hold."""
+        self._rates = rates
+        self._most = max(count for count, _ in rates)
+        self._longest_s = max(window_s for _, window_s in rates)
+        self._times_of: OrderedDict[str, deque[float]] = OrderedDict()
+        """Each client's last requests; the client that has asked last is last."""
+
+    def take(self, client: str) -> int | None:
+        """Count a request; None where it may come in, else the seconds until the next one may."""
+        now = time.monotonic()
+        while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
+            self._times_of.popitem(last=False)
+        times = self._times_of.get(client, deque(maxlen=self._most))
+        wait_s = max(times[-count] + window_s - now if len(times) >= count else 0.0 for count, window_s in self._rates)
+        if wait_s > 0:
+            return math.ceil(wait_s)
+        times.append(now)
+        self._times_of[client] = times
+        self._times_of.move_to_end(client)
+        return None
+
+
+def opaque(client: str) -> str:
+    """Return a name for a key or an address that differs from start to start and does not reveal it."""
+    return hashlib.blake2b(client.encode("latin-1", "replace"), key=_SECRET, digest_size=8).hexdigest()
+
+
+def _key_of(headers: Headers) -> str:
+    """The key that a request has sent, in OpenAI's header or in Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes are matched on: without the prefix of a proxy that does not strip it."""
+    path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root_path) :] if root_path and path.startswith(f"{root_path}/") else path

@@ -1,0 +1,1 @@
+"""OpenAI's API: fields, answers and routes of chat, completions and responses."""

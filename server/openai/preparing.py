@@ -1,0 +1,257 @@
+"""From a checked body to a `Generation`: prompts, tokens, grammars, engine requests.
+
+Not for: HTTP shapes (`routes.py`, `responses.py`), or what single fields mean (`sampling_fields.py`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
+from engine.api import Request as EngineRequest
+from server.http.calls import this_call
+from server.http.errors import model_not_found
+from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
+from server.openai.sampling_fields import (
+    check_num_entries,
+    max_tokens_of,
+    num_logprobs_of,
+    num_prompt_logprobs_of,
+    sampling_of,
+    speculation_of,
+    stop_strings,
+    truncated,
+    with_seed,
+    without_equal_chains,
+)
+from server.openai.thinking import thoughts_of
+from server.openai.unsupported_fields import refuse_unsupported
+from server.serving.generation import Generation, TextOptions
+from server.state import Server
+from server.text.call_formats import call_marks
+from server.text.reasoning import CLOSE, knows_thinking, thinking_variables
+from server.text.structured import Structure, structure_of
+from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_PROMPTS = 128
+# What `render_chat` passes itself, and what would change the result's type or run other templates.
+_OWN_VARIABLES = frozenset(
+    """
+    conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding
+    truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    """.split()
+)
+
+
+def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
+    """Variables for the chat template; raises RequestError for names that are the server's own."""
+    for name in asked or {}:
+        if name in _OWN_VARIABLES:
+            raise RequestError(f"chat_template_kwargs: {name!r} is set by the server", "chat_template_kwargs")
+    return asked or {}
+
+
+def check_model(server: Server, name: str | None) -> None:
+    """Raise 404 for a model that is not the one served."""
+    names = server.settings.served_names()
+    if name is not None and name not in names:
+        raise model_not_found(name, ", ".join(names))
+
+
+def engine_requests(
+    server: Server,
+    body: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
+    prediction: tuple[int, ...] = (),
+    thinking: Thinking | None = None,
+) -> list[EngineRequest]:
+    """One engine request per prompt and choice, all checked; raises RequestError."""
+    facts = server.client.ready_facts()
+    server.client.check_count(len(prompts) * body.n)
+    sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable, thinking)
+    limits_of_speculation = server.client.config.speculation
+    speculation = speculation_of(body, limits_of_speculation, facts)
+    if body.seed is not None:
+        speculation = with_seed(speculation, sampling, limits_of_speculation, facts)
+    num_logprobs = num_logprobs_of(body)
+    num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
+    check_num_entries(prompts, num_prompt_logprobs, body)
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    requests: list[EngineRequest] = []
+    for prompt in prompts:
+        prompt_ids = tuple(prompt)
+        answer = max_tokens if max_tokens is not None else max(1, facts.max_model_len - len(prompt))
+        limits = Limits(
+            max_tokens=answer,
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=body.ignore_eos,
+        )
+        for choice in range(body.n):
+            number = len(requests)
+            request = EngineRequest(
+                request_id=uuid.uuid4().hex,
+                prompt_token_ids=prompt_ids,
+                sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, number)),
+                limits=limits,
+                speculation=speculation,
+                num_logprobs=num_logprobs,
+                priority=body.priority,
+                prediction=prediction,
+                cache_salt=body.cache_salt or "",
+                client=this_call().client,
+                # Those of its prompt are the same for every choice: computed and sent once.
+                num_prompt_logprobs=None if choice else num_prompt_logprobs,
+                reports_drafts=body.speculation is not None and body.speculation.return_drafts,
+            )
+            requests.append(request)
+    check_requests(requests, facts, limits_of_speculation)
+    return [without_equal_chains(request, facts) for request in requests]
+
+
+async def prepare(
+    server: Server,
+    body: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    tools: ToolUse | None = None,
+) -> Generation:
+    """The generation of a body whose prompts are tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    if body.bad_words:
+        size = sum(map(len, body.bad_words))
+        bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
+    structure: Structure = await server.tokenizer.run(structure_of, body)
+    # Strict tools alone leave the model free to begin as it likes.
+    is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
+    if tools is not None:
+        structure = await server.tokenizer.run(tools.structure, structure)
+    prediction: tuple[int, ...] = ()
+    if body.prediction is not None:
+        text = plain_text(body.prediction.content, "prediction")
+        most = server.client.ready_facts().max_model_len
+        prediction = tuple(await server.tokenizer.run_encode(text, False, most, "prediction"))
+    prompts = [truncated(prompt, body, max_tokens, server.client.ready_facts().max_model_len) for prompt in prompts]
+    thoughts, thinking = thoughts_of(server, body, prompts[0], is_bound)
+    requests = engine_requests(server, body, prompts, max_tokens, bad_words, structure.grammar, prediction, thinking)
+    echo = isinstance(body, CompletionRequest) and body.echo
+    # Calls may be marked by special tokens, and so may thoughts.
+    has_marks = tools is not None or (thoughts != "none" and server.tokenizer.has_special(CLOSE))
+    is_asked = "skip_special_tokens" in body.model_fields_set
+    skips = body.skip_special_tokens and (is_asked or not has_marks)
+    options = TextOptions(
+        stop_strings(body),
+        body.include_stop_str_in_output,
+        skips,
+        echo,
+        thoughts,
+        tools,
+        body.prompt_logprobs,
+        body.speculation is not None and body.speculation.return_drafts,
+        bool(body.return_token_ids),
+    )
+    return Generation(requests, server.tokenizer, options, body.n, structure.param)
+
+
+def _most_tokens(server: Server, body: GenerationFields) -> int | None:
+    """Tokens that a prompt may have; None if it is going to be truncated."""
+    return server.client.ready_facts().max_model_len if body.truncate_prompt_tokens is None else None
+
+
+def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
+    """What a body says of thinking, as variables of the chat template; nothing if the template reads none of them."""
+    is_wanted = body.enable_thinking
+    if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        is_wanted = body.thinking.type == "enabled"
+    variables = thinking_variables(body.reasoning_effort, is_wanted)
+    if not variables or knows_thinking(server.tokenizer.chat_template):
+        return variables
+    for name in ("reasoning_effort", "enable_thinking", "thinking"):
+        if getattr(body, name) is not None:
+            server.unknown_fields.ignore(name, "this model's chat template cannot be told whether to think")
+    return {}
+
+
+async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None) -> tuple[list[int], ToolUse | None]:
+    """The tokens of a conversation that the model is to answer, and the tools that it may call.
+
+    Raises RequestError if there are more than `most` tokens.
+    """
+    check_model(server, body.model)
+    server.unknown_fields.check(body)
+    refuse_unsupported(body)
+    server.client.ready_facts()
+    messages = [template_message(one, number) for number, one in enumerate(body.messages)]
+    for kind in other_kinds(body.tools):
+        why = "only functions can be called here, the model is not told of other tools"
+        server.unknown_fields.ignore(f"tools.{kind}", why)
+    tools = tool_use_of(body, server.call_format)
+    if body.continue_final_message:
+        if messages[-1]["role"] != "assistant":
+            raise RequestError("continue_final_message: the last message must be the assistant's", "messages")
+        if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+            raise RequestError(
+                "add_generation_prompt opens a new message, continue_final_message goes on with the last one; "
+                "ask for one of them",
+                "add_generation_prompt",
+            )
+    prompt = await server.tokenizer.run_chat(
+        messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        _thinking_of(server, body) | template_variables(body.chat_template_kwargs),
+        [] if tools is None else tools.for_template(),
+        body.documents or [],
+        call_marks(server.call_format),
+        most=most,
+    )
+    return prompt, tools
+
+
+async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
+    """The generation of a conversation's next message."""
+    prompt, tools = await chat_prompt(server, body, _most_tokens(server, body))
+    return await prepare(server, body, [prompt], max_tokens_of(body), tools)
+
+
+async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
+    """The generation of a text's continuation."""
+    check_model(server, body.model)
+    server.unknown_fields.check(body)
+    refuse_unsupported(body)
+    server.client.ready_facts()
+    most = _most_tokens(server, body)
+    prompts = await completion_prompts(server, body.prompt, body.add_special_tokens, most)
+    wanted = max_tokens_of(body)
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
+    return await prepare(server, body, prompts, max_tokens)
+
+
+def wants_metrics(server: Server, asked: bool | None) -> bool:
+    """Whether the answer carries `metrics`."""
+    return server.settings.per_request_spec_decode_metrics == "detailed" if asked is None else asked
+
+
+async def completion_prompts(
+    server: Server, prompt: Any, add_special_tokens: bool, most: int | None
+) -> list[list[int]]:
+    """The prompts of a completion as token ids; raises RequestError for a text of more than `most`."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
+    if isinstance(prompt[0], int):
+        return [list(prompt)]
+    if len(prompt) > _MAX_PROMPTS:
+        raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
+    if isinstance(prompt[0], str):
+        return [await server.tokenizer.run_encode(text, add_special_tokens, most) for text in prompt]
+    return [list(tokens) for tokens in prompt]

@@ -1,0 +1,363 @@
+"""`POST /v1/responses`, stateless: the request as a chat, the answer as items and, in a stream, as events.
+
+Text and function tools. Nothing is stored, also with `store: true`: a conversation is sent whole
+(`previous_response_id` and `background` are refused).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from engine.api import PolydraftError, RequestError
+from server.http.errors import to_api_error
+from server.openai.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, Count, GenerationFields, Listed
+from server.openai.response_tools import Names, chat_tools, names_of
+from server.openai.translating import refuse_drafts
+from server.openai.unsupported_fields import Neutral, refuse_unsupported
+from server.serving.answering import metrics_of, usage_of
+from server.serving.generation import Delta, Generation
+from server.text.reasoning import Effort, Thought
+
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
+"""Parts of an answer that are not here. Thoughts are not encrypted: they come, and may be sent back, as they are."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class TextConfig(Closed):
+    """How the text is to be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ReasoningConfig(Closed):
+    """How much to think."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    """A wish: thoughts come whole, which tells more than a summary."""
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(GenerationFields):
+    """Body of `POST /v1/responses`; sampling and speculation as everywhere."""
+
+    input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    max_tool_calls: int | None = None
+    """Bounds calls that a server makes itself; there are none here."""
+    client_metadata: dict[str, Any] | None = None
+    """What Codex says of itself; changes nothing."""
+
+    # Known, and not served; some of them are the other endpoints'.
+    background: Annotated[Any, Neutral(False)] = None
+    previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
+    conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
+    prompt: Annotated[Any, Neutral()] = None
+    include: Annotated[Listed[Included], Field(max_length=16)] | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Annotated[Any, Neutral("disabled", way_out="send truncate_prompt_tokens")] = None
+    top_logprobs: Annotated[Any, Neutral(0)] = None
+    max_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
+    max_completion_tokens: Annotated[Any, Neutral(way_out="send max_output_tokens")] = None
+    n: Annotated[Any, Neutral(1)] = 1
+    stream_options: Annotated[Any, Neutral({}, {"include_obfuscation": False}, {"include_obfuscation": True})] = None
+    response_format: Annotated[Any, Neutral(way_out="send text.format")] = None
+    prompt_logprobs: Annotated[Any, Neutral()] = None
+    return_token_ids: Annotated[Any, Neutral(False)] = None
+
+
+_SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model_fields) - {"n", "stream_options"}
+"""Fields that a chat has too, and takes as they are."""
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same wish as a chat; raises RequestError for what is not served."""
+    refuse_unsupported(body)
+    text, names = body.text or TextConfig(), names_of(body.tools or ())
+    refuse_drafts(body.speculation)
+    fields = body.model_dump(exclude_unset=True, include=set(_SHARED))
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields["messages"] = messages + _messages(body.input, names)
+    fields["stream"] = False
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if text.format is not None:
+        fields["response_format"] = _response_format(text.format)
+    if body.tools:
+        fields["tools"] = chat_tools(body.tools, names)
+    if isinstance(body.tool_choice, dict):
+        fields["tool_choice"] = _tool_choice(body.tool_choice, names)
+    return ChatRequest.model_validate(fields)
+
+
+def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
+    if wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {name: wanted[name] for name in wanted if name != "type"}}
+
+
+def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
+    """One function, or some; chat has their names one level further down."""
+
+    def named(tool: Any) -> Any:
+        if not isinstance(tool, dict):
+            return tool
+        return {"type": tool.get("type"), "function": {"name": names.offered(tool.get("namespace"), tool.get("name"))}}
+
+    if choice.get("type") != "allowed_tools":
+        return dict(named(choice))
+    tools = choice.get("tools")
+    some = [named(tool) for tool in (tools if isinstance(tools, list) else [])]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": some}}
+
+
+def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
+    """The input's items as messages; thoughts, what is said after them and calls in a row are one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
+            only_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
+            if only_thought and message["role"] == "assistant":
+                messages[-1] |= message
+            else:
+                messages.append(message)
+        elif kind == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": _thoughts(item, number)})
+        elif kind == "function_call":
+            name = names.offered(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments", "")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+        elif kind == "function_call_output":
+            content = _content(item.get("output"), number)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        else:
+            raise RequestError(f"input items of type {kind!r} are not supported", f"input.{number}")
+    if not messages:
+        raise RequestError("the input is empty", "input")
+    return messages
+
+
+def _thoughts(item: dict[str, Any], number: int) -> str:
+    """The text of a reasoning item, whole or summarized."""
+    parts = item.get("content") or item.get("summary") or []
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise RequestError("input: a reasoning item holds parts with text", f"input.{number}")
+    return "".join(part["text"] for part in parts)
+
+
+def _content(content: Any, number: int) -> Any:
+    """Content with its parts in chat's words."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise RequestError(f"input: parts of type {kind!r} are not supported; send text", f"input.{number}")
+        parts.append({"type": "text", "text": part.get("text")})
+    return parts
+
+
+class Responder:
+    """Turns the deltas of a generation into items, and tells of each step as events."""
+
+    def __init__(self, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
+        self._body = body
+        self._generation = generation
+        self._with_metrics = with_metrics
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._num_events = 0
+        self.output: list[dict[str, Any]] = []
+        self._names = names_of(body.tools or ())
+        self._is_open = False
+        sampling = generation.choices[0].request.sampling
+        self._echoed: dict[str, Any] = {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": sampling.temperature,
+            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+        }
+        # Texts that OpenAI's schema has no null for.
+        said = {name: getattr(body, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
+        self._echoed |= {name: text for name, text in said.items() if text is not None}
+
+    def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The response object as it is now."""
+        ended = status in ("completed", "incomplete")
+        result: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._body.model,
+            "output": self.output,
+            "previous_response_id": None,
+            "store": False,
+            "usage": self._usage() if ended else None,
+            **self._echoed,
+        }
+        if ended and self._with_metrics:
+            result["metrics"] = msgspec.to_builtins(metrics_of(self._generation))
+        return result
+
+    def _usage(self) -> dict[str, Any]:
+        usage = usage_of(self._generation)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The response object of an answer that has ended."""
+        return self.response(self.status)
+
+    @property
+    def status(self) -> str:
+        """How the answer has ended."""
+        return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Events before the first token."""
+        response = self.response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events of a step."""
+        events = []
+        for part in delta.parts:
+            if isinstance(part, str):
+                events += self._text(part)
+                continue
+            if isinstance(part, Thought):
+                events += self._think(part.text)
+                continue
+            if part.name is not None:
+                events += self._close() + self._open_call(part.call_id or "", part.name)
+            self.output[-1]["arguments"] += part.arguments
+            events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """Events after the last token."""
+        events = self._close("incomplete" if self.status == "incomplete" else "completed")
+        return [*events, self._event(f"response.{self.status}", response=self.whole())]
+
+    def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
+        """Events of an error in a stream that has begun."""
+        body = to_api_error(error).body
+        failed = self.response("failed", {"code": "server_error", "message": body.message})
+        return [self._event("response.failed", response=failed)]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
+
+    def _open(self, item: dict[str, Any]) -> dict[str, Any]:
+        self.output.append(item)
+        self._is_open = True
+        return self._event("response.output_item.added", output_index=len(self.output) - 1, item=dict(item))
+
+    def _open_call(self, call_id: str, name: str) -> list[dict[str, Any]]:
+        item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, **self._names.called(name)}
+        return [self._open({**item, "arguments": "", "status": "in_progress"})]
+
+    def _text(self, text: str) -> list[dict[str, Any]]:
+        events = []
+        if not self._is_open or self.output[-1]["type"] != "message":
+            events += self._close()
+            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": "in_progress"}
+            events.append(self._open({**item, "content": []}))
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.output[-1]["content"] = [dict(part)]
+            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
+        self.output[-1]["content"][0]["text"] += text
+        delta = self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        return [*events, delta]
+
+    def _think(self, text: str) -> list[dict[str, Any]]:
+        events = []
+        if not self._is_open or self.output[-1]["type"] != "reasoning":
+            events += self._close()
+            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
+            events.append(self._open({**item, "content": []}))
+            part = {"type": "reasoning_text", "text": ""}
+            self.output[-1]["content"] = [dict(part)]
+            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
+        self.output[-1]["content"][0]["text"] += text
+        return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=text)]
+
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """The open item has ended."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            events = [
+                self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+            ]
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            events = [
+                self._of_item("response.reasoning_text.done", content_index=0, text=part["text"]),
+                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
+            ]
+        else:
+            events = [
+                self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+            ]
+        return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]

@@ -1,0 +1,42 @@
+"""The route of `/v1/responses`: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.http.bodies import BodyRoute
+from server.http.errors import error_response, http_error
+from server.openai.preparing import wants_metrics
+from server.openai.responses import Responder, ResponsesRequest, as_chat
+from server.openai.translating import answer_translated
+from server.state import Server
+
+_PARAMS = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def build_router(server: Server) -> APIRouter:
+    """The route."""
+    router = APIRouter(route_class=BodyRoute)
+
+    @router.post("/v1/responses")
+    async def create_response(http: Request, body: ResponsesRequest) -> Response:
+        """Answer a conversation, in the shape of OpenAI's Responses API; nothing is stored."""
+        with_metrics = wants_metrics(server, body.metrics)
+        return await answer_translated(
+            http, server, body, as_chat, lambda made: Responder(body, made, with_metrics), _PARAMS, body.stream
+        )
+
+    @router.get("/v1/responses", include_in_schema=False)
+    async def refuse_socket(http: Request) -> Response:
+        """Refuse a socket with the status at which Codex goes on over HTTP at once, instead of asking again."""
+        if http.headers.get("upgrade", "").lower() != "websocket":
+            return error_response(http_error(405, "Method Not Allowed", {"allow": "POST"}))
+        return error_response(http_error(426, "there are no sockets here; send POST requests"))
+
+    return router

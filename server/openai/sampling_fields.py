@@ -1,0 +1,234 @@
+"""From wire fields to the engine's words. What is not served is refused in `unsupported_fields.py`.
+
+Not for: prompts (`routes.py`) or lengths that depend on the prompt (`admission`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from engine.api import (
+    MODEL,
+    PREDICTION,
+    EngineFacts,
+    Request,
+    RequestError,
+    Sampling,
+    Speculation,
+    SpeculationConfig,
+    Thinking,
+    default_speculation,
+    unknown_rule,
+    with_kept_shape,
+)
+from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
+from server.text.tokenizer import GenerationDefaults
+
+MAX_STOPS = 16
+MOST_PROMPT_LOGPROBS = 1 << 20
+"""In all choices of a call; some 60 bytes each."""
+
+
+def stop_strings(body: GenerationFields) -> list[str]:
+    """The stop strings as a list; raises RequestError for empty or too many ones."""
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
+    if not all(stops):
+        raise RequestError("a stop string must not be empty", "stop")
+    return stops
+
+
+def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
+    """(token, added) pairs; raises RequestError for keys that are no token ids, and values out of range."""
+    pairs = []
+    for key, added in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
+            raise RequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+        if not -100 <= added <= 100:
+            raise RequestError(f"logit_bias: {added} for token {key} is outside -100 to 100", "logit_bias")
+        pairs.append((int(key), added))
+    return tuple(pairs)
+
+
+def repetition_penalty_of(body: GenerationFields) -> float | None:
+    """The penalty under either of its names; raises RequestError for two that differ."""
+    one, other = body.repetition_penalty, body.repeat_penalty
+    if one is not None and other is not None and one != other:
+        raise RequestError(
+            f"repeat_penalty {other} is not repetition_penalty {one}; send one of them", "repeat_penalty"
+        )
+    return other if one is None else one
+
+
+def sampling_of(
+    body: GenerationFields,
+    defaults: GenerationDefaults,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
+    seed_stable: bool = False,
+    thinking: Thinking | None = None,
+) -> Sampling:
+    """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
+
+    bad_words: the words of the body as token ids. grammar: what its structured output follows. seed_stable: the
+    server's setting. thinking: thoughts that the engine follows.
+    """
+    repetition = repetition_penalty_of(body)
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    return Sampling(
+        temperature=temperature,
+        top_k=max(0, top_k),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=defaults.repetition_penalty if repetition is None else repetition,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=logit_bias_of(body),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        bad_words=bad_words,
+        grammar=grammar,
+        thinking=thinking,
+        seed_stable=seed_stable if body.seed_stable is None else body.seed_stable,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+    )
+
+
+def max_tokens_of(body: GenerationFields) -> int | None:
+    """The longest answer asked for; None where none is named."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def truncated(
+    prompt: Sequence[int], body: GenerationFields, max_tokens: int | None, max_model_len: int
+) -> Sequence[int]:
+    """The part of a prompt that `truncate_prompt_tokens` keeps; raises RequestError for a length that cannot be."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        if body.truncation_side is not None:
+            raise RequestError("truncation_side goes with truncate_prompt_tokens", "truncation_side")
+        return prompt
+    if wanted == 0 or wanted > max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be from 1 to the model's context of {max_model_len} tokens, or -1, not "
+            f"{wanted}",
+            "truncate_prompt_tokens",
+        )
+    kept = wanted if wanted > 0 else max(1, max_model_len - (1 if max_tokens is None else max_tokens))
+    return prompt[:kept] if body.truncation_side == "right" else prompt[-kept:]
+
+
+def num_logprobs_of(body: GenerationFields) -> int | None:
+    """How many likely tokens are reported beside each emitted one; None where no logprobs are asked for."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    assert isinstance(body, ChatRequest)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs goes with logprobs: true", "top_logprobs")
+    return body.top_logprobs or 0 if body.logprobs else None
+
+
+def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
+    """The same for the prompt's tokens: asked for by name, or with an echoed prompt."""
+    asked = body.prompt_logprobs
+    if asked is not None and body.stream:
+        raise RequestError("prompt_logprobs are not streamed; ask for a whole answer", "prompt_logprobs")
+    echoed = num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    return echoed if asked is None else max(asked, echoed or 0)
+
+
+def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
+    """Raise RequestError if the logprobs of prompts would make an answer too large. num_top: alternatives a token."""
+    if num_top is None:
+        return
+    count = sum(map(len, prompts)) * (num_top + 1) * body.n
+    if count > MOST_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestError(
+            f"{field}: {count} logprobs of prompt tokens (tokens times alternatives and one more, times n), more than "
+            f"{MOST_PROMPT_LOGPROBS}; ask for fewer alternatives, a smaller n or a shorter prompt",
+            field,
+        )
+
+
+def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
+    """The request's speculation: its own wishes over the server's defaults. Not checked against the caps."""
+    asked = body.speculation or SpeculationFields()
+    if not asked.enabled or asked.rule == "off":
+        return Speculation()
+    if asked.over_acceptance_residual is not None and not asked.over_acceptance:
+        raise RequestError(
+            "over_acceptance_residual goes with over_acceptance above 0", "speculation.over_acceptance_residual"
+        )
+    drafters = _drafters_of(body, defaults, facts)
+    if not drafters:
+        return Speculation()
+    rule = asked.rule or ("bv_race" if defaults.rule == "off" else defaults.rule)
+    if rule not in facts.rules:
+        raise unknown_rule(rule, facts)
+    if MODEL not in drafters:
+        for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
+            if getattr(asked, name):
+                raise RequestError(
+                    f"{name} is about the draft model's chains, and 'model' is not among the drafters",
+                    f"speculation.{name}",
+                )
+        return Speculation(rule=rule, drafters=drafters)
+    if not facts.has_draft:
+        raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
+    defaults = msgspec.structs.replace(defaults, drafters=drafters)
+    own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts)
+    # The server's tree and draft method belong to the server's rule, and to the server's shape.
+    shaped = asked.num_drafts is not None or asked.draft_length is not None
+    if rule != defaults.rule or (own.tree and shaped and not asked.tree):
+        plain = msgspec.structs.replace(defaults, rule=rule, tree=(), draft_method="")
+        own = default_speculation(plain, facts)
+    tree = tuple(asked.tree) if asked.tree else own.tree
+    return Speculation(
+        rule=rule,
+        num_drafts=asked.num_drafts or (prod(tree) if tree else own.num_drafts),
+        draft_length=asked.draft_length or (len(tree) if tree else own.draft_length),
+        draft_method=asked.draft_method or own.draft_method,
+        tree=tree,
+        drafters=drafters,
+        adaptive=own.adaptive and not (shaped or asked.tree or asked.over_acceptance),
+        over_acceptance=asked.over_acceptance or 0.0,
+        over_acceptance_residual=asked.over_acceptance_residual or "optimal",
+    )
+
+
+def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
+    """Where the request's drafts come from: as it says, else as usual, and its prediction; nothing decodes plainly."""
+    asked = body.speculation
+    if asked is not None and asked.drafters is not None:
+        return tuple(dict.fromkeys(asked.drafters))
+    usual = tuple(name for name in defaults.drafters if facts.has_draft or name != MODEL)
+    if asked is not None:
+        usual = usual or (MODEL,)
+    elif defaults.rule == "off":
+        usual = ()
+    return (*usual, PREDICTION) if body.prediction is not None else usual
+
+
+def with_seed(
+    speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
+) -> Speculation:
+    """Speculation of a request with a seed: its shape stays, unless no shape can change the answer."""
+    if not speculation.adaptive or sampling.is_certain:
+        return speculation
+    return with_kept_shape(speculation, limits, facts.device)
+
+
+def without_equal_chains(request: Request, facts: EngineFacts) -> Request:
+    """At temperature 0 all i.i.d. chains of a draft model are equal: draft one."""
+    speculation = request.speculation
+    if not request.sampling.is_greedy or not speculation.num_drafts:
+        return request
+    if (speculation.draft_method or facts.rules[speculation.rule].draft_methods[0]) != "iid":
+        return request
+    return msgspec.structs.replace(request, speculation=msgspec.structs.replace(speculation, num_drafts=1, tree=()))

@@ -1,0 +1,350 @@
+"""The server's end of the engine: submits requests, hands out what each step gave, notices death.
+
+One task reads the engine's messages. An engine that ends takes every open request with it: each
+gets an `EngineStopped`, `is_alive` turns false, and the daemon exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import zmq
+import zmq.asyncio
+
+from engine.api import (
+    Abort,
+    Accepted,
+    DeadlineExceeded,
+    EngineBusy,
+    EngineConfig,
+    EngineFacts,
+    EngineStopped,
+    Failed,
+    FromEngine,
+    Loading,
+    Outcome,
+    Ready,
+    Refused,
+    Request,
+    RequestError,
+    Step,
+    StepStats,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    start_process,
+)
+from server.serving.socket_folder import INBOX, OUTBOX, SocketFolder
+
+log = logging.getLogger("polydraft")
+
+StepPart = tuple[Outcome, StepStats]
+_POLL_S = 0.25
+_TOO_LATE = "the request took longer than this server lets one take (--request-timeout); ask for fewer tokens"
+
+
+class Ticket:
+    """The requests of one HTTP call while they run: what comes back for any of them, in order."""
+
+    def __init__(self, requests: Sequence[Request], most_s: float = 0.0) -> None:
+        """most_s: what they may take from now on, 0 is any; who waits for more gets DeadlineExceeded then."""
+        self.index_of = {request.request_id: index for index, request in enumerate(requests)}
+        self.open_ids = set(self.index_of)
+        self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
+        self._undecided = {request.request_id for request in requests if request.sampling.grammar}
+        self._is_decided = asyncio.Event()
+        self._error: Exception | None = None
+        self._deadline_s = asyncio.get_running_loop().time() + most_s if most_s else None
+        if not self._undecided:
+            self._is_decided.set()
+
+    async def admitted(self) -> None:
+        """Wait until the grammars of all its requests can be followed; raises what is wrong with one."""
+        async with self._in_time():
+            await self._is_decided.wait()
+        if self._error is not None:
+            raise self._error
+
+    def accept(self, request_id: str) -> None:
+        """A request's grammar can be followed."""
+        self._undecided.discard(request_id)
+        if not self._undecided:
+            self._is_decided.set()
+
+    def fail(self, error: Exception) -> None:
+        """One of its requests cannot go on."""
+        self._error = error
+        self._is_decided.set()
+        self.arrivals.put_nowait(error)
+
+    async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
+        """(index of the request, its outcome, the step's stats) until all have ended."""
+        while self.open_ids or not self.arrivals.empty():
+            async with self._in_time():
+                part = await self.arrivals.get()
+            if isinstance(part, Exception):
+                raise part
+            outcome, stats = part
+            yield self.index_of[outcome.request_id], outcome, stats
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(_TOO_LATE) from error
+
+
+class EngineClient:
+    """Starts and talks to the engine process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_open_requests: int,
+        stall_timeout_s: float = 0.0,
+        request_timeout_s: float = 0.0,
+        max_queued_tokens: int = 0,
+    ) -> None:
+        """stall_timeout_s: with requests open, how long the engine may say nothing; request_timeout_s: how long a call
+        may take; max_queued_tokens: of prompts whose requests have no token yet. 0 is any."""
+        self.config = config
+        self.max_open_requests = max_open_requests
+        self.facts: EngineFacts | None = None
+        self.loading = "starting the engine process"
+        self.failure: Failed | None = None
+        self.last_stats: StepStats | None = None
+        self.on_ready: Callable[[EngineFacts], None] = lambda _: None
+        self.on_step: Callable[[Step], None] = lambda _: None
+        self.ended = asyncio.Event()
+        self.is_draining = False
+        self._tickets: dict[str, Ticket] = {}
+        self._stall_timeout_s = stall_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._max_queued_tokens = max_queued_tokens
+        self._queued_tokens: dict[str, int] = {}
+        """Prompt tokens of the requests that have no token yet."""
+        self._waiting_since_s: float | None = None
+        """When the engine said its last word, or was asked first after it had no work; None while it has none."""
+        self._is_stalled = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine process runs (loading counts)."""
+        return not self.ended.is_set()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine has work and has said nothing for too long; also when its clients have left meanwhile."""
+        if self.facts is None or self._waiting_since_s is None:
+            return False
+        return 0 < self._stall_timeout_s < time.monotonic() - self._waiting_since_s
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are served."""
+        return self.is_alive and self.facts is not None and not self.is_draining
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    def ready_facts(self) -> EngineFacts:
+        """What the engine found out; raises EngineStopped while nothing can be served."""
+        if self.failure is not None or not self.is_alive:
+            raise EngineStopped("the engine has stopped; the daemon is about to exit", "engine_stopped")
+        if self.is_draining:
+            raise EngineStopped("the server is shutting down and accepts no new requests", "draining")
+        if self.facts is None:
+            raise EngineStopped(f"the model is still loading ({self.loading}); try again soon", "loading")
+        return self.facts
+
+    def launch(self) -> None:
+        """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
+        log.info("starting the engine")
+        self._folder = SocketFolder()
+        inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in (INBOX, OUTBOX))
+        self._context = zmq.Context()
+        self._bound = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket, address in zip(self._bound, (inbox, outbox), strict=True):
+            socket.set_hwm(0)
+            socket.bind(address)
+        try:
+            self.process = start_process(self.config, inbox, outbox)
+        except BaseException:  # a signal that ends this process, too
+            self._context.destroy(linger=0)
+            self._folder.cleanup()
+            raise
+
+    def kill(self) -> None:
+        """End the process before anything is read from it."""
+        self.process.kill()
+        self.process.wait()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    async def start(self) -> None:
+        """Start the task that reads from the process."""
+        # The event loop's own view of the sockets that were bound before there was one.
+        self._to_engine, self._from_engine = (zmq.asyncio.Socket.from_socket(socket) for socket in self._bound)
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        """Stop the process and release everything."""
+        if self.process.poll() is None:
+            self._send(Stop())
+            try:
+                # An engine that still loads does not read its messages.
+                await asyncio.wait_for(self.ended.wait(), timeout=0 if self.facts is None else 5)
+            except TimeoutError:
+                self.process.kill()
+        self._reader.cancel()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    @asynccontextmanager
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
+        """Run requests; leaving the block aborts those that have not ended.
+
+        Raises EngineBusy when the queue has no room for all of them, RequestError when it never has.
+        """
+        self.ready_facts()
+        self.check_count(len(requests))
+        if self.num_open + len(requests) > self.max_open_requests:
+            raise EngineBusy(f"{self.num_open} requests are open, the most is {self.max_open_requests}; try again soon")
+        self._check_queued_tokens(requests)
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
+        ticket = Ticket(requests, self._request_timeout_s)
+        for request in requests:
+            self._tickets[request.request_id] = ticket
+            self._queued_tokens[request.request_id] = len(request.prompt_token_ids)
+        self._send(Submit.of(requests))
+        try:
+            yield ticket
+        finally:
+            for request_id in ticket.open_ids:
+                self.abort(request_id)
+
+    def check_count(self, num_answers: int) -> None:
+        """Raise RequestError for a call of more requests than may ever be open."""
+        if num_answers > self.max_open_requests:
+            raise RequestError(
+                f"the call asks for {num_answers} answers (prompts times n), but at most {self.max_open_requests} "
+                "requests may be open here; ask for fewer",
+                "n",
+            )
+
+    def _check_queued_tokens(self, requests: Sequence[Request]) -> None:
+        if not self._max_queued_tokens:
+            return
+        queued = sum(self._queued_tokens.values())
+        new = sum(len(request.prompt_token_ids) for request in requests)
+        if queued and queued + new > self._max_queued_tokens:
+            raise EngineBusy(
+                f"{queued} prompt tokens wait and this call adds {new}, the limit is {self._max_queued_tokens}; "
+                "try again soon"
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End one request early; nothing more arrives for it."""
+        self._queued_tokens.pop(request_id, None)
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            ticket.open_ids = ticket.open_ids - {request_id}
+            self._send(Abort(request_id))
+
+    def end_all(self, message: str) -> None:
+        """End every open request with an `EngineStopped`."""
+        for ticket in set(self._tickets.values()):
+            ticket.fail(EngineStopped(message))
+        self._tickets.clear()
+        self._queued_tokens.clear()
+
+    def _send(self, message: ToEngine) -> None:
+        if self.is_alive:
+            # Without a limit on the socket the send completes at once; the future needs no waiting.
+            self._to_engine.send(encode(message))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                if await self._from_engine.poll(_POLL_S * 1000):
+                    self._receive(await self._from_engine.recv())
+                elif self.process.poll() is not None:
+                    break
+                self._note_stall()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("the engine's messages cannot be read")
+        finally:
+            self._end()
+
+    def _note_stall(self) -> None:
+        """Say once that no step ends any more, or that steps end again."""
+        if self.is_stalled and not self._is_stalled:
+            log.error("no step has ended for %.0f s; %d requests are open", self._stall_timeout_s, self.num_open)
+        elif self._is_stalled and not self.is_stalled:
+            log.warning("steps end again")
+        self._is_stalled = self.is_stalled
+
+    def _receive(self, data: bytes) -> None:
+        self._take(decode_from_engine(data))
+        self._waiting_since_s = time.monotonic() if self.num_open else None
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Loading):
+            self._leave_nothing()
+            self.loading = message.text
+            log.info("engine: %s", message.text)
+        elif isinstance(message, Ready):
+            self._leave_nothing()
+            self.on_ready(message.facts)
+            self.facts = message.facts
+        elif isinstance(message, Accepted):
+            if (ticket := self._tickets.get(message.request_id)) is not None:
+                ticket.accept(message.request_id)
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        else:
+            self.failure = message
+
+    def _leave_nothing(self) -> None:
+        """Remove the folder of the sockets if both are connected, so that a killed process does not leave it."""
+        if self._bound[0].poll(0, zmq.POLLOUT):
+            self._folder.cleanup()
+
+    def _deliver(self, step: Step) -> None:
+        self.last_stats = step.stats
+        self.on_step(step)
+        for outcome in step.outcomes:
+            self._queued_tokens.pop(outcome.request_id, None)
+            ticket = self._tickets.get(outcome.request_id)
+            if ticket is None:
+                continue
+            if outcome.finish_reason is not None:
+                del self._tickets[outcome.request_id]
+                ticket.open_ids = ticket.open_ids - {outcome.request_id}
+            ticket.arrivals.put_nowait((outcome, step.stats))
+
+    def _refuse(self, message: Refused) -> None:
+        self._queued_tokens.pop(message.request_id, None)
+        ticket = self._tickets.pop(message.request_id, None)
+        if ticket is not None:
+            ticket.open_ids = ticket.open_ids - {message.request_id}
+            ticket.fail(RequestError(message.message, message.param, message.code))
+
+    def _end(self) -> None:
+        self.ended.set()
+        self.end_all("the engine has stopped; the daemon is about to exit")

@@ -1,0 +1,84 @@
+"""What the live page shows: totals since the start, and the requests that run, without any text of theirs."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from engine.api import Outcome, Step, StepStats
+
+if TYPE_CHECKING:
+    from server.serving.generation import Generation
+
+_MOST_SHOWN = 32
+
+
+class Live:
+    """Totals that only grow, so that a page can tell rates, and the generations that run."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Generation] = {}
+        self._stats: StepStats | None = None
+        self._num_tokens = 0
+        self._num_steps = self._num_emitted = self._num_timed = 0
+        self._plain_s = self._wall_s = 0.0
+
+    def step(self, step: Step) -> None:
+        """Take the state of the engine after a step."""
+        self._stats = step.stats
+
+    def take(self, outcome: Outcome, stats: StepStats) -> None:
+        """Count what an answer took of a step, as `SpeculationCount` does."""
+        num_tokens = len(outcome.token_ids)
+        self._num_tokens += num_tokens
+        if outcome.draft_length:
+            self._num_steps += 1
+            self._num_emitted += num_tokens
+        if stats.plain_s is not None:
+            self._num_timed += num_tokens
+            self._plain_s += num_tokens * stats.plain_s + stats.prompt_s
+            self._wall_s += stats.wall_s
+
+    def begin(self, generation: Generation) -> None:
+        """A generation has been admitted."""
+        self._running[id(generation)] = generation
+
+    def end(self, generation: Generation) -> None:
+        """A generation has ended."""
+        self._running.pop(id(generation), None)
+
+    def state(self, num_blocks: int) -> dict[str, Any]:
+        """What a page asks for every second; num_blocks: of the K/V cache, 0 while the model loads."""
+        stats = self._stats
+        return {
+            "time_s": time.monotonic(),
+            "num_running": stats.num_running if stats else 0,
+            "num_waiting": stats.num_waiting if stats else 0,
+            "kv_cache_usage": stats.num_blocks_used / num_blocks if stats and num_blocks else 0.0,
+            "totals": {
+                "tokens": self._num_tokens,
+                "timed_tokens": self._num_timed,
+                "spec_steps": self._num_steps,
+                "spec_tokens": self._num_emitted,
+                "plain_s": self._plain_s,
+                "wall_s": self._wall_s,
+            },
+            "requests": [_shown(one) for one in islice(self._running.values(), _MOST_SHOWN)],
+            "num_requests": len(self._running),
+        }
+
+
+def _shown(generation: Generation) -> dict[str, Any]:
+    counted = generation.speculation()
+    times = generation.clock
+    return {
+        "num_prompt_tokens": generation.num_prompt_tokens,
+        "num_choices": len(generation.choices),
+        "num_tokens": generation.num_answer_tokens,
+        "age_s": time.perf_counter() - times.started,
+        "ttft_s": times.ttft_s,
+        "rule": counted.rule,
+        "acceptance_length": counted.acceptance_length,
+        "speedup": counted.speedup,
+    }

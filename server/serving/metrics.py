@@ -1,0 +1,325 @@
+"""The one Prometheus registry, in the HTTP process. Names and buckets: `docs/observability.md`.
+
+Labels have a bounded number of values whatever clients ask for, and never hold a request id. The children of metrics
+that every step changes are looked up once: a step of the engine should cost the HTTP process microseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client.metrics import Counter, Gauge, Histogram
+
+from engine.api import DRAFTERS, MODEL, PHASES, EngineFacts, Outcome, Step
+from server.serving.vllm_metrics import VllmNames
+from server.version import VERSION
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_S = (
+    0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+    0.5, 1, 2.5,
+)  # fmt: skip
+# No length is below 1. Prometheus interpolates in the lowest bucket from 0, so an empty bucket lies below it.
+_ACCEPTANCE = (0.999, 1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+_SPEEDUP = (0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
+_STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_GAP = (-0.05, 0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
+_NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
+_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_SHAPE_SIZES = ((4, "{}"), (8, "5-8"), (16, "9-16"), (2**31, "17+"))
+"""Label of a number of chains or of a depth, by the largest number that it stands for."""
+_LAST_POSITION = 16
+_ENDS = ("stop", "length", "tool_calls", "abort", "error")
+_REJECTIONS = ("queue_full", "rate_limited", "loading", "draining", "engine_stopped")
+
+_Child = TypeVar("_Child", Counter, Gauge, Histogram)
+
+
+def size_label(size: int) -> str:
+    """The label of a number of chains or of a depth."""
+    return next(label.format(size) for most, label in _SHAPE_SIZES if size <= most)
+
+
+def position_label(position: int) -> str:
+    """The label of a position in a draft, counted from 0."""
+    return str(position) if position < _LAST_POSITION else f"{_LAST_POSITION}+"
+
+
+def num_reached(outcome: Outcome) -> int:
+    """At how many positions a drafted token was up for acceptance; a cut answer says nothing of what comes after it.
+
+    Chains shorter than the longest one count as if they were as long.
+    """
+    was_cut = len(outcome.token_ids) <= outcome.num_accepted
+    return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)
+
+
+class _Labelled(Generic[_Child]):
+    """A metric whose first labels are the model's name and the engine's number."""
+
+    def __init__(self, metric: _Child, values: tuple[str, ...]) -> None:
+        self.of: Callable[..., _Child] = cache(lambda *more: metric.labels(*values, *more))
+        """The child of the values of its own labels, looked up once."""
+
+
+class ServerMetrics:
+    """Every counter of the daemon; the methods are the only places that change them."""
+
+    def __init__(self, model_name: str, compat: bool) -> None:
+        """compat: whether the same values also appear under vLLM's names."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._common = {"model_name": model_name, "engine": "0"}
+        self._seen: Counts[str] = Counts()
+        self._taken: list[Outcome] = []
+        ProcessCollector(registry=self.registry)
+        self._define_state()
+        self._define_requests()
+        self._define_speculation()
+        if compat:
+            self.registry.register(VllmNames(self.registry))
+
+    def _add(self, kind: type[_Child], name: str, text: str, *labels: str, **options: Any) -> _Labelled[_Child]:
+        metric = kind(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry, **options)
+        return _Labelled(metric, tuple(self._common.values()))
+
+    def _counter(self, name: str, text: str, *labels: str) -> _Labelled[Counter]:
+        return self._add(Counter, name, text, *labels)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._add(Gauge, name, text).of()
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> _Labelled[Histogram]:
+        return self._add(Histogram, name, text, *labels, buckets=buckets)
+
+    def _define_state(self) -> None:
+        self._up = self._gauge("engine_up", "1 while the engine lives and its steps end; 0 where /health is 503.")
+        self._running = self._gauge("num_requests_running", "Requests that hold cache blocks.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.")
+        self._totals = {
+            name: self._counter(name, text).of()
+            for name, text in (
+                ("num_preemptions", "Requests that lost their blocks and were recomputed."),
+                ("prefix_cache_queries", "Tokens of admitted texts."),
+                ("prefix_cache_hits", "Tokens of admitted texts whose K/V was there."),
+            )
+        }
+        self._step = self._histogram("step_seconds", "Duration of a step by phase.", _STEP_S, "phase")
+        self._nodes = self._histogram("spec_tree_nodes", "Drafted nodes of a request's step.", _NODES).of()
+
+    def _define_requests(self) -> None:
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.").of()
+        self._answer_tokens = self._counter("generation_tokens", "Tokens of answers.").of()
+        self._success = self._counter("request_success", "Answers by reason of their end.", "finished_reason")
+        self._rejections = self._counter("admission_rejections", "Requests not admitted.", "reason")
+        self._errors = self._counter("request_errors", "Error answers by HTTP status.", "code")
+        self._itl = self._histogram("inter_token_latency_seconds", "Gap between steps over its tokens.", _ITL_S).of()
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT_S).of()
+        self._lengths = {
+            name: self._histogram(f"request_{name}", text, _LENGTHS).of()
+            for name, text in (
+                ("prompt_tokens", "Tokens of a prompt."),
+                ("generation_tokens", "Tokens of an answer."),
+                ("max_num_generation_tokens", "Tokens of the longest answer of a call."),
+            )
+        }
+        self._times = {
+            key: self._histogram(name, text, buckets).of()
+            for key, name, text, buckets in (
+                ("e2e", "e2e_request_latency_seconds", "From arrival to the last token.", _TTFT_S),
+                ("queue", "request_queue_time_seconds", "Time in the queue.", _TTFT_S),
+                ("prefill", "request_prefill_time_seconds", "From admission to the first token.", _TTFT_S),
+                ("decode", "request_decode_time_seconds", "From the first to the last token.", _TTFT_S),
+                ("tpot", "request_time_per_output_token_seconds", "Mean time per token after the first.", _ITL_S),
+            )
+        }
+
+    def _define_speculation(self) -> None:
+        self._drafts = self._counter("spec_decode_num_drafts", "Speculative steps of requests.").of()
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted nodes verified.").of()
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.").of()
+        self._accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position.", "position"
+        )
+        self._reached_at = self._counter(
+            "spec_decode_num_reached_per_pos", "Steps that had a drafted token to accept at a position.", "position"
+        )
+        self._drafter_counts = [
+            self._counter(f"spec_drafter_{kind}", f"The drafter's {kind.replace('_', ' ')}.", "drafter")
+            for kind in ("drafts", "draft_tokens", "accepted_tokens")
+        ]
+        self._acceptance_length = self._histogram(
+            "request_spec_acceptance_length", "Tokens per speculative step of an answer.", _ACCEPTANCE
+        ).of()
+        self._speedup = self._histogram(
+            "request_spec_speedup_ratio", "An answer's speed over plain decoding.", _SPEEDUP
+        ).of()
+        self._gap = self._histogram(
+            "spec_optimal_acceptance_gap", "Optimum acceptance minus the rule's, on observed steps.", _GAP, "rule"
+        )
+        self._shapes = self._counter(
+            "spec_shape_steps", "Steps of requests by shape and rule; 0 chains: plain.", "num_drafts", "depth", "rule"
+        )
+
+    def watch_engine(self, pid: Callable[[], int]) -> None:
+        """Publish the engine process's own CPU time, memory and files too."""
+        ProcessCollector(namespace="polydraft_engine", pid=pid, registry=self.registry)
+
+    def ready(self, facts: EngineFacts) -> None:
+        """Publish what is served."""
+        build = {"version": VERSION, "architecture": facts.architecture, "device": facts.device, "dtype": facts.dtype}
+        cache_config = {"num_blocks": str(facts.num_blocks), "block_size": str(facts.block_size)}
+        for name, text, labels in (
+            ("build_info", "What is running.", build),
+            ("cache_config_info", "The K/V cache.", cache_config),
+        ):
+            self._add(Gauge, name, text, *labels).of(*labels.values()).set(1)
+        self._num_blocks = facts.num_blocks
+        # A rate needs a series that was there before its first count.
+        series: list[tuple[_Labelled[Any], Sequence[str]]] = [
+            (self._step, PHASES),
+            (self._success, _ENDS),
+            (self._rejections, _REJECTIONS),
+            *((counter, DRAFTERS) for counter in self._drafter_counts),
+        ]
+        for metric, values in series:
+            for value in values:
+                metric.of(value)
+
+    def step(self, step: Step) -> None:
+        """Take the engine's own counts of a step."""
+        stats = step.stats
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._usage.set(stats.num_blocks_used / self._num_blocks)
+        for name, count in (
+            ("num_preemptions", stats.num_preemptions),
+            ("prefix_cache_queries", stats.num_cache_queries),
+            ("prefix_cache_hits", stats.num_cache_hits),
+        ):
+            if count != self._seen[name]:
+                self._totals[name].inc(count - self._seen[name])
+                self._seen[name] = count
+        for phase, seconds in stats.phases_s.items():
+            self._step.of(phase).observe(seconds)
+        self._count_taken()
+
+    def take(self, outcome: Outcome) -> None:
+        """An answer has taken a step's tokens; outcome: what it took of them (`kept_part`).
+
+        Counted with the next step or scrape, those of all answers together.
+        """
+        self._taken.append(outcome)
+
+    def _count_taken(self) -> None:
+        if not self._taken:
+            return
+        taken, self._taken = self._taken, []
+        self._count_shapes(taken)
+        if drafted := [outcome for outcome in taken if outcome.draft_length]:
+            self._count_drafted(drafted)
+
+    def _count_shapes(self, outcomes: Iterable[Outcome]) -> None:
+        for (num_chains, depth, rule), count in Counts(
+            (outcome.num_chains, outcome.draft_length, outcome.rule) if outcome.draft_length else (0, 0, "off")
+            for outcome in outcomes
+        ).items():
+            self._shapes.of(size_label(num_chains), size_label(depth), rule).inc(count)
+
+    def _count_drafted(self, outcomes: Sequence[Outcome]) -> None:
+        self._drafts.inc(len(outcomes))
+        self._draft_tokens.inc(sum(outcome.num_nodes for outcome in outcomes))
+        self._accepted.inc(sum(outcome.num_accepted for outcome in outcomes))
+        for counter, depths in (
+            (self._reached_at, Counts(map(num_reached, outcomes))),
+            (self._accepted_at, Counts(outcome.num_accepted for outcome in outcomes)),
+        ):
+            for position in range(max(depths)):
+                count = sum(times for depth, times in depths.items() if depth > position)
+                counter.of(position_label(position)).inc(count)
+        drawn = [outcome for outcome in outcomes if not outcome.copied]
+        drafters = Counts(
+            {
+                (MODEL, 0): sum(outcome.num_chains for outcome in drawn),
+                (MODEL, 1): sum(outcome.num_nodes for outcome in drawn),
+                (MODEL, 2): sum(outcome.num_accepted for outcome in drawn),
+            }
+        )
+        for outcome in outcomes:
+            self._nodes.observe(outcome.num_nodes)
+            if outcome.gap is not None:
+                self._gap.of(outcome.rule).observe(outcome.gap)
+            if outcome.copied:
+                drafters.update(_drafter_counts(outcome))
+        for (name, kind), count in drafters.items():
+            self._drafter_counts[kind].of(name).inc(count)
+
+    def start(self, prompt_lengths: Sequence[int]) -> None:
+        """A call's requests have been admitted; prompt_lengths: tokens of each of its prompts."""
+        self._prompt_tokens.inc(sum(prompt_lengths))
+        for length in prompt_lengths:
+            self._lengths["prompt_tokens"].observe(length)
+
+    def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
+        """Tokens of an answer have arrived; `ttft_s` with the first of them."""
+        self._answer_tokens.inc(num_tokens)
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
+        if gap_s is not None:
+            for _ in range(num_tokens):
+                self._itl.observe(gap_s)
+
+    def finish(
+        self,
+        reason: str,
+        num_tokens: int,
+        times_s: dict[str, float | None],
+        acceptance_length: float | None,
+        speedup: float | None,
+    ) -> None:
+        """An answer has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
+        self._success.of(reason).inc()
+        self._lengths["generation_tokens"].observe(num_tokens)
+        for name, seconds in times_s.items():
+            if seconds is not None:
+                self._times[name].observe(seconds)
+        if acceptance_length is not None:
+            self._acceptance_length.observe(acceptance_length)
+        if speedup is not None:
+            self._speedup.observe(speedup)
+
+    def end_call(self, answer_lengths: Sequence[int]) -> None:
+        """All answers of a call have ended; answer_lengths: tokens of each."""
+        self._lengths["max_num_generation_tokens"].observe(max(answer_lengths))
+
+    def abort(self, num_answers: int, reason: str) -> None:
+        """Answers ended early: `abort` where their client left, `error` where the engine or the daemon ended them."""
+        if num_answers:
+            self._success.of(reason).inc(num_answers)
+
+    def error(self, status: int, rejection: str | None = None) -> None:
+        """An error answer to a POST was sent; rejection: why the request was not admitted, where that was the error."""
+        self._errors.of(str(status)).inc()
+        if rejection is not None:
+            self._rejections.of(rejection).inc()
+
+    def render(self, is_healthy: bool = True) -> bytes:
+        """The text exposition; is_healthy: whether /health is 200."""
+        self._count_taken()
+        self._up.set(is_healthy)
+        return generate_latest(self.registry)
+
+
+def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
+    """Drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; what was not copied is the draft model's."""
+    counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.copied}
+    total = (outcome.num_chains, outcome.num_nodes, outcome.num_accepted)
+    drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))
+    if drawn[0]:
+        counts[MODEL] = (drawn[0], drawn[1], drawn[2])
+    return Counts({(name, kind): count for name, numbers in counts.items() for kind, count in enumerate(numbers)})

@@ -1,0 +1,203 @@
+"""Counts what speculation did for one answer, after every cut, and times it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+import msgspec
+
+from engine.api import MODEL, Outcome, StepStats
+from server.openai.answers import DrafterMetrics, Metrics, SpeculativeDecoding
+
+_OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
+"""Decimals that figures of an answer keep: further ones are noise of the clock and of a few steps."""
+
+
+def _rounded(value: float | None, decimals: int) -> float | None:
+    return None if value is None else round(value, decimals)
+
+
+def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
+    """A step's outcome as far as it belongs to the answer, which takes its first `num_kept` tokens.
+
+    Answers and the daemon's counters count the same part, so that their sums agree.
+    """
+    num_accepted = left = min(outcome.num_accepted, num_kept)
+    if num_kept == len(outcome.token_ids) and not outcome.copied:
+        return outcome
+    copied = []
+    for part in outcome.copied:
+        accepted = min(left, part.num_accepted)
+        left -= accepted
+        copied.append(msgspec.structs.replace(part, num_accepted=accepted))
+    tokens = outcome.token_ids[:num_kept]
+    return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, copied=copied)
+
+
+def drafters_of(outcome: Outcome) -> list[str]:
+    """Name of the drafter of each reported chain; text drafters' chains come last, each with its own count."""
+    copied = [part.name for part in outcome.copied] if outcome.drafts else []
+    return [MODEL] * (len(outcome.drafts) - len(copied)) + copied
+
+
+@dataclass
+class SpeculationCount:
+    """Speculative steps of one or more choices."""
+
+    rule: str
+    num_spec_tokens: int
+    accepted_per_step: Counter[int] = field(default_factory=Counter)
+    num_chains: int = 0
+    num_nodes: int = 0
+    num_emitted: int = 0
+    plain_s: float = 0.0
+    calibrated_wall_s: float = 0.0
+    """Time of the steps that `plain_s` is known for."""
+    wall_s: float = 0.0
+    draft_s: float = 0.0
+    bias: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    copied: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By text drafter: `chains`, `nodes`, `accepted`."""
+
+    def add_step(self, outcome: Outcome, stats: StepStats) -> None:
+        """Count a step, of which the answer takes all tokens (`kept_part`)."""
+        num_kept = len(outcome.token_ids)
+        self.wall_s += stats.wall_s
+        self.draft_s += stats.phases_s["draft"]
+        if stats.plain_s is not None:
+            self.plain_s += num_kept * stats.plain_s + stats.prompt_s
+            self.calibrated_wall_s += stats.wall_s
+        if outcome.draft_length:
+            self.accepted_per_step[outcome.num_accepted] += 1
+            self.num_chains += outcome.num_chains
+            self.num_nodes += outcome.num_nodes
+            # Copied chains may be longer than the drawn ones.
+            self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
+            self.num_emitted += num_kept
+            self.bias += outcome.bias
+            for part in outcome.copied:
+                counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": part.num_accepted}
+                self.copied.update({(part.name, what): count for what, count in counts.items()})
+        if outcome.gap is not None:
+            self.gaps.append(outcome.gap)
+
+    def merge(self, other: SpeculationCount) -> None:
+        """Add another choice's counts, all of them."""
+        for one in fields(self):
+            if one.name not in ("rule", "num_spec_tokens"):
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    @property
+    def num_steps(self) -> int:
+        """Speculative steps."""
+        return self.accepted_per_step.total()
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens in the answer."""
+        return sum(length * count for length, count in self.accepted_per_step.items())
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per speculative step, the bonus token included."""
+        return self.num_emitted / self.num_steps if self.num_steps else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Time plain decoding would have taken for the same tokens and prompts, over the time taken.
+
+        None where no step of it can be compared (`StepStats.plain_s`).
+        """
+        if not self.num_steps or not self.calibrated_wall_s:
+            return None
+        return self.plain_s / self.calibrated_wall_s
+
+    def report(self) -> SpeculativeDecoding | None:
+        """The answer's `speculative_decoding`; None when it did not speculate."""
+        if not self.num_steps:
+            return None
+        drafters = {
+            name: DrafterMetrics(*(self.copied[name, what] for what in ("chains", "nodes", "accepted")))
+            for name in dict.fromkeys(name for name, _ in self.copied)
+        }
+        if self.num_chains > sum(one.num_drafts for one in drafters.values()):
+            drafters[MODEL] = DrafterMetrics(
+                self.num_chains - sum(one.num_drafts for one in drafters.values()),
+                self.num_nodes - sum(one.num_draft_tokens for one in drafters.values()),
+                self.num_accepted - sum(one.num_accepted_tokens for one in drafters.values()),
+            )
+        return SpeculativeDecoding(
+            mean_acceptance_length=_rounded(self.acceptance_length, _OF_RATIOS),
+            draft_acceptance_rate=_rounded(self.num_accepted / self.num_nodes if self.num_nodes else None, _OF_SHARES),
+            acceptance_histogram=[self.accepted_per_step[length] for length in range(self.num_spec_tokens + 1)],
+            num_spec_steps=self.num_steps,
+            num_accepted_draft_tokens=self.num_accepted,
+            num_draft_tokens=self.num_nodes,
+            num_spec_tokens=self.num_spec_tokens,
+            speedup=_rounded(self.speedup, _OF_RATIOS),
+            draft_time_share=_rounded(self.draft_s / self.wall_s if self.wall_s else None, _OF_SHARES),
+            rule=self.rule,
+            optimal_acceptance_gap=_rounded(sum(self.gaps) / len(self.gaps) if self.gaps else None, _OF_SHARES),
+            bias_bound=float(f"{self.bias:.3g}"),
+            drafters=drafters,
+        )
+
+
+class Clock:
+    """When things happened to one HTTP call."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.queue_s: float | None = None
+        self.num_tokens = 0
+
+    def add(self, outcome: Outcome, num_kept: int) -> float | None:
+        """Note a step's tokens; seconds per token since the last ones, None for the first."""
+        now = time.perf_counter()
+        gap = None
+        if self.first_token is None:
+            self.first_token, self.queue_s = now, outcome.queue_s
+        elif self.last_token is not None and num_kept:
+            gap = (now - self.last_token) / num_kept
+        self.last_token = now
+        self.num_tokens += num_kept
+        return gap
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.started
+
+    def times_s(self) -> dict[str, float | None]:
+        """Durations for the histograms of `ServerMetrics.finish`; None where there is none."""
+        first, last, queue_s = self.first_token, self.last_token, self.queue_s
+        if first is None or last is None or queue_s is None:
+            return {}
+        gaps = self.num_tokens - 1
+        return {
+            "e2e": last - self.started,
+            "queue": queue_s,
+            "prefill": max(0.0, first - self.started - queue_s),
+            "decode": last - first,
+            "tpot": (last - first) / gaps if gaps > 0 else None,
+        }
+
+    def report(self, speculation: SpeculativeDecoding | None) -> Metrics:
+        """The answer's `metrics`."""
+        first, last = self.first_token, self.last_token
+        end = last if last is not None else time.perf_counter()
+        decode_s = None if first is None or last is None else last - first
+        gaps = self.num_tokens - 1
+        return Metrics(
+            time_to_first_token_ms=_rounded(None if first is None else 1000 * (first - self.started), _OF_MS),
+            generation_time_ms=round(1000 * (end - self.started), _OF_MS),
+            queue_time_ms=_rounded(None if self.queue_s is None else 1000 * self.queue_s, _OF_MS),
+            mean_itl_ms=_rounded(1000 * decode_s / gaps if decode_s is not None and gaps > 0 else None, _OF_MS),
+            tokens_per_second=_rounded(self.num_tokens / (end - self.started) if end > self.started else None, 1),
+            speculative_decoding=speculation,
+        )

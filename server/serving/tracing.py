@@ -1,0 +1,94 @@
+"""One OpenTelemetry span a generation, with the GenAI conventions' names, sent to a collector over OTLP (HTTP).
+
+Needs the extra `otel`. Spans have counts, times and settings, never text.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from engine.api import ConfigError
+from server.http.calls import Call
+from server.version import VERSION
+
+if TYPE_CHECKING:
+    from server.serving.generation import Generation
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+}
+# The attribute of each fact of `observer.facts_of`; the last ones have no convention.
+_ATTRIBUTES = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "answer_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "queue_ms": "polydraft.queue_ms",
+    "ttft_ms": "polydraft.time_to_first_token_ms",
+    "acceptance_length": "polydraft.acceptance_length",
+    "speedup": "polydraft.speedup",
+    "rule": "polydraft.rule",
+}
+
+
+_MOST_CLOSING_S = 2.0
+
+
+class Tracing:
+    """Sends spans in the background; a collector that does not answer costs no request anything."""
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """endpoint: the collector's address for traces, such as http://localhost:4318/v1/traces."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'polydraft[otel]'") from error
+        resource = Resource.create({"service.name": "polydraft", "service.version": VERSION})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("polydraft", VERSION)
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+        self._model = model
+
+    def record(self, generation: Generation, call: Call, facts: dict[str, Any]) -> None:
+        """Send the span of a generation that is over; it is a child of the caller's span, where there is one."""
+        # A proxy's prefix may stand before it.
+        operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
+        parent = self._propagator.extract({"traceparent": call.trace_parent}) if call.trace_parent else None
+        end_ns = time.time_ns()
+        started_ns = end_ns - int(1e9 * (time.perf_counter() - generation.clock.started))
+        request = generation.choices[0].request
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "polydraft",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "gen_ai.request.top_p": request.sampling.top_p,
+            "gen_ai.request.max_tokens": request.limits.max_tokens,
+            "gen_ai.request.choice.count": generation.num_choices,
+            "gen_ai.response.finish_reasons": facts["finish_reason"].split(","),
+            "polydraft.request_id": call.request_id,
+        }
+        attributes |= {name: facts[fact] for fact, name in _ATTRIBUTES.items() if facts[fact] is not None}
+        span = self._tracer.start_span(
+            f"{operation} {self._model}", parent, self._kind, attributes, start_time=started_ns
+        )
+        span.end(end_ns)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for at most two seconds."""
+        # The provider's own limits of time do not stop an export that is being repeated.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_MOST_CLOSING_S)

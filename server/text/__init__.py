@@ -1,0 +1,1 @@
+"""Text of prompts and answers: tokens, templates, stop strings, thoughts, calls, grammars. Knows no HTTP."""

@@ -1,0 +1,277 @@
+"""Function calls of one answer while they are read: text between them, names, and arguments piece by piece.
+
+Not for: where a call begins and ends (`json_calls.py`, `xml_calls.py`, `template_calls.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from server.text.argument_types import finite_number
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_LONGEST_HEAD = 1024
+_STRING_END = re.compile(r'["\\\x00-\x1f]')
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_SPACE = re.compile(r"\s*")
+_PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
+"""Characters that may stand outside strings and brackets: white space, separators, numbers, true, false and null."""
+_CLOSER = {"{": "}", "[": "]"}
+
+
+@dataclass
+class Call:
+    """One function call, complete when the answer is."""
+
+    name: str
+    _pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """JSON, as far as the model has written it."""
+        return "".join(self._pieces)
+
+    def add(self, arguments: str) -> None:
+        """More of the arguments."""
+        self._pieces.append(arguments)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More of a call; its name comes with the first piece."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class Found:
+    """Text and pieces of calls that a piece of an answer gave, in their order."""
+
+    def __init__(self) -> None:
+        self._parts: list[str | Piece] = []
+
+    def say(self, text: str) -> None:
+        """Text outside calls."""
+        if text:
+            self._parts.append(text)
+
+    def call(self, piece: Piece) -> None:
+        """A piece of a call."""
+        self._parts.append(piece)
+
+    def parts(self) -> list[str | Piece]:
+        """The parts; texts that follow each other are one."""
+        result: list[str | Piece] = []
+        texts: list[str] = []
+        for part in [*self._parts, None]:
+            if isinstance(part, str):
+                texts.append(part)
+                continue
+            if texts:
+                result.append("".join(texts))
+                texts = []
+            if part is not None:
+                result.append(part)
+        return result
+
+
+class Reader(Protocol):
+    """Takes an answer's text in pieces."""
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+
+
+class _Object:
+    """The JSON object of one call while it is written. Marks in its strings are text, as it follows its strings."""
+
+    def __init__(self, name: str | None) -> None:
+        """name: the function's, if the object is its arguments alone."""
+        self.pieces: list[str] = []
+        self.name = name
+        self.is_complete = self.is_broken = False
+        self._open: list[str] = []
+        self._in_string = self._is_escaped = False
+        self._has_just_opened = self._in_arguments = False
+        """Whether an object has opened and nothing is in it; whether this is in the arguments."""
+        self._depth_outside = 0 if name is not None else 1
+        """Brackets that are open where the arguments end."""
+        self._head = ""
+
+    def feed(self, text: str, position: int, found: list[str]) -> int:
+        """Read on from a position to the object's end, to what no JSON has, or to the end of the text.
+
+        found: takes what it adds to the arguments, once the name is known. Returns the position behind it.
+        """
+        while position < len(text) and not self.is_complete and not self.is_broken:
+            begin, in_string, in_arguments = position, self._in_string, self._in_arguments
+            position = self._string(text, position) if self._in_string else self._outside(text, position)
+            piece = text[begin:position]
+            self.pieces.append(piece)
+            if self.name is None and len(self._open) <= 2 and len(self._head) <= _LONGEST_HEAD:
+                self._head += piece
+            if in_arguments or self._in_arguments:
+                found.append(_CONTROL.sub(_escaped, piece) if in_string else piece)
+        return position
+
+    def _string(self, text: str, position: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            return position + 1
+        end = _STRING_END.search(text, position)
+        if end is None:
+            return len(text)
+        self._in_string, self._is_escaped = end[0] != '"', end[0] == "\\"
+        return end.end()
+
+    def _outside(self, text: str, position: int) -> int:
+        """One bracket, the beginning of a string, or what stands between them."""
+        character = text[position]
+        has_just_opened, self._has_just_opened = self._has_just_opened, False
+        if character == '"':
+            self._in_string = True
+        elif character in _CLOSER:
+            self._opens(character)
+        elif character in "}]":
+            if _CLOSER[self._open.pop()] != character:
+                self.is_broken = True
+                return position
+            self._in_arguments = self._in_arguments and len(self._open) > self._depth_outside
+            self.is_complete = not self._open
+        else:
+            end = (_SPACE if has_just_opened else _PLAIN).match(text, position)
+            assert end is not None
+            self.is_broken = end.end() == position
+            self._has_just_opened = has_just_opened
+            return end.end()
+        return position + 1
+
+    def _opens(self, bracket: str) -> None:
+        self._open.append(bracket)
+        self._has_just_opened = bracket == "{"
+        if self.name is not None:
+            self._in_arguments = self._in_arguments or len(self._open) == 1
+        elif bracket == "{" and len(self._open) == 2 and (head := _HEAD.fullmatch(self._head)):
+            self.name = _string(head[1])
+            self._in_arguments = self.name is not None
+
+
+def _escaped(control: re.Match[str]) -> str:
+    """A control character as JSON has it in a string; models write it as it is."""
+    return json.dumps(control[0])[1:-1]
+
+
+def _string(raw: str) -> str | None:
+    """A JSON string's value; None if it is not one after all."""
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def whole_call(raw: str) -> tuple[str, str] | None:
+    """(name, arguments) of a call in any order of keys; None if it is not one."""
+    try:
+        value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
+    except (ValueError, RecursionError):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        return None
+    return value["name"], json.dumps(arguments)
+
+
+class Calls:
+    """The calls of one answer."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self.calls: list[Call] = []
+        self.num_ended = 0
+        """Calls that the model has completed."""
+        self._object: _Object | None = None
+        self._is_announced = self._is_named = False
+        self._waiting = ""
+        """Arguments that have not been passed on: a bracket alone does not show that this is a call."""
+
+    def begin(self, name: str | None = None) -> None:
+        """A call's object may begin here; name: the function's, if the object is its arguments alone."""
+        self._object, self._is_announced, self._is_named = _Object(name), False, name is not None
+        self._waiting = ""
+
+    def feed(self, text: str, position: int, found: Found) -> int:
+        """Read more of the object; returns the position behind what belongs to it."""
+        assert self._object is not None
+        arguments: list[str] = []
+        position = self._object.feed(text, position, arguments)
+        if arguments and self._object.name in self.names:
+            self._waiting += "".join(arguments)
+            if self._is_announced or len(self._waiting.strip()) > 1:
+                self.add("", found)
+        return position
+
+    def add(self, arguments: str, found: Found) -> None:
+        """More arguments of the open call, whose name is known."""
+        assert self._object is not None
+        arguments, self._waiting = self._waiting + arguments, ""
+        name = None if self._is_announced else self._object.name or ""
+        if name is not None:
+            self._is_announced = True
+            self.calls.append(Call(name))
+        self.calls[-1].add(arguments)
+        found.call(Piece(len(self.calls) - 1, name, arguments))
+
+    def settle(self, found: Found) -> bool:
+        """Pass on a complete object that has not been, if it is a call; returns whether it is one."""
+        assert self._object is not None
+        if not self._is_announced and not self._is_named:
+            whole = whole_call("".join(self._object.pieces))
+            if whole is not None and whole[0] in self.names:
+                self._object.name = whole[0]
+                self.add(whole[1], found)
+        return self._is_announced
+
+    def end(self, found: Found, before: str = "") -> bool:
+        """The call is over; returns whether it was one. If not, it is text, and so is what stood before it."""
+        assert self._object is not None
+        is_complete = self._object.is_complete
+        if not (is_complete and self.settle(found)) and not self._is_announced:
+            found.say(before)
+            found.say("".join(self._object.pieces))
+        self.num_ended += is_complete and self._is_announced
+        self._object = None
+        return self._is_announced
+
+    def whole(self, name: str, arguments: str, found: Found) -> None:
+        """A call that is known as a whole."""
+        self.calls.append(Call(name, [arguments]))
+        self.num_ended += 1
+        found.call(Piece(len(self.calls) - 1, name, arguments))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is being written."""
+        return self._object is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the open call's object has ended."""
+        return self._object is not None and self._object.is_complete
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the open call's object is no JSON."""
+        return self._object is not None and self._object.is_broken
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the open call has been passed on in part."""
+        return self._object is not None and self._is_announced

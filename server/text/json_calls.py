@@ -1,0 +1,213 @@
+"""Reads calls whose arguments are JSON, as they come. A call ends where its object does: marks in strings are text.
+
+What only looked like a call is text as a whole: no JSON, an unknown name, a head that the format does not have. Reading
+goes on right behind what could not be understood. A call whose JSON breaks after its name has been passed on keeps what
+the model wrote up to the next end mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum, auto
+
+import regex
+
+from server.text.call_formats import JsonFormat
+from server.text.call_pieces import Calls, Found
+
+
+class _At(Enum):
+    TEXT = auto()
+    HEAD = auto()
+    """The text after a mark that begins a call."""
+    OBJECT = auto()
+    BROKEN = auto()
+    """In a call that has been passed on, and is no JSON after all."""
+    BEHIND = auto()
+    """The text after a call's object."""
+
+
+class JsonRegions:
+    """Calls between marks, and the text outside them."""
+
+    def __init__(self, calls: Calls, form: JsonFormat) -> None:
+        self._calls, self._form = calls, form
+        self._marks = sorted([*form.opens, *([form.last] if form.last else [])], key=len, reverse=True)
+        self._find = re.compile("|".join(map(re.escape, self._marks)))
+        self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
+        self._behind = regex.compile(form.behind)
+        self._at = _At.TEXT
+        self._mark = self._before = ""
+        """The mark of the call that is read, and what has stood before its object since."""
+        self._text, self._position = "", 0
+        self._follows_call = False
+        """Whether only white space has come since the last call."""
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+        self._text, self._position = self._text[self._position :] + text, 0
+        steps = {
+            _At.TEXT: self._say,
+            _At.HEAD: self._read_head,
+            _At.OBJECT: self._read_object,
+            _At.BROKEN: self._read_broken,
+            _At.BEHIND: self._read_behind,
+        }
+        while self._position < len(self._text) and steps[self._at](found):
+            pass
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended. A part of a mark that is left is text, unless it would end a complete call."""
+        rest = self._text[self._position :]
+        if self._at is _At.TEXT:
+            found.say(rest)
+        elif self._at is _At.HEAD:
+            found.say(self._mark + rest)
+        else:
+            if self._at is _At.BROKEN:
+                self._calls.add(rest, found)
+            self._calls.end(found, self._before)
+
+    def _say(self, found: Found) -> bool:
+        """Text up to the next mark."""
+        mark = self._find.search(self._text, self._position)
+        end = len(self._text) - held(self._text, self._marks) if mark is None else mark.start()
+        said = self._text[self._position : max(end, self._position)]
+        self._follows_call = self._follows_call and not said.strip()
+        found.say(said)
+        if mark is None:
+            self._position += len(said)
+            return False
+        self._position = mark.end()
+        if mark[0] in self._heads:
+            self._at, self._mark = _At.HEAD, mark[0]
+        elif not self._follows_call:
+            found.say(mark[0])
+        return True
+
+    def _read_head(self, found: Found) -> bool:
+        head = self._heads[self._mark].match(self._text, self._position, partial=True)
+        if head is None:
+            found.say(self._mark)
+            self._at, self._follows_call = _At.TEXT, False
+        elif head.partial:
+            return False
+        else:
+            self._begin(head, self._mark)
+        return True
+
+    def _begin(self, head: regex.Match[str], before: str) -> None:
+        """An object begins with the last character of a head."""
+        self._before, self._position = before + head[0][:-1], head.end() - 1
+        self._calls.begin(head["name"] if self._form.is_named else None)
+        self._at = _At.OBJECT
+
+    def _read_object(self, found: Found) -> bool:
+        self._position = self._calls.feed(self._text, self._position, found)
+        if self._calls.is_complete:
+            if self._form.behind and self._calls.settle(found):
+                self._at = _At.BEHIND
+            else:
+                self._end(found)
+        elif self._calls.is_broken:
+            if self._calls.is_announced:
+                self._at = _At.BROKEN
+            else:
+                self._end(found)
+        return True
+
+    def _end(self, found: Found) -> None:
+        self._follows_call = self._calls.end(found, self._before)
+        self._at = _At.TEXT
+
+    def _read_broken(self, found: Found) -> bool:
+        close = self._form.close
+        end = self._text.find(close, self._position) if close else -1
+        if end < 0:
+            end = max(len(self._text) - held(self._text, [close] if close else []), self._position)
+            self._calls.add(self._text[self._position : end], found)
+            self._position = end
+            return False
+        assert close is not None
+        self._calls.add(self._text[self._position : end], found)
+        self._position = end + len(close)
+        self._end(found)
+        return True
+
+    def _read_behind(self, found: Found) -> bool:
+        behind = self._behind.match(self._text, self._position, partial=True)
+        if behind is not None and behind.partial:
+            return False
+        self._end(found)
+        if behind is None:
+            return True
+        self._position = behind.end()
+        if behind.groupdict().get("more"):
+            self._begin(behind, "")
+        return True
+
+
+def held(text: str, marks: Iterable[str]) -> int:
+    """Characters at the end of a text that may begin a mark."""
+    sizes = [
+        size for mark in marks for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])
+    ]
+    return max(sizes, default=0)
+
+
+class JsonAnswer:
+    """llama3_json: an answer that begins with { (or <|python_tag|>) is calls with ; between them, any other is text.
+
+    From the first object that is no call on, an answer is text.
+    """
+
+    _TAG = "<|python_tag|>"
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._start: str | None = ""
+        """Text that came before it is known what the answer is; None from then on."""
+        self._is_text = False
+        self._between = ""
+        """Text before an object; it is said if the object is no call."""
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text."""
+        position = 0
+        if self._start is not None:
+            text = self._start + text
+            start = text.lstrip()
+            if not start or (self._TAG.startswith(start) and start != self._TAG):
+                self._start = text
+                return
+            self._start, position = None, len(text) - len(start)
+            position += len(self._TAG) * start.startswith(self._TAG)
+            self._between = text[:position]
+        while position < len(text) and not self._is_text:
+            if self._calls.is_open:
+                position = self._in_call(text, position, found)
+            elif text[position] == "{":
+                self._calls.begin()
+            elif text[position] in " \n\t;":
+                self._between += text[position]
+                position += 1
+            else:
+                self._is_text = True
+                found.say(self._between)
+        found.say(text[position:])
+
+    def _in_call(self, text: str, position: int, found: Found) -> int:
+        position = self._calls.feed(text, position, found)
+        if self._calls.is_complete or self._calls.is_broken:
+            self._is_text = not self._calls.end(found, self._between) or self._calls.num_ended < len(self._calls.calls)
+            self._between = ""
+        return position
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+        if self._calls.is_open:
+            self._calls.end(found, self._between)
+        elif not self._is_text and not self._calls.calls:
+            found.say(self._between)
+        found.say(self._start or "")

@@ -1,0 +1,97 @@
+"""Log probabilities of an answer's tokens in OpenAI's shapes.
+
+They are those of the target model's own law, before temperature, filters, bias and penalties, so they do not depend on
+how the answer was sampled, nor on speculation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.api import TokenLogprob
+from server.http.large_json import raw_list
+from server.openai.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprob, TopLogprob
+from server.text.tokenizer import Tokenizer
+
+_LEAST = -9999.0
+"""What OpenAI writes for a probability of 0; JSON has no infinity."""
+_PER_SLICE = 64
+"""Tokens with their alternatives that are encoded in one call."""
+
+
+@dataclass(frozen=True)
+class SpelledToken:
+    """An emitted token with its logprob, and the likeliest tokens instead."""
+
+    text: str
+    raw: bytes
+    logprob: float | None
+    """None for the first token of a prompt: nothing is before it."""
+    top: tuple[tuple[str, bytes, float], ...]
+    offset: int
+    """Characters of the answer before it."""
+
+
+def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: int) -> SpelledToken:
+    """A token as the client reads it; without a logprob for the first token of a prompt."""
+    if found is None:
+        return SpelledToken(*tokenizer.spell(token), None, (), offset)
+    top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
+    return SpelledToken(*tokenizer.spell(token), max(found.logprob, _LEAST), top, offset)
+
+
+def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
+    """`logprobs` of a chat choice or chunk."""
+    entries = (
+        ChatTokenLogprob(
+            token.text,
+            token.logprob if token.logprob is not None else _LEAST,
+            list(token.raw),
+            [TopLogprob(text, score, list(raw)) for text, raw, score in token.top],
+        )
+        for token in tokens
+    )
+    return ChatLogprobs(raw_list(entries, _PER_SLICE))
+
+
+def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
+    """`logprobs` of a completion choice or chunk: the emitted token is among the likeliest, as one more if need be."""
+    return CompletionLogprobs(
+        [token.text for token in tokens],
+        [token.logprob for token in tokens],
+        raw_list((None if token.logprob is None else _ranked(token, token.logprob) for token in tokens), _PER_SLICE),
+        [token.offset for token in tokens],
+    )
+
+
+def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
+    """Logprobs by text; of tokens that are spelled alike the emitted one counts, else the likeliest."""
+    ranked: dict[str, float] = {}
+    for text, _, score in token.top:
+        ranked.setdefault(text, score)
+    ranked[token.text] = logprob
+    return ranked
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[TokenLogprob], num_top: int
+) -> msgspec.Raw:
+    """`prompt_logprobs` of a choice: null for the first token; of every other one by id, with the likeliest ones in its
+    place, in vLLM's shape."""
+
+    def place_of(token: int, one: TokenLogprob) -> dict[str, PromptLogprob]:
+        ranked = {other: (score, rank) for rank, (other, score) in enumerate(one.top[:num_top], start=1)}
+        place = {
+            str(other): PromptLogprob(max(score, _LEAST), tokenizer.spell(other)[0], rank)
+            for other, (score, rank) in ranked.items()
+        }
+        if token not in ranked:
+            place[str(token)] = PromptLogprob(max(one.logprob, _LEAST), tokenizer.spell(token)[0])
+        return place
+
+    places = itertools.starmap(place_of, zip(prompt[1:], found, strict=True))
+    return raw_list(itertools.chain([None], places), _PER_SLICE)

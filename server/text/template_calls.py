@@ -1,0 +1,124 @@
+"""Reads calls as a tokenizer's own response template describes them, with transformers' parser of such templates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from server.text.call_pieces import Calls, Found, whole_call
+
+_QUOTED = re.compile(r"[^\w\s\"\\]")
+
+
+class TemplateRegions:
+    """Calls in the regions that the parser finds, and the text outside them."""
+
+    def __init__(self, calls: Calls, template: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        self._calls = calls
+        self._parser = ResponseParser(template, prefix="", tools=list(tools))
+        self._fields = load_response_template(template).fields
+        self._field = self._fields["tool_calls"]
+        self._raw: list[str] = []
+        """Characters that have not been given as text or as a call."""
+        self._seen: list[str] = []
+        """The same as the parser sees them."""
+        self._num_fed = 0
+        self._in_region = self._in_string = self._is_escaped = False
+        self._is_over = False
+        """Whether the parser could not read on: the rest is text."""
+
+    def feed(self, text: str, found: Found) -> None:
+        """More text. The parser may fail: character by character it is known what it has read before."""
+        for number, character in enumerate(text):
+            if self._is_over:
+                found.say(text[number:])
+                return
+            self._raw.append(character)
+            self._seen.append(self._shown(character))
+            if not self._in_string:
+                self._take(lambda: self._parser.feed(self._not_fed()), found)
+
+    def finish(self, found: Found) -> None:
+        """The answer has ended."""
+        if not self._is_over:
+            self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], found)
+
+    def _not_fed(self) -> str:
+        """Characters that the parser is to see next; a string of JSON is fed as a whole, which keeps it linear."""
+        seen = "".join(self._seen[self._num_fed :])
+        self._num_fed = len(self._seen)
+        return seen
+
+    def _shown(self, character: str) -> str:
+        """A character as the parser is to see it: in a string of JSON the marks that it looks for are spelled out."""
+        if not self._in_region or self._field.content != "json":
+            return character
+        if not self._in_string:
+            self._in_string = character == '"'
+            return character
+        if self._is_escaped:
+            self._is_escaped = False
+            return character
+        self._in_string, self._is_escaped = character != '"', character == "\\"
+        return json.dumps(character)[1:-1] if ord(character) > 127 else _QUOTED.sub(_spelled, character)
+
+    def _take(self, step: Callable[[], list[dict[str, Any]]], found: Found) -> None:
+        try:
+            for event in step():
+                self._event(event, found)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self._is_over = True
+            found.say("".join(self._raw))
+
+    def _event(self, event: dict[str, Any], found: Found) -> None:
+        kind, region = event["type"], event["field"]
+        if region == "content" and kind == "region_chunk":
+            self._give(len(event["text"]), found)
+        elif region == "tool_calls" and kind == "region_open":
+            self._in_region, self._in_string, self._is_escaped = True, False, False
+        elif region == "tool_calls" and kind == "region_close":
+            self._in_region = False
+            self._close(event["value"], found)
+        elif region != "content" and kind == "region_close":
+            # Fields that are neither are no business of this reader.
+            self._give(self._region(self._fields[region])[0], found)
+
+    def _close(self, value: Any, found: Found) -> None:
+        values = value if isinstance(value, list) else [value]
+        calls = [whole_call(json.dumps(one.get("function", one))) for one in values]
+        length, is_closed = self._region(self._field)
+        # Cut in the middle, arguments that are no JSON look like fewer of them.
+        is_cut = not is_closed and self._field.content != "json"
+        if is_cut or any(call is None or call[0] not in self._calls.names for call in calls):
+            self._give(length, found)
+            return
+        self._give(length, Found())
+        for call in calls:
+            assert call is not None
+            self._calls.whole(*call, found)
+
+    def _give(self, length: int, found: Found) -> None:
+        """Say the first characters that have not been given."""
+        found.say("".join(self._raw[:length]))
+        del self._raw[:length], self._seen[:length]
+        self._num_fed -= length
+
+    def _region(self, field: Any) -> tuple[int, bool]:
+        """(characters of the region that has just ended, whether a mark has ended it): the parser has read further."""
+        seen = "".join(self._seen)
+        begin = field.open_re and field.open_re.search(seen)
+        end = begin and field.close_re and field.close_re.search(seen, begin.end())
+        if not end:
+            return len(self._raw), False
+        ends = itertools.accumulate(map(len, self._seen))
+        return 1 + next(number for number, size in enumerate(ends) if size >= end.end()), True
+
+
+def _spelled(mark: re.Match[str]) -> str:
+    return f"\\u{ord(mark[0]):04x}"

@@ -1,0 +1,301 @@
+"""Text to tokens and back, in a few threads so that the event loop never waits for it.
+
+Built on the tokenizers library and transformers' chat templates; neither loads torch. Long texts go through the calls
+of the library that release the interpreter's lock: `encode` and `decode` hold it for all of their time, their batched
+counterparts do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import msgspec
+from tokenizers.decoders import DecodeStream
+
+from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
+from server.text.lanes import Lanes
+from server.text.rendering import render_conversation
+from server.text.text_bounds import byte_characters, longest_token
+from server.text.time_limit import TookTooLong, run_limited
+
+Result = TypeVar("Result")
+
+_CHAT_LIMIT_S = 10.0
+_MOST_WAITING = 1 << 24
+"""Characters of text that may wait for a lane's threads."""
+_REPLACEMENT = "\ufffd"
+_encoder = msgspec.json.Encoder()
+_BYTE_OF_CHARACTER = byte_characters()
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Sampling defaults from the model's generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, name: str, chat_template: str | None = None, revision: str | None = None) -> None:
+        """Load from a folder, or of a hub name this revision; raises ConfigError when there is none."""
+        from transformers import PreTrainedTokenizerFast
+
+        check_source(name, revision, is_model=False)
+        try:
+            self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
+        except Exception as error:  # the hub client and the parser raise many kinds
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{name}: no tokenizer could be loaded ({reason}); see --tokenizer") from error
+        if chat_template is not None:
+            self._fast.chat_template = chat_template
+        self._backend = self._fast.backend_tokenizer
+        # A tokenizer's file may ask for either, and encoding would then shorten a prompt without a word.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Also those that have no role of their own: decoding leaves them out as well.
+        added = self._backend.get_added_tokens_decoder().items()
+        self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
+        self._lanes = Lanes(_MOST_WAITING)
+        self._spelled: dict[int, tuple[str, bytes]] = {}
+        """Text and bytes of tokens, at most the vocabulary's."""
+
+    async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
+        """Run a method of this tokenizer in its threads.
+
+        size: characters that it works on, or items for which it takes as long. Raises EngineBusy if too many wait.
+        """
+        with self._lanes.of(size).room(size) as executor:
+            return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+    async def run_answer(self, call: Callable[..., Result], *args: Any) -> Result:
+        """Run what makes a large answer of tokens in a thread for that alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._lanes.answers, call, *args)
+
+    async def run_encode(
+        self, text: str, add_special_tokens: bool, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text, encoded in the threads.
+
+        Raises RequestError that names `param` for a text of more than `most` tokens: before it is encoded if the
+        number of its characters shows that.
+        """
+        if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
+            raise _too_long(most, f"{len(text)} characters", param)
+        return await self.run(self.encode, text, add_special_tokens, most, param, size=len(text))
+
+    async def run_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *args: Any,
+        most: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of the text that `render_chat` returns, which runs in the threads for a limited time.
+
+        Loops of a template may be long for what a client sends; the time of a long text's tokens does not count.
+        Raises RequestError for more than `most` tokens.
+        """
+        size = len(_encoder.encode([messages, args, options]))
+        try:
+            with self._lanes.of(size).room(size) as executor:
+                render = partial(self.render_chat, messages, *args, **options)
+                text = await run_limited(executor, _CHAT_LIMIT_S, render)
+        except TookTooLong as error:
+            message = f"the chat template took longer than {_CHAT_LIMIT_S:g} s for these messages; send fewer of them"
+            raise RequestError(message, "messages") from error
+        return await self.run_encode(text, False, most)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one token stands for; None if this tokenizer has no bound."""
+        return longest_token(msgspec.json.decode(self._backend.to_str()))
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; raises RequestError that names `param` if there are more than `most`."""
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoded) > most:
+            raise _too_long(most, f"{len(encoded)} tokens", param)
+        return list(encoded.ids)
+
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of words, at the beginning of a text and after a space; words without tokens are left out."""
+        spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        documents: Sequence[dict[str, Any]] = (),
+        call_marks: Sequence[str] = (),
+    ) -> str:
+        """A conversation through the model's chat template.
+
+        continue_final_message: leave the last message open. variables: more of them for the template.
+        tools: functions that the model may call. documents: texts to answer from. call_marks: text that the model's
+        calls may begin with. RequestError if the template does not show what was sent.
+        """
+        if not self._fast.chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
+
+        def render(
+            messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
+        ) -> str:
+            return str(
+                self._fast.apply_chat_template(
+                    messages,
+                    tools=list(tools) or None,
+                    documents=list(documents) or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    **(variables or {}),
+                )
+            )
+
+        try:
+            return render_conversation(render, messages, tools, documents, call_marks)
+        except RequestError as error:
+            if error.code != TEMPLATE_FAILED or not variables:
+                raise
+            self.render_chat(
+                messages, add_generation_prompt, continue_final_message, None, tools, documents, call_marks
+            )
+            told = "chat_template_kwargs: the chat template fails with these values, and not without them"
+            raise RequestError(told, "chat_template_kwargs") from error
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens."""
+        return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is none of the text's, such as one that ends it."""
+        return token in self._special
+
+    def token_of(self, text: str) -> int | None:
+        """The token that is a text; None if there is none."""
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
+    def has_special(self, text: str) -> bool:
+        """Whether a text is one of the special tokens."""
+        token = self.token_of(text)
+        return token is not None and token in self._special
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        return str(self._backend.id_to_token(token))
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token of plain text to decode others behind: many decoders drop the space that a text begins with."""
+        return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
+
+    def _decode_behind(self, token: int) -> str:
+        """A token's text in the middle of a text."""
+        before = str(self._backend.decode(self._before, skip_special_tokens=False))
+        both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
+        if both.startswith(before):
+            return both[len(before) :]
+        return str(self._backend.decode([token], skip_special_tokens=False))
+
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """A token's text behind others, and its bytes, which may be a part of a character."""
+        spelled = self._spelled.get(token)
+        if spelled is None:
+            spelled = self._spelled[token] = self._new_spelling(token)
+        return spelled
+
+    def _new_spelling(self, token: int) -> tuple[str, bytes]:
+        text = self._decode_behind(token)
+        if _REPLACEMENT not in text:
+            return text, text.encode()
+        piece = self.token_text(token)
+        if piece.startswith("<0x") and piece.endswith(">"):
+            return text, bytes([int(piece[1:-1], 16)])
+        known = [_BYTE_OF_CHARACTER.get(character) for character in piece]
+        return text, bytes(byte for byte in known if byte is not None) if None not in known else text.encode()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the tokenizer knows."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def describe(self) -> dict[str, Any]:
+        """What a client needs to do the same: class, size, special tokens (by name, as vLLM has it), chat template."""
+        named = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: getattr(self._fast, name, None) for name in named}
+        return {
+            "tokenizer_class": type(self._backend.model).__name__,
+            "vocab_size": self.vocab_size,
+            **{name: None if token is None else str(token) for name, token in special.items()},
+            "special_tokens": {name: str(token) for name, token in self._fast.special_tokens_map.items()},
+            "chat_template": self._fast.chat_template,
+        }
+
+    @property
+    def chat_template(self) -> str:
+        """The chat template, "" where there is none."""
+        return str(self._fast.chat_template or "")
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the model's answers are read (transformers), where its tokenizer says so."""
+        found = getattr(self._fast, "response_template", None)
+        return found if isinstance(found, dict) else None
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new incremental decoder of tokens that follow others."""
+        return Detokenizer(self._backend, self._before, skip_special_tokens)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._lanes.close()
+
+
+def _too_long(most: int, length: str, param: str) -> RequestError:
+    message = f"This model's maximum context length is {most} tokens, but the {param} has {length}; shorten it"
+    return RequestError(message, param, "context_length_exceeded")
+
+
+class Detokenizer:
+    """Text of one answer, token by token; a partial UTF-8 character is held back."""
+
+    def __init__(self, backend: Any, before: Sequence[int], skip_special_tokens: bool) -> None:
+        """before: tokens of plain text that the answer follows, so that a space it begins with is kept."""
+        self._backend = backend
+        self._before = before
+        self._skips_special = skip_special_tokens
+        self._stream = self._new_stream()
+
+    def _new_stream(self) -> DecodeStream:
+        stream = DecodeStream(skip_special_tokens=self._skips_special)
+        for token in self._before:
+            stream.step(self._backend, token)
+        return stream
+
+    def step(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception as error:  # the library has no class of its own for it
+            if "Invalid prefix" not in str(error):
+                raise
+            # Bytes that are no character change how those before them are decoded: begin anew behind them.
+            self._stream = self._new_stream()
+            return _REPLACEMENT + (self._stream.step(self._backend, token) or "")

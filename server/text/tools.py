@@ -1,0 +1,218 @@
+"""Function tools of a chat request: what the model is told of them, and what its answer must follow.
+
+Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
+with name and parameters; Llama 3), those of `call_formats.py` (Mistral, Qwen3-Coder, DeepSeek), and whatever a
+tokenizer's `response_template` describes (transformers). Forced calls and strict tools are followed by a grammar in the
+first two.
+
+Not for: reading calls out of an answer (`tool_calls.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.api import RequestError
+from server.http.bodies import nests_too_deeply
+from server.openai.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
+from server.openai.unsupported_fields import shown
+from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, named_in
+from server.text.structured import LONGEST_GRAMMAR, Structure, closed, compact
+
+PARTIAL_JSON = "partial_json"
+"""Name of arguments that are no JSON, in an object that holds nothing else."""
+_GRAMMARS = {
+    HERMES: {
+        "call": 'call: "<tool_call>\\n" body "\\n</tool_call>"',
+        "between": '"\\n"',
+        "free": 'start: (trigger "\\n" body "\\n</tool_call>")* TEXT\n'
+        "trigger[lazy]: /(?s:.*)<tool_call>/\n"
+        "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
+    },
+    LLAMA3_JSON: {
+        "call": "call: body",
+        "between": '"; "',
+        "free": 'start: TEXT | body ("; " body)*\nTEXT: /(\\s*[^{\\s](?s:.*))?/',
+    },
+}
+_ARGUMENTS = {HERMES: "arguments", LLAMA3_JSON: "parameters"}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request."""
+
+    tools: tuple[Tool, ...]
+    """Those the model may call."""
+    format: str
+    parallel: bool
+    """Whether one answer may hold several calls."""
+    forced: bool
+    """Whether it must hold one."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions."""
+        return frozenset(tool.function.name for tool in self.tools)
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as chat templates want them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def structure(self, answer: Structure) -> Structure:
+        """Return what the answer must follow; nothing if the model is free.
+
+        answer: what an answer without calls must follow. It is one choice, and calls are the other; an answer that must
+        call has no such choice.
+        """
+        bound = bool(answer.grammar) and not self.forced
+        if not bound and not self.forced and not any(tool.function.strict for tool in self.tools):
+            return Structure()
+        if bound and not answer.rule:
+            raise RequestError(
+                f"{answer.param}: a grammar of your own does not go with tools; send a schema, or tool_choice none",
+                answer.param,
+            )
+        if self.format not in _GRAMMARS:
+            raise RequestError(
+                f"calls in the format of this model ({self.format}) can be neither forced nor strict, nor a choice "
+                "beside structured output; use tool_choice auto with tools that are not strict and no schema, or none",
+                "tool_choice" if self.forced else "tools",
+            )
+        known = _GRAMMARS[self.format]
+        more = f" ({known['between']} call)*" if self.parallel else ""
+        head = f"start: call{more}\n{known['call']}" if self.forced else known["free"]
+        if bound:
+            head = f"start: answer | call{more}\nanswer: {answer.rule}\n{known['call']}"
+        bodies = " | ".join(f"body_{number}" for number in range(len(self.tools)))
+        lark = "\n".join(
+            [head, f"body: {bodies}", *(self._rules(tool, number) for number, tool in enumerate(self.tools))]
+        )
+        if len(lark) > LONGEST_GRAMMAR:
+            raise RequestError(f"tools: schemas of {len(lark)} characters, more than {LONGEST_GRAMMAR}", "tools")
+        return Structure(lark, "tools")
+
+    def _rules(self, tool: Tool, number: int) -> str:
+        """The grammar of a call's JSON. The arguments' schema is a root of its own, to which its references refer."""
+        function, key = tool.function, _ARGUMENTS[self.format]
+        followed = self.forced or bool(function.strict)
+        schema = compact(closed({"type": "object", **((function.parameters if followed else None) or {})}, followed))
+        begin = json.dumps(f'{{"name":{json.dumps(function.name)},"{key}":')
+        return f'body_{number}: {begin} args_{number} "}}"\nargs_{number}: %json {json.dumps(schema)}'
+
+
+def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:
+    """How the model writes calls: as the setting says, else by its templates; None where that cannot be told."""
+    if setting != "auto":
+        return setting
+    if response_template is not None and "tool_calls" in response_template.get("fields", {}):
+        return RESPONSE_TEMPLATE
+    if (known := named_in(chat_template)) is not None:
+        return known
+    if "<tool_call>" in chat_template:
+        return HERMES
+    if '"parameters"' in chat_template and ("ipython" in chat_template or "python_tag" in chat_template):
+        return LLAMA3_JSON
+    return None
+
+
+def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:
+    """Return the functions among the tools."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
+def other_kinds(tools: Sequence[AnyTool] | None) -> list[str]:
+    """Return the types of the other tools, fit for a log."""
+    return sorted({shown(tool.type) for tool in tools or () if not isinstance(tool, Tool)})
+
+
+def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
+    """The tools that a body's answer may call; None where it may call none. Raises RequestError."""
+    functions = functions_of(body.tools)
+    names = [tool.function.name for tool in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"tools: there are two functions {twice!r}", "tools")
+    choice = body.tool_choice
+    if not functions:
+        if isinstance(choice, NamedChoice | AllowedTools) or choice == "required":
+            raise RequestError("tool_choice: there are no tools to choose from", "tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if format_name is None:
+        raise RequestError("this server does not know how its model writes calls; see --tool-call-parser", "tools")
+    tools = tuple(functions)
+    if isinstance(choice, NamedChoice):
+        tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        if not tools:
+            raise RequestError(f"tool_choice: there is no function {choice.function.name!r}", "tool_choice")
+    if isinstance(choice, AllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        if unknown := next((name for name in allowed if name not in names), None):
+            raise RequestError(f"tool_choice: there is no function {unknown!r}", "tool_choice")
+        tools, choice = tuple(tool for tool in tools if tool.function.name in allowed), choice.allowed_tools.mode
+    forced = choice is not None and choice != "auto"
+    parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
+    return ToolUse(tools, format_name, parallel, forced)
+
+
+def plain_text(content: str | list[TextPart], param: str) -> str:
+    """The text of a content; raises RequestError for parts that are not text."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{param}: parts of type {part.type!r} are not supported; send text", param, "unsupported_value"
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def template_message(message: Message, number: int) -> dict[str, Any]:
+    """The `number`-th message as chat templates want it; raises RequestError where its parts do not fit its role."""
+    if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
+        raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
+    text = plain_text(message.content or "", "messages")
+    result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    # Templates that know names use them; the others ignore the key.
+    if message.name:
+        result["name"] = message.name
+    if thought := message.reasoning_content or message.reasoning:
+        if message.role != "assistant":
+            raise RequestError("messages: reasoning belongs to the assistant", "messages")
+        result["reasoning_content"] = thought
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise RequestError("messages: tool_calls belong to the assistant", "messages")
+        result["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        if not message.tool_call_id:
+            raise RequestError("messages: a tool's message needs the tool_call_id that it answers", "messages")
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _arguments(call: MadeCall) -> dict[str, Any]:
+    """A call's arguments, which travel as a string, as the object that templates want.
+
+    Arguments that are no JSON, such as those of a call that the length has cut or those with NaN, are one text in it.
+    """
+    if nests_too_deeply(call.function.arguments):
+        raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except RecursionError as error:
+        raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages") from error
+    except ValueError:
+        return {PARTIAL_JSON: call.function.arguments}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"messages: arguments of call {call.id!r} are not an object", "messages")
+    return arguments

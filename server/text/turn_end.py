@@ -1,0 +1,46 @@
+"""The token with which a chat template ends the assistant's turns, compared at start with the end tokens.
+
+Not for: ending answers. A template may end each message of a turn with a token that also comes before an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jinja2 import TemplateSyntaxError
+
+from engine.api import ConfigError, RequestError
+from server.text.tokenizer import Tokenizer
+
+_ANSWER = "polydraft-answer"
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a chat template that no messages can be rendered with."""
+    _rendered(tokenizer)
+
+
+def turn_remark(tokenizer: Tokenizer, ends: Collection[int]) -> str | None:
+    """Return a remark if the chat template ends turns with a special token that does not end answers."""
+    _, found, rest = (_rendered(tokenizer) or "").rpartition(_ANSWER)
+    tokens = tokenizer.encode(rest.lstrip(), False) if found else []
+    if not tokens or tokens[0] in ends or not tokenizer.is_special(tokens[0]):
+        return None
+    return (
+        f"the chat template ends the assistant's turns with {tokenizer.token_text(tokens[0])!r} ({tokens[0]}), which "
+        "does not end answers; if answers run on, add it to eos_token_id in generation_config.json"
+    )
+
+
+def _rendered(tokenizer: Tokenizer) -> str | None:
+    """A short conversation; None for a template that refuses it."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        return tokenizer.render_chat(messages, add_generation_prompt=False)
+    except RequestError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            fault = f"line {error.__cause__.lineno}: {error.__cause__}"
+            raise ConfigError(f"the chat template cannot be read ({fault}); see --chat-template") from error
+        return None
