@@ -6,6 +6,7 @@ Optional: needs llama-cpp-python and gguf, which nothing else does. Not for: ser
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import Tensor
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """Of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
+_ERROR = 3
+"""Level of llama.cpp's log."""
 NUM_CHECKED = 3
 """Prompts whose greedy answers are compared first."""
 _NAMES = {
@@ -83,6 +86,12 @@ def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
+def _log(level: int, text: bytes, _: Any) -> None:
+    """Pass on errors alone: loading a model writes a line per tensor."""
+    if level == _ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
 class Context:
     """A loaded model with room for several sequences."""
 
@@ -91,6 +100,8 @@ class Context:
         import llama_cpp
 
         self._api = llama_cpp
+        self._log = llama_cpp.llama_log_callback(_log)  # the library holds no reference
+        llama_cpp.llama_log_set(self._log, None)
         with tempfile.TemporaryDirectory() as place:
             file = Path(place) / "model.gguf"
             write_gguf(folder, file, kind)
