@@ -22,7 +22,6 @@ from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.execution.graphs import logit_bytes
 from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
@@ -82,10 +81,8 @@ def assemble(
     facts = _facts(config, models)
     drafts = _drafts(config, draft)
     most_sequences = config.scheduler.max_num_seqs
-    are_replayed = [is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True)]
-    recorded_bytes = sum(are_replayed) * logit_bytes(most_sequences, target.vocab_size)
-    if all(are_replayed):
-        recorded_bytes += buffer_bytes(drafts, most_sequences, target.vocab_size)
+    is_recorded = all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
+    recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
@@ -99,13 +96,10 @@ def assemble(
             way.backend,
             model.ranks,
             way.paged,
-            replayed,
-            memory.most_blocks,
+            is_recorded,
         )
-        for model, shape, way, replayed in zip(models, shapes, ways, are_replayed, strict=True)
+        for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
-    for runner in runners:
-        runner.record(most_sequences, progress)
     progress("trying the kernels of laws and verdicts")
     fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
@@ -129,7 +123,7 @@ def assemble(
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
     scheduler = _scheduler(config, target, memory.num_blocks)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
-    if all(are_replayed) and isinstance(drafter, ModelDrafter | None):
+    if is_recorded and isinstance(drafter, ModelDrafter | None):
         most = most_sequences, memory.most_blocks
         engine.recorded.record(engine.target, engine.draft_runner, drafts, *most, progress)
     return engine

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -15,7 +12,6 @@ from triton.compiler import ASTSource
 from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
 from engine.execution.triton_layer import _gate, _norm, _rotate_and_write
-from engine.execution.triton_product import _norm_product
 from engine.sampling.triton_nucleus import _keep as _keep_nucleus
 from engine.sampling.triton_nucleus import _narrow
 from engine.sampling.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
@@ -37,8 +33,6 @@ _ATTENTION = {
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
-_SMALL_SHARED_BYTES = 99 << 10
-"""The same of cards for desktops."""
 _INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
 
 
@@ -65,19 +59,8 @@ def reads_before_it_writes(code: Any) -> bool:
 
 
 def reads_wide(code: Any) -> bool:
-    """Whether keys and values, or weights, are read by 16 bytes a thread."""
+    """Whether keys and values are read by 16 bytes a thread."""
     return bool(re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", code.asm["ptx"]))
-
-
-def spills(code: Any) -> bool:
-    """Whether a thread has more numbers than registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    (stack,) = re.findall(r"STACK:(\d+)", said.stdout)
-    return int(stack) > 0
 
 
 def compile_tiles(types: dict[str, str]) -> None:
@@ -97,22 +80,6 @@ def compile_layer(dtype: str) -> None:
     for flag in (False, True):
         compiled(_rotate_and_write, numbers, {"head_dim": 80, "block": 128, "has_norm": flag})
     compiled(_gate, numbers, {"tile": 1024})
-
-
-def compile_products() -> None:
-    """Products of few rows with their norm, as aligned as a model's weights are; and as a width may be that is not."""
-    operands = ("hidden", "norm", "weight", "bias", "result")
-    for gated in (False, True):
-        for dtype, size in (("*bf16", 2), ("*fp32", 4)):
-            numbers = dict.fromkeys(operands, dtype) | {"eps": "fp32"}
-            kind = {"gated": gated, "has_bias": not gated, "upcast": size == 4}
-            for rows, tile in ((16, 16), (16, 32), (16, 64), (32, 16), (32, 32), (32, 64), (64, 32), (64, 64)):
-                shape = kind | {"rows": rows, "tile": tile, "depth": 8192 // size // tile}
-                code = compiled(_norm_product, numbers, shape, (*operands, "width", "num_columns"))
-                assert reads_wide(code)
-                assert code.metadata.shared <= _SMALL_SHARED_BYTES
-                assert size == 4 or not spills(code)
-            compiled(_norm_product, numbers, shape)
 
 
 def main() -> None:
@@ -136,7 +103,6 @@ def main() -> None:
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
-    compile_products()
     compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
     rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
     compiled(_sum_exponentials, rows, {"tile": 4096})

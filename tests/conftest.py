@@ -42,7 +42,6 @@ LONG = (
     "execution/test_triton_layer",
     "speculation/test_served_rules",
     "engine/test_places",
-    "execution/test_graphs",
     "server/test_connections",
     "server/test_grammar_bombs",
     "server/test_hub_names",

@@ -25,20 +25,16 @@ from scipy.stats import norm
 
 from engine.analysis.loading import integers
 from engine.demo.bench_pair import SIZES
-from engine.drafters.draft import MOST_UNMERGED
 from engine.errors import ConfigError
+from engine.recorded.steps import MOST_ROWS
 
-PRODUCTS, KERNELS = 4, 3
+PRODUCTS, KERNELS = 4, 6
 """Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
-_FEW_ROWS, _KERNELS_APART = 64, 3
-"""With more rows norms and the gate are so many kernels of their own (`engine/execution/fused_layer.py`)."""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
 """Of a step that is not recorded as a whole, outside its passes: for a drafted level, for a verdict over drafts, for a
 plain step."""
 RECORDED_LAUNCHES = 10
 """Of a whole step that is recorded: its copies, its replays, and the moves of accepted K/V."""
-_AROUND_PASS = 4
-"""Launches that fill the buffers of a recorded pass and copy its logits out."""
 _READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
 """Of a device's bandwidth and operations, what products reach."""
 _KERNEL_S, _LAUNCH_S, _HOST_READ_S = 2.0e-6, 4.5e-6, 20e-6
@@ -99,18 +95,19 @@ class Model:
         """K and V of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
-    def pass_s(self, device: Device, rows: int, texts_tokens: int, launches: int = _AROUND_PASS) -> float:
-        """A recorded pass over so many rows, behind texts of so many tokens together.
+    def pass_s(self, device: Device, rows: int, texts_tokens: int, is_recorded: bool = True) -> float:
+        """Time of a pass over so many rows, behind texts of so many tokens together.
 
-        launches: around it, from the host; none in a step that is recorded as a whole.
+        is_recorded: whether it is part of a recorded step; if not, the host launches every operation, and the device
+        waits if that takes longer than the work.
         """
         read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
         # A product's own start is hidden for the most part behind the reading of its weights.
-        kernels = KERNELS + PRODUCTS / 2 + (_KERNELS_APART if rows > _FEW_ROWS else 0)
-        kernels_s = self.layers * kernels * _KERNEL_S
-        return max(read_s, computed_s) + attention_s + kernels_s + launches * _LAUNCH_S
+        kernels_s = self.layers * (KERNELS + PRODUCTS / 2) * _KERNEL_S
+        pass_s = max(read_s, computed_s) + attention_s + kernels_s
+        return pass_s if is_recorded else max(pass_s, self.layers * (KERNELS + PRODUCTS) * _LAUNCH_S)
 
 
 def model_of(name: str, vocabulary: int) -> Model:
@@ -188,16 +185,17 @@ class Pair:
         texts, nodes = requests * context, 1 + num_drafts * length
         idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
         around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
-        of_pass, of_level, of_rest = _AROUND_PASS, LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
-        if requests * nodes <= MOST_UNMERGED:  # the step is recorded
-            of_pass, of_level, of_rest = 0, 0, RECORDED_LAUNCHES
+        of_level, of_rest = LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
+        is_recorded = requests * nodes <= MOST_ROWS
+        if is_recorded:
+            of_level, of_rest = 0, RECORDED_LAUNCHES
         elif num_drafts:
             around_s += _HOST_READ_S  # equal nodes are merged
         levels_s = sum(
-            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, of_pass)
+            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, is_recorded)
             for level in range(length)
         )
-        target_s = self.target.pass_s(self.device, requests * nodes, texts, of_pass)
+        target_s = self.target.pass_s(self.device, requests * nodes, texts, is_recorded)
         return levels_s + target_s + around_s + (of_level * length + of_rest) * _LAUNCH_S
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engine.analysis import arms
 from engine.analysis.law_check import check_law
 from engine.analysis.load import Load
-from engine.analysis.ways import steps_of, tiles, ways, without
+from engine.analysis.ways import steps_of, ways, without
 from engine.building import assemble
 from engine.calibration import made_up_plan, measure_points
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -99,7 +99,6 @@ def build(options: argparse.Namespace, findings: Findings) -> Engine:
     findings.add("memory_plan", engine.facts.memory_plan)
     found = ways(engine)
     findings.add("ways", found)
-    findings.add("tiles of products with norms", tiles(engine))
     if on_cuda:
         require_all(findings, found)
     return engine
@@ -214,16 +213,14 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
 def variants(options: argparse.Namespace, findings: Findings) -> None:
     """How much longer a step takes without each fast way, in turns.
 
-    What is recorded cannot be left out of it: what whole steps record is compared without them, and layers also without
-    recorded passes.
+    What is recorded cannot be left out of it: what whole steps record is compared without them.
     """
     engine = build(options, findings)
     device = engine.target.device
     num_turns = max(5, round(60 * options.scale))
     apart = "whole steps"
-    names = ("graphs", "kernels for verification", "kernels for rows", "equal nodes apart")
+    names = ("kernels for verification", "kernels for rows", "equal nodes apart", "kernels for layers")
     cases = [(apart,), *((apart, name) for name in names)]
-    cases += [(apart, "graphs", name) for name in ("kernels for layers", "products with norms")]
     result = {}
     for name in ("off", "bv_race:4x5"):
         for num_rows in (1, 16 if device.type == "cuda" else 2):

@@ -3,8 +3,8 @@ are faster, and the figures for the record.
 
 Every section runs in a process of its own with a limit of its own; what it has found is written after every item, so a
 section that hangs, crashes or runs out of its time leaves what it had. A fall-back (plain operations where kernels
-should run, passes without graphs) is a failure, not a success. Needs no git, no network and no checkpoint: the pair is
-made on the device.
+should run, steps that are not recorded) is a failure, not a success. Needs no git, no network and no checkpoint: the
+pair is made on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from loadtest.environment import environment
 
 _TESTS = (
     "execution/test_paged_attention",
-    "execution/test_graphs",
     "execution/test_triton_layer",
     "sampling/test_triton_rows",
     "sampling/test_triton_nucleus",

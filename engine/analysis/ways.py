@@ -34,18 +34,6 @@ def ways(engine: Engine) -> dict[str, bool]:
     return found
 
 
-def tiles(engine: Engine) -> dict[str, int]:
-    """Columns of a program of each product that computes its norm: those that were measured to be faster so."""
-    assert engine.draft_runner is not None
-    backends = {"target": engine.target.backend, "draft": engine.draft_runner.backend}
-    return {
-        f"{name}, {'gate' if gated else 'q, k, v'}, {rows} rows": tile
-        for name, backend in backends.items()
-        if isinstance(backend, LeanDecoder)
-        for (gated, rows), tile in backend.tiles.items()
-    }
-
-
 @contextmanager
 def without(engine: Engine, variant: str) -> Iterator[None]:
     """The engine without one of its fast ways."""
@@ -61,12 +49,8 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
         elif variant == "equal nodes apart":
             stack.enter_context(patch.object(engine, "most_unmerged", 0))
         for runner in runners:
-            if variant == "graphs":
-                stack.enter_context(patch.object(runner, "replays", False))
-            elif variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
+            if variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
                 stack.enter_context(patch.object(runner.backend, "use_kernels", False))
-            elif variant == "products with norms" and isinstance(runner.backend, LeanDecoder):
-                stack.enter_context(patch.object(runner.backend, "tiles", {}))
         yield
 
 

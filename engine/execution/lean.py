@@ -9,7 +9,6 @@ the same hook. Which models it takes is looked up in their modules; every start 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 from engine.cache.tensors import NORMED
 from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
-from engine.execution.fused_layer import NormedProduct, Tiles, fastest_tiles, tile_of, use_cpu_kernels, use_kernels
+from engine.execution.fused_layer import use_cpu_kernels, use_kernels
 from engine.execution.packing import Choices, pack
 from engine.execution.paged import Paged
 from engine.execution.products import PackedLinear, array_of, is_plain
@@ -29,8 +28,6 @@ from engine.execution.scaled import Kind
 
 if TYPE_CHECKING:
     from engine.execution.cpu_layers import CpuLayers
-
-log = logging.getLogger("polydraft")
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
@@ -50,16 +47,6 @@ class _Layer:
     gate_up: PackedLinear
     down: PackedLinear
 
-    @property
-    def normed_qkv(self) -> NormedProduct:
-        """q, k and v of the hidden states."""
-        return NormedProduct(self.attention_norm, self.qkv.weight, self.qkv.bias, gated=False)
-
-    @property
-    def normed_gate_up(self) -> NormedProduct:
-        """What `down` is multiplied with."""
-        return NormedProduct(self.mlp_norm, self.gate_up.weight, None, gated=True)
-
 
 class LeanDecoder:
     """Runs the passes of one model."""
@@ -78,8 +65,6 @@ class LeanDecoder:
         half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
         self._sign = torch.cat([-half, half])
         self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
-        self.tiles: Tiles = {}
-        """Of products with their norm and gate in one kernel."""
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
         self.cpu_layers = self._cpu_layers() if use_cpu_kernels(torch.device(model.device), model.dtype) else None
         """For passes of few tokens, where there are kernels for them."""
@@ -109,28 +94,11 @@ class LeanDecoder:
         embedding, last_norm = self._body.embed_tokens.weight.detach(), self._body.norm.weight.detach()
         return CpuLayers(embedding, layers, last_norm, sizes)
 
-    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
-        """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model.
-
-        Where Triton kernels compute the layers, this chooses the tiles of their products instead.
-        """
+    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:  # noqa: ARG002
+        """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model."""
         layers = self._layers
-        if self.use_kernels and wanted != "off":
-            self._choose_tiles(works)
-            return 0
         products = [self._head, *(part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down))]
         return pack(products, wanted, choices=choices)
-
-    def _choose_tiles(self, works: Callable[[], bool]) -> None:
-        products = [product for layer in self._layers for product in (layer.normed_qkv, layer.normed_gate_up)]
-        try:
-            self.tiles = fastest_tiles(products, self._eps)
-            fault = "logits differ from those of plain transformers" if self.tiles and not works() else None
-        except Exception as error:  # a kernel that cannot be compiled or recorded here
-            fault = str(error) or type(error).__name__
-        if fault is not None:
-            self.tiles = {}
-            log.warning("norms and gates run apart from their products: %s", fault)
 
     @staticmethod
     def _layer(number: int, layer: Any) -> _Layer:
@@ -191,7 +159,7 @@ class LeanDecoder:
         paged: Paged,
         wanted_N: Tensor,
     ) -> Tensor:
-        """The same with one kernel between any two products, or none."""
+        """The same with kernels between the products."""
         from engine.execution import triton_layer  # Triton is there where kernels are used
         from engine.execution.triton_attention import attend_paged
 
@@ -200,7 +168,7 @@ class LeanDecoder:
         for layer in self._layers:
             storage.store(layer.layer_idx, metadata.slots_T, hidden_TD)
             query_THD = triton_layer.rotate_and_write(
-                self._normed_product(layer.normed_qkv, hidden_TD),
+                layer.qkv(triton_layer.norm(hidden_TD, layer.attention_norm, self._eps)),
                 rotation,
                 layer.norms,
                 self._eps,
@@ -210,14 +178,12 @@ class LeanDecoder:
             query_1HTD = query_THD.transpose(0, 1).unsqueeze(0)
             attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, Kind(), None)
             layer.output.add_to(hidden_TD, attended[0].flatten(1))
-            layer.down.add_to(hidden_TD, self._normed_product(layer.normed_gate_up, hidden_TD))
+            normed_TD = triton_layer.norm(hidden_TD, layer.mlp_norm, self._eps)
+            layer.down.add_to(hidden_TD, triton_layer.gate(layer.gate_up(normed_TD)))
         storage.store(len(self._layers), metadata.slots_T, hidden_TD)
         normed_TD = triton_layer.norm(hidden_TD, self._body.norm.weight, self._eps)
         storage.store(NORMED, metadata.slots_T, normed_TD)
         return self._head(normed_TD[wanted_N])
-
-    def _normed_product(self, product: NormedProduct, hidden_TD: Tensor) -> Tensor:
-        return product(hidden_TD, self._eps, tile_of(self.tiles, product.gated, len(hidden_TD)))
 
     def _final_norm(self, hidden_TD: Tensor) -> Tensor:
         return rms_norm(hidden_TD, hidden_TD.shape[-1:], self._body.norm.weight, self._eps)

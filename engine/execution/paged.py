@@ -67,22 +67,15 @@ class Paged(NamedTuple):
     @staticmethod
     def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
         """Move a pass to the device, in one copy."""
-        flat = moved(packed(host), device)
+        flat = _moved(_packed(host), device)
         most_keys = int((host.num_keys - host.first_keys).max(initial=0))
-        return Paged.over(flat, host, page_size, int(host.counts.max(initial=0)), most_keys)
-
-    @staticmethod
-    def over(
-        flat: Tensor, host: PagedInput, page_size: int, most_queries: int, most_keys: int, is_padded: bool = False
-    ) -> Paged:
-        """Views of a buffer that holds `packed(host)`, or other passes of its shapes with no more queries and keys."""
         pieces = torch.split(flat, [_room(array) for array in host])
         words = pieces[0][: host.words.nbytes // 4].view(torch.int64).view(host.words.shape)
         others = (piece[: array.size].view(array.shape) for piece, array in zip(pieces[1:], host[1:], strict=True))
         pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = others
         return Paged(
             *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
-            *(page_size, most_queries, most_keys, is_padded),
+            *(page_size, int(host.counts.max(initial=0)), most_keys),
         )
 
 
@@ -92,7 +85,7 @@ def _room(array: Integers) -> int:
     return -(-array.nbytes // 16) * 4
 
 
-def packed(host: PagedInput) -> npt.NDArray[np.int32]:
+def _packed(host: PagedInput) -> npt.NDArray[np.int32]:
     """All of it in one array."""
     result = np.zeros(sum(map(_room, host)), dtype=np.int32)
     start = 0
@@ -103,8 +96,8 @@ def packed(host: PagedInput) -> npt.NDArray[np.int32]:
     return result
 
 
-def moved(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, through pinned memory where that saves a wait."""
+def _moved(values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, through pinned memory: so the copy is not waited for."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -36,8 +36,6 @@ _LAST_PLACES = 1.5
 _BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
-# Prompts whose chunks have 17 to 32 and 33 to 64 rows, for which a kernel may be another one.
-_ROWS_OF_KERNELS = (50, 90)
 
 
 class BackendChoice(NamedTuple):
@@ -112,9 +110,7 @@ def probe_ways(loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZ
 def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
     """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
     try:
-        for length in (_PROMPT_LENGTH, *(_ROWS_OF_KERNELS if way.paged else ())):
-            if length + _PROMPT_LENGTH < loaded.max_positions:
-                probe(loaded, shape, way.backend, way.paged, length, block_size)
+        probe(loaded, shape, way.backend, way.paged, block_size=block_size)
     except Exception:  # whatever the model's own code raises
         return False
     return True
@@ -126,7 +122,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def is_replayed(loaded: LoadedModel, paged: bool) -> bool:
-    """Whether small passes of a model are recorded and replayed as CUDA graphs.
+    """Whether steps of a model are recorded and replayed as CUDA graphs.
 
     A share of a split model is not: what ranks exchange in a pass is not recorded. All ranks must decide alike, as they
     make the same passes together.
@@ -152,8 +148,7 @@ def probe(
     chains = [rest[:3], [rest[0], rest[3], rest[4]]]
     num_blocks = prompt_length // block_size + 6
     sizes = num_blocks, block_size, loaded.vocab_size
-    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged, replayed=is_replayed(loaded, paged))
-    runner.record(1, lambda _: None)
+    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged)
     computed = _paged_logits(runner, prompt, chains, rest[5])
     with _attention(loaded.model, "eager"), torch.inference_mode():
         distances = [

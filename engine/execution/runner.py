@@ -5,7 +5,7 @@ The runner owns the model's K/V tensors; which slots hold what is the scheduler'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +15,9 @@ from torch import Tensor
 from engine.cache.tensors import KVMoves, KVShape, KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
-from engine.execution.graphs import Graphs
 from engine.execution.groups import groups_of
 from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all
-from engine.execution.paged import Paged, PagedInput, pages_of
+from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 from engine.transfer import to_device
 
@@ -27,8 +26,7 @@ class Pass(NamedTuple):
     """A pass that is about to run."""
 
     batch: PassInput
-    metadata: AttentionMetadata | None = None
-    """None where it is made when the pass runs."""
+    metadata: AttentionMetadata
 
 
 class ModelRunner:
@@ -49,12 +47,10 @@ class ModelRunner:
         backend: Backend | None = None,
         ranks: Ranks | None = None,
         paged: bool = False,
-        replayed: bool = False,
-        most_blocks: int | None = None,
+        has_spare_block: bool = False,
     ) -> None:
         """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
-        paged: attend by the Triton kernel; replayed: small passes as CUDA graphs (needs `paged`, and `record`);
-        most_blocks: of the longest text with its drafts."""
+        paged: attend by the Triton kernel; has_spare_block: a block more than the pool has, for the K/V of padding."""
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
@@ -66,14 +62,8 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
         self._layer_bytes = shape.layer_bytes(model.dtype)
-        # One block more than the pool has: for the K/V of padding.
-        num_slots = num_blocks * block_size
-        self.storage = KVTensors(shape, num_slots + (block_size if replayed else 0), model.dtype, self.device)
-        self.replays = True
-        """Whether passes run as recorded, where they have been."""
-        self._graphs: Graphs | None = None
-        if replayed:
-            self._graphs = Graphs(self.storage, block_size, num_slots, vocab_size, most_blocks or num_blocks)
+        num_slots = (num_blocks + has_spare_block) * block_size
+        self.storage = KVTensors(shape, num_slots, model.dtype, self.device)
 
     @property
     def fast_ways(self) -> dict[str, bool]:
@@ -81,15 +71,8 @@ class ModelRunner:
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),
             "paged attention": self._paged,
-            "graphs": self._graphs is not None and self._graphs.num_recorded > 0,
             "kernel for moves": self.storage.has_kernel,
         }
-
-    @torch.inference_mode()
-    def record(self, most_sequences: int, progress: Callable[[str], None]) -> None:
-        """Record the passes of steps of up to so many sequences, where passes are replayed."""
-        if self._graphs is not None:
-            self._graphs.record(self._compute, most_sequences, progress)
 
     @property
     def is_split(self) -> bool:
@@ -104,14 +87,12 @@ class ModelRunner:
         if self._ranks is not None:
             assert drawn_M is None, "what is drawn on this device is not known to the other ranks"
             self._ranks.tell("forward", sequences)
-        return self.run(Pass(build(sequences, self.block_size)), drawn_M)
+        return self.run(self._prepared(build(sequences, self.block_size)), drawn_M)
 
     def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
         """Several passes, for `run`."""
         assert not self.is_split, "what is drawn on this device is not known to the other ranks"
-        batches = build_all(passes, self.block_size)
-        # A recorded pass has its metadata already.
-        return [Pass(batch, None if self._graphs is not None else self._metadata(batch)) for batch in batches]
+        return [self._prepared(batch) for batch in build_all(passes, self.block_size)]
 
     @torch.inference_mode()
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
@@ -120,16 +101,9 @@ class ModelRunner:
         if self._num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
             drawn_M = None if drawn_M is None else torch.where(drawn_M < self._num_embeddings, drawn_M, 0)
-        metadata = prepared.metadata
-        if self._graphs is not None and self.replays:
-            host = pages_of(batch)
-            logits_NV = self._graphs.run(self._compute, batch, host, drawn_M)
-            if logits_NV is not None:
-                return logits_NV
-            metadata = self._metadata(batch, host)
         token_ids = self._token_ids(batch, drawn_M)
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
-        return self._compute(token_ids, positions, metadata or self._metadata(batch), wanted)
+        return self._compute(token_ids, positions, prepared.metadata, wanted)
 
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
@@ -175,15 +149,15 @@ class ModelRunner:
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
 
-    def _metadata(self, batch: PassInput, host: PagedInput | None = None) -> AttentionMetadata:
-        """host: `pages_of(batch)`, where it is there already."""
+    def _prepared(self, batch: PassInput) -> Pass:
         if self._paged:
-            paged = Paged.of(host or pages_of(batch), self.block_size, self.device)
-            return AttentionMetadata(self.storage, to_device(batch.slots_T, self.device), paged=paged)
+            paged = Paged.of(pages_of(batch), self.block_size, self.device)
+            slots_T = to_device(batch.slots_T, self.device)
+            return Pass(batch, AttentionMetadata(self.storage, slots_T, paged=paged))
         slots = _as_slice(batch.slots_T)
-        slots_T = to_device(batch.slots_T, self.device) if slots is None else slots
         groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
-        return AttentionMetadata(self.storage, slots_T, groups)
+        own = to_device(batch.slots_T, self.device) if slots is None else slots
+        return Pass(batch, AttentionMetadata(self.storage, own, groups))
 
 
 def _as_slice(slots_T: Ints) -> slice | None:

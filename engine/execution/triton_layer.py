@@ -2,8 +2,8 @@
 
 A pass over few tokens of a large model is bound by the number of its kernels. Between the four products of a layer
 there are norms (two), what becomes of q, k and v (norm, rotation, writing K/V), attention (`triton_attention.py`), and
-the gate; a residual sum belongs to its product. For few rows norms and gate are part of a product as well
-(`triton_product.py`). Numbers are rounded to the model's dtype no more often than transformers rounds them.
+the gate; a residual sum belongs to its product. Numbers are rounded to the model's dtype no more often than
+transformers rounds them.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean.py` decides where; its plain operations are
 the oracle.

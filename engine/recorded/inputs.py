@@ -55,7 +55,7 @@ LAWS = (Laws("none", ()), Laws("none", ("top_p",)), Laws("all", ()), Laws("some"
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 RECORDED_RULES = frozenset({"block", "bv_race"})
 """Rules whose steps are recorded."""
-_MOST_NODES = 64
+MOST_NODES = 64
 """Of a request: a row's word has a bit for each."""
 
 
@@ -160,7 +160,7 @@ class _Rows(NamedTuple):
 
 def _rows(queries: int, offsets: Ints, depths: Ints, seen_QN: Bools) -> _Rows:
     """Rows of a pass: the given ones, and behind them those without use, up to `queries`."""
-    bits = np.zeros((queries, _MOST_NODES), dtype=np.bool_)
+    bits = np.zeros((queries, MOST_NODES), dtype=np.bool_)
     bits[: len(offsets), : seen_QN.shape[1]] = seen_QN
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)[:, 0]
     rest = (0, queries - len(offsets))
@@ -214,7 +214,7 @@ def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
     """Of one request, without the axis of requests."""
     used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, fanout), strict=True)
     tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
-    node_depths = np.zeros((2, _MOST_NODES), dtype=np.int64)
+    node_depths = np.zeros((2, MOST_NODES), dtype=np.int64)
     node_depths[0, : tree.num_nodes] = np.repeat(np.arange(1, length + 1), num_drafts)
     node_depths[1, : tree.num_nodes] = tree.depths
     tokens = np.zeros(shape.num_nodes, dtype=np.int64)
@@ -358,7 +358,7 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
         Field("pages", np.int32, (count, most_pages)),
         Field("ends", np.int32, (count,)),
         Field("first keys", np.int32, (count,)),
-        Field("node positions", np.int32, (2, count, _MOST_NODES)),
+        Field("node positions", np.int32, (2, count, MOST_NODES)),
         Field("root", np.int64, (count,)),
         Field("lengths", np.int64, (count, num_chains // count)),
         Field("nodes", np.int64, (count, num_chains // count, 1 + shape.draft_length)),

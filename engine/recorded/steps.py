@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from engine.drafters.chains import draw_levels
-from engine.drafters.draft import MOST_UNMERGED, ChainShape, Draft, layout_of, noise_of, with_tokens
+from engine.drafters.draft import ChainShape, Draft, layout_of, noise_of, with_tokens
 from engine.execution.attention import AttentionMetadata
-from engine.execution.graphs import recorder
 from engine.execution.paged import Paged
 from engine.execution.runner import ModelRunner
 from engine.plan import Plan
-from engine.recorded.inputs import LAWS, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
+from engine.recorded.inputs import LAWS, MOST_NODES, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
+from engine.recorded.recorder import recorder
 from engine.sampling import fused
 from engine.sampling.law import LawParameters, law
 from engine.speculation.drafting import Chains, LawTable
@@ -40,6 +40,8 @@ from engine.verdicts import HostVerdict
 
 log = logging.getLogger("polydraft")
 
+MOST_ROWS = 256
+"""Of the target's pass, in the largest step that is recorded."""
 _TOLD = 16
 """Progress is reported after every so many recordings."""
 _LEAST_FREE = 0.6
@@ -310,7 +312,7 @@ class RecordedSteps:
             log.warning("recorded %d of %d shapes of steps: memory is short", len(self._steps), len(shapes))
         except Exception as error:  # an operation that cannot be recorded
             self._steps.clear()
-            log.warning("steps run without CUDA graphs of their own: %s", error)
+            log.warning("steps run without CUDA graphs: %s", error)
 
 
 def _on_cuda(runner: ModelRunner) -> bool:
@@ -337,7 +339,8 @@ def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[
     """
     shapes = []
     for chains, length in drafts:
-        most = min(most_sequences, MOST_UNMERGED // (1 + chains * length))
+        nodes = chains * length
+        most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
         counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
         shapes += [StepShape(count, chains, length, of_laws) for count in counts for of_laws in laws]
     return sorted(shapes, key=lambda shape: (shape.sequences, *_work(shape)))

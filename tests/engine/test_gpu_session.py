@@ -63,14 +63,14 @@ def test_a_section_that_ends_badly_leaves_what_it_had(
 
 def test_a_fall_back_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     findings = Findings(tmp_path / "found.json")
-    gpu_sections.require_all(findings, {"kernels for rows": True, "graphs": False})
+    gpu_sections.require_all(findings, {"kernels for rows": True, "whole steps": False})
     findings.add("first", 1)
     left = json.loads((tmp_path / "found.json").read_text())
-    assert left == {"failures": ["graphs: not used"], "first": 1}
+    assert left == {"failures": ["whole steps: not used"], "first": 1}
     assert "first: 1" in capsys.readouterr().out
     monkeypatch.setattr(gpu_session, "run_section", lambda *_: {"ended": "ended", "seconds": 1, "found": left})
     assert gpu_session.main([*TINY, "--part", "3", "--output", str(tmp_path)]) == 1
-    assert "graphs: not used" in capsys.readouterr().out
+    assert "whole steps: not used" in capsys.readouterr().out
     document = json.loads((tmp_path / "gpu-part-3.json").read_text())
     assert document["sections"]["record"]["found"] == left
     assert document["setting"]["target"] == "tiny"
@@ -83,7 +83,7 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
     assert result["ended"] == "ended", (tmp_path / f"{name}.log").read_text()[-2000:]
     found = result["found"]
     assert found["failures"] == []
-    assert found["ways"].keys() >= {"target: graphs", "draft: kernels for layers", "kernels for verification"}
+    assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for verification"}
     assert found["pair"]["single_draft_acceptance"] == pytest.approx(0.75, abs=0.1)
     if name == "trace":
         assert found["step_s"]["bv_race:8x4 behind 1000"] > 0

@@ -26,6 +26,7 @@ from engine.execution.runner import ModelRunner
 from engine.plan import Plan
 from engine.recorded import inputs, steps
 from engine.recorded.inputs import LAWS, Laws, StepInputs, StepShape
+from engine.recorded.recorder import recorder
 from engine.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
 from engine.request import Request, Speculation
 from engine.sampling import fused
@@ -432,11 +433,11 @@ def a_device(record: Callable[[Callable[[], None]], Any], free: Callable[[], int
     """Runners say that they are on CUDA while steps are recorded."""
 
     @contextlib.contextmanager
-    def recorder() -> Iterator[Any]:
+    def stand_in() -> Iterator[Any]:
         yield record
 
     with (
-        patch.object(steps, "recorder", recorder),
+        patch.object(steps, "recorder", stand_in),
         patch.object(steps, "_on_cuda", lambda _: True),
         patch.object(torch.cuda, "mem_get_info", lambda _: (free(), 1 << 40)),
     ):
@@ -473,10 +474,68 @@ def test_steps_that_cannot_be_recorded_run_as_they_are(
         return Recording(work)
 
     failed = recorded_again(both[1], record=record, free=lambda: 1 << 30)
-    assert "steps run without CUDA graphs of their own: this operation cannot be recorded" in caplog.text
+    assert "steps run without CUDA graphs: this operation cannot be recorded" in caplog.text
     assert failed.num_recorded == 0
     with patch.object(both[1], "recorded", failed):
         assert set(compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))) == {None}
+
+
+class FailingGraph:
+    """Stands in for `torch.cuda.graph`: a recording that fails leaves its stream in use."""
+
+    def __init__(self, _graph: object, pool: object, stream: object) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("this operation cannot be recorded")
+
+
+@stands_in
+def test_a_recording_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use = [current := MagicMock()]
+    for name, stand_in in {
+        "current_stream": lambda: in_use[0],
+        "set_stream": lambda stream: in_use.__setitem__(0, stream),
+        "Stream": MagicMock,
+        "stream": lambda _: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: 0,
+        "CUDAGraph": MagicMock,
+        "graph": FailingGraph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    done: list[int] = []
+    with pytest.raises(RuntimeError, match="cannot be recorded"), recorder() as record:
+        record(lambda: done.append(1))
+    assert done == [1, 1]
+    assert in_use == [current]
+
+
+@stands_in
+def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, Engine]) -> None:
+    """Non-finite numbers of rows that are not computed would go through all layers."""
+    attention = pytest.importorskip("engine.execution.triton_attention")
+    outputs: list[torch.Tensor] = []
+    attend_paged, empty = attention.attend_paged, torch.empty
+
+    def unset(*size: Any, **kind: Any) -> torch.Tensor:
+        found = empty(*size, **kind)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    def attend(*operands: Any) -> torch.Tensor:
+        outputs.append(attend_paged(*operands))
+        return outputs[-1]
+
+    with (
+        patch.object(attention, "attend_paged", attend),
+        patch.object(torch, "empty", unset),
+    ):
+        shapes = [one for one in compared(both, asked(3, lambda i: chains(2, 3 - i), temperature=1.0)) if one]
+    assert {one.sequences for one in shapes} >= {4}
+    assert outputs
+    assert all(output.isfinite().all() for output in outputs)
 
 
 @stands_in
@@ -560,13 +619,15 @@ def test_what_default_requests_draft_is_recorded(wish: dict[str, Any], recorded:
     assert building._drafts(config, None) == [(0, 0)]
 
 
-def test_the_menu_is_of_steps_with_few_rows() -> None:
-    shapes = menu([(0, 0), (1, 5), (4, 5), (8, 4), (8, 8)], 64)
-    assert max(shape.num_rows for shape in shapes) <= 64
+def test_the_menu_is_of_steps_of_up_to_256_rows() -> None:
+    shapes = menu([(0, 0), (1, 5), (4, 5), (8, 4), (8, 8), (13, 5)], 64)
+    assert max(shape.num_rows for shape in shapes) <= 256
     assert {shape.sequences for shape in shapes if not shape.num_drafts} == {1, 2, 4, 8, 16, 32, 64}
-    assert {shape.sequences for shape in shapes if shape.num_drafts == 1} == {1, 2, 4, 8, 10}
-    assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2, 3}
-    assert len(set(shapes)) == len(shapes) == 4 * (7 + 5 + 3 + 1)
+    assert {shape.sequences for shape in shapes if shape.num_drafts == 1} == {1, 2, 4, 8, 16, 32, 42}
+    assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2, 4, 8, 12}
+    assert {shape.sequences for shape in shapes if shape.num_nodes == 64} == {1, 2, 3}
+    assert not [shape for shape in shapes if shape.num_nodes > 64], "a row's word has 64 bits"
+    assert len(set(shapes)) == len(shapes) == 4 * (7 + 7 + 5 + 4 + 3)
     assert shapes == sorted(shapes, key=lambda shape: shape.sequences), "those of few requests come first"
     assert {shape.sequences for shape in menu([(0, 0)], 5)} == {1, 2, 4, 5}
-    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 63 + 3 * 17)
+    assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 252 + 12 * 17)
