@@ -48,13 +48,11 @@ LONG = (
     "server/test_stopping",
     "server/test_tools",
     "speculation/test_block_kernels",
-    "execution/test_processors",
     "engine/test_calibration",
     "engine/test_launches",
     "speculation/test_served_mutants",
     "scheduling/test_controller",
     "server/test_limits",
-    "loadtest/test_clients",
     "test_readme",
 )
 

@@ -19,7 +19,6 @@ import torch
 
 from engine import kernels
 from tests.engine import tiny
-from tests.grid import grid
 
 numba_product = pytest.importorskip("engine.execution.numba_product")
 
@@ -39,9 +38,6 @@ TESTS = [
     "tests/sampling/test_numba_rows.py",
     "tests/speculation/test_block_kernels.py",
 ]
-
-# The kernels that divide their work by the width of vectors.
-OF_VECTORS = TESTS[:2]
 
 RUN = """
 import sys
@@ -64,10 +60,9 @@ def limited_to(name: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "tests"), grid([*((name, TESTS) for name in PROCESSORS), ("AVX2", OF_VECTORS)], [("AVX2", OF_VECTORS)])
-)
-def test_kernels_are_right_on_this_processor(name: str, tests: list[str]) -> None:
+@pytest.mark.slow  # test_blocks_of_every_width_have_the_plain_numbers has the widths, by one kernel
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_kernels_are_right_on_this_processor(name: str) -> None:
     host = llvmlite.binding.get_host_cpu_features()
     missing = [feature for feature in PROCESSORS[name][1] if not host.get(feature)]
     if missing:
@@ -76,7 +71,7 @@ def test_kernels_are_right_on_this_processor(name: str, tests: list[str]) -> Non
     if block == numba_product.BLOCK:
         pytest.skip("the tests run on it anyway")
     run = subprocess.run(
-        [sys.executable, "-c", RUN, *tests], cwd=ROOT, env=limited_to(name), capture_output=True, text=True
+        [sys.executable, "-c", RUN, *TESTS], cwd=ROOT, env=limited_to(name), capture_output=True, text=True
     )
     assert run.returncode == 0, f"with {name}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}"
     *_, counts, blocks = run.stdout.splitlines()

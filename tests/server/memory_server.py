@@ -90,10 +90,11 @@ class Server:
         self.waiting = Waiting(most, TIMEOUT_S)
         self._state = ServerState()
         options: dict[str, Any] = {"interface": "asgi3", "ws": "none", "lifespan": "off", "timeout_keep_alive": 1000}
-        self._config = uvicorn.Config(self._app, log_config=None, access_log=False, **options)
-        self._config.load()
+        self.config = uvicorn.Config(self.app, log_config=None, access_log=False, **options)
+        self.config.load()
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        """Read, wait, answer."""
         self.scopes.append(scope)
         body, more = b"", self.reads
         if self.begins_first:
@@ -116,7 +117,7 @@ class Server:
 
     def connect(self) -> Wire:
         wire = Wire(self.loop)
-        options: dict[str, Any] = {"config": self._config, "server_state": self._state, "app_state": {}}
+        options: dict[str, Any] = {"config": self.config, "server_state": self._state, "app_state": {}}
         wire.connection = Connection(self.waiting, **options, _loop=self.loop)
         wire.connection.connection_made(wire)
         self.pass_s(0)

@@ -9,11 +9,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from server import daemon
 from server.http import connections
 from server.http.connections import Seldom
+from server.settings import Serve
 from tests.server.memory_server import TIMEOUT_S, Server
 
 HEAD_BYTES = 1 << 16
@@ -86,6 +90,25 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
     assert wire.statuses == [200, 200]
     server.pass_s(1)
     assert wire.statuses == [200, 200, 408], "a further byte gives no further time"
+
+
+def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request on a connection that was idle for as long as load balancers keep one would be cut off."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await server.app(scope, receive, send)
+
+    monkeypatch.setattr(daemon, "build_app", lambda _: app)
+    settings = Serve(model="m", max_connections=9, receive_timeout=TIMEOUT_S)
+    server.config = daemon._uvicorn_config(cast(Any, SimpleNamespace(settings=settings)))
+    wire = server.connect()
+    server.send(wire, GET)
+    server.pass_s(60)
+    server.send(wire, GET)
+    assert wire.statuses == [200, 200]
+    assert wire.ended == ""
+    server.pass_s(999)
+    assert wire.ended == "closed"
 
 
 def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:

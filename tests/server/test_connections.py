@@ -201,6 +201,7 @@ def outlast(daemon: Daemon) -> None:
         assert answered(unfinished).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.slow  # test_connection_bounds.py has it on a clock that is set
 def test_an_answer_may_take_longer_than_its_request_might(guarded: Daemon) -> None:
     """A stream outlasts the time for requests, and so does an idle connection between two of them."""
     engine = guarded.engine_pid()

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loadtest.clients import CLIENTS, Server, tried
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.test_tools import PARAMETERS, TEMPLATES
 
@@ -231,3 +232,11 @@ def test_a_body_of_a_front_end_is_answered(client: httpx.Client, who: str) -> No
         assert "error" not in json.loads(events[0])
     else:
         assert answer.json()["usage"]
+
+
+def test_official_clients_work(tool_daemon: Daemon) -> None:
+    """In the table of client libraries: those among the development tools."""
+    official = [name for name, (package, _) in CLIENTS.items() if package in ("openai", "anthropic")]
+    assert len(official) == 4
+    for name in official:
+        assert tried(Server(tool_daemon.url, MODEL), name)["result"] == "works"

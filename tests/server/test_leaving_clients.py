@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -118,16 +116,3 @@ def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
             wait_until(lambda: one_seat_http.get("/load").json()["server_load"] == 1, "the place stays taken")
         assert not first.is_done
     assert one_seat_http.post(PATH, json=SHORT).status_code == 200
-
-
-def test_the_server_does_not_hang_up_before_a_client_does(daemon: Daemon) -> None:
-    """A request on a connection that was idle for longer than clients keep one; they would see it cut off."""
-    connection = HTTPConnection("127.0.0.1", daemon.port, timeout=60)
-    connection.request("GET", "/health")
-    assert connection.getresponse().read()
-    used = connection.sock
-    time.sleep(6)
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    assert connection.sock is used
-    connection.close()

@@ -339,9 +339,9 @@ def test_modules_in_the_users_folder_are_not_the_engine(tmp_path: Path, pair_arg
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if " on http://" in line:
+            if "engine: loading target" in line:
                 break
         process.terminate()
         process.communicate()
-    assert " on http://" in lines[-1], "".join(lines)
+    assert "engine: loading target" in lines[-1], "".join(lines)
     assert process.returncode == 0
