@@ -30,8 +30,8 @@ from server.openai.fields import (
 )
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import metrics_of, usage_of
-from server.serving.generation import CallPiece, Delta, Generation, Part
+from server.serving.choice import CallPiece, Part
+from server.serving.generation import Delta, Generation
 from server.text.reasoning import Effort, Thought
 from server.text.tools import PARTIAL_JSON
 
@@ -280,12 +280,12 @@ class Messenger:
             "usage": self._usage(),
         }
         if reason is not None and self._with_metrics:
-            result["metrics"] = msgspec.to_builtins(metrics_of(self._generation))
+            result["metrics"] = msgspec.to_builtins(self._generation.metrics())
         return result
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts cached tokens beside the others."""
-        usage = usage_of(self._generation)
+        usage = self._generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return {
             "input_tokens": usage.prompt_tokens - cached,

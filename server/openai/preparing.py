@@ -30,7 +30,8 @@ from server.openai.sampling_fields import (
 )
 from server.openai.thinking import thoughts_of
 from server.openai.unsupported_fields import refuse_unsupported
-from server.serving.generation import Generation, TextOptions
+from server.serving.choice import TextOptions
+from server.serving.generation import Generation
 from server.state import Server
 from server.text.call_formats import call_marks
 from server.text.reasoning import CLOSE, knows_thinking, thinking_variables

@@ -19,7 +19,6 @@ from server.openai.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, C
 from server.openai.response_tools import Names, chat_tools, names_of
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
-from server.serving.answering import metrics_of, usage_of
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Effort, Thought
 
@@ -236,11 +235,11 @@ class Responder:
             **self._echoed,
         }
         if ended and self._with_metrics:
-            result["metrics"] = msgspec.to_builtins(metrics_of(self._generation))
+            result["metrics"] = msgspec.to_builtins(self._generation.metrics())
         return result
 
     def _usage(self) -> dict[str, Any]:
-        usage = usage_of(self._generation)
+        usage = self._generation.usage()
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {

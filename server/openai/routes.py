@@ -17,7 +17,8 @@ from server.openai.answers import AnsweredCall, AnsweredFunction, ChatChoice, Ch
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.preparing import prepare_chat, prepare_completion, wants_metrics
 from server.serving.answering import AnswerOptions, Shape, answer_stream, answer_whole
-from server.serving.generation import CallPiece, Choice, Delta, Generation, Part
+from server.serving.choice import CallPiece, Choice, Part
+from server.serving.generation import Delta, Generation
 from server.state import Server
 from server.text.logprobs import chat_logprobs, completion_logprobs
 from server.text.reasoning import Thought

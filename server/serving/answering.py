@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from engine.api import PolydraftError
 from server.http.errors import ErrorEnvelope, to_api_error
-from server.openai.answers import Answer, CompletionTokensDetails, Metrics, PromptTokensDetails, Usage
-from server.serving.generation import Choice, Delta, Generation
+from server.openai.answers import Answer, Metrics
+from server.serving.choice import Choice
+from server.serving.generation import Delta, Generation
 from server.state import Server
 
 log = logging.getLogger("polydraft")
@@ -67,28 +68,6 @@ class AnswerOptions:
     continuous_usage: bool = False
 
 
-def usage_of(generation: Generation) -> Usage:
-    """Tokens so far."""
-    prompt, answer = generation.num_prompt_tokens, generation.num_answer_tokens
-    return Usage(
-        prompt,
-        answer,
-        prompt + answer,
-        PromptTokensDetails(generation.num_cached_tokens),
-        CompletionTokensDetails(
-            generation.num_predicted_tokens, generation.num_mispredicted_tokens, generation.num_thought_tokens
-        ),
-    )
-
-
-def metrics_of(generation: Generation) -> Metrics:
-    """Times and speculation of the whole call, and of each choice."""
-    metrics = generation.clock.report(generation.speculation().report())
-    if len(generation.choices) == 1:
-        return metrics
-    return msgspec.structs.replace(metrics, choices=[choice.speculation.report() for choice in generation.choices])
-
-
 def prompt_ids_of(generation: Generation, shape: Shape) -> Sequence[int] | msgspec.UnsetType:
     """The tokens of the prompt that all choices have, where they were asked for."""
     first = generation.choices[0]
@@ -101,14 +80,14 @@ async def answer_whole(
     """Run to the end and answer at once."""
     if not await run_through(http, server, generation):
         return Response(status_code=499)
-    metrics = metrics_of(generation)
+    metrics = generation.metrics()
     answer = Answer(
         options.answer_id,
         shape.object_whole,
         options.created,
         options.model,
         [],
-        usage_of(generation),
+        generation.usage(),
         metrics if options.with_metrics else msgspec.UNSET,
         prompt_ids_of(generation, shape),
     )
@@ -239,11 +218,11 @@ async def _frames(
 
     def running_usage() -> Any:
         if options.continuous_usage:
-            return usage_of(generation)
+            return generation.usage()
         return None if options.include_usage else msgspec.UNSET
 
     def last_metrics() -> Any:
-        return metrics_of(generation) if options.with_metrics else msgspec.UNSET
+        return generation.metrics() if options.with_metrics else msgspec.UNSET
 
     def frames_of(delta: Delta) -> list[bytes]:
         choices = shape.chunk(delta)
@@ -270,7 +249,7 @@ async def _frames(
                 for piece in _pieces_of(whole):
                     yield piece
         if options.include_usage:
-            yield frame([], usage_of(generation), last_metrics())
+            yield frame([], generation.usage(), last_metrics())
     except PolydraftError as error:
         yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
     except Exception as error:
@@ -327,7 +306,7 @@ async def answer_told(
     if not await run_through(http, server, generation, teller.take):
         return Response(status_code=499)
     teller.end()
-    headers = speculation_headers(metrics_of(generation))
+    headers = speculation_headers(generation.metrics())
     return Response(_encoder.encode(teller.whole()), media_type="application/json", headers=headers)
 
 

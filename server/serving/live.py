@@ -1,15 +1,14 @@
-"""What the live page shows: totals since the start, and the requests that run, without any text of theirs."""
+"""State for the live page: totals since the start and the running requests, without their text."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.api import Outcome, Step, StepStats
-
-if TYPE_CHECKING:
-    from server.serving.generation import Generation
+from server.serving.statistics import GenerationState
 
 _MOST_SHOWN = 32
 
@@ -18,7 +17,7 @@ class Live:
     """Totals that only grow, so that a page can tell rates, and the generations that run."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Generation] = {}
+        self._running: dict[Hashable, Callable[[], GenerationState]] = {}
         self._stats: StepStats | None = None
         self._num_tokens = 0
         self._num_steps = self._num_emitted = self._num_timed = 0
@@ -40,13 +39,13 @@ class Live:
             self._plain_s += num_tokens * stats.plain_s + stats.prompt_s
             self._wall_s += stats.wall_s
 
-    def begin(self, generation: Generation) -> None:
-        """A generation has been admitted."""
-        self._running[id(generation)] = generation
+    def begin(self, key: Hashable, read_state: Callable[[], GenerationState]) -> None:
+        """Show a generation from now on."""
+        self._running[key] = read_state
 
-    def end(self, generation: Generation) -> None:
-        """A generation has ended."""
-        self._running.pop(id(generation), None)
+    def end(self, key: Hashable) -> None:
+        """Show a generation no longer."""
+        self._running.pop(key, None)
 
     def state(self, num_blocks: int) -> dict[str, Any]:
         """What a page asks for every second; num_blocks: of the K/V cache, 0 while the model loads."""
@@ -64,20 +63,19 @@ class Live:
                 "plain_s": self._plain_s,
                 "wall_s": self._wall_s,
             },
-            "requests": [_shown(one) for one in islice(self._running.values(), _MOST_SHOWN)],
+            "requests": [_shown(read_state()) for read_state in islice(self._running.values(), _MOST_SHOWN)],
             "num_requests": len(self._running),
         }
 
 
-def _shown(generation: Generation) -> dict[str, Any]:
-    counted = generation.speculation()
-    times = generation.clock
+def _shown(state: GenerationState) -> dict[str, Any]:
+    counted, clock = state.speculation, state.clock
     return {
-        "num_prompt_tokens": generation.num_prompt_tokens,
-        "num_choices": len(generation.choices),
-        "num_tokens": generation.num_answer_tokens,
-        "age_s": time.perf_counter() - times.started,
-        "ttft_s": times.ttft_s,
+        "num_prompt_tokens": state.num_prompt_tokens,
+        "num_choices": len(state.reasons),
+        "num_tokens": state.num_answer_tokens,
+        "age_s": time.perf_counter() - clock.started,
+        "ttft_s": clock.ttft_s,
         "rule": counted.rule,
         "acceptance_length": counted.acceptance_length,
         "speedup": counted.speedup,

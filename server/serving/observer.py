@@ -1,20 +1,21 @@
-"""What the daemon tells of a generation when it begins and when it ends: metrics, live page, log line, trace."""
+"""Reports every generation at its begin and at its end: metrics, live page, log line, trace."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.api import Outcome, StepStats, log_fields
 from server.http.calls import Call
 from server.serving.live import Live
 from server.serving.metrics import ServerMetrics
+from server.serving.statistics import GenerationState
 from server.serving.tracing import Tracing
 
-if TYPE_CHECKING:
-    from server.serving.generation import Generation
-
 log = logging.getLogger("polydraft")
+
+ReadState = Callable[[], GenerationState]
 
 
 class Observer:
@@ -26,45 +27,44 @@ class Observer:
         self._logs_requests = logs_requests
         self._tracing = tracing
 
-    def begin(self, generation: Generation, call: Call) -> None:
-        """A generation has been admitted."""
+    def begin(self, call: Call, num_prompt_tokens: Sequence[int], read_state: ReadState) -> None:
+        """Note that a generation has been admitted; num_prompt_tokens: of each prompt."""
         call.is_generation = True
-        prompts = generation.choices[:: generation.num_choices]
-        self.metrics.start([len(choice.request.prompt_token_ids) for choice in prompts])
-        self.live.begin(generation)
+        self.metrics.start(num_prompt_tokens)
+        self.live.begin(call, read_state)
 
     def take(self, outcome: Outcome, stats: StepStats) -> None:
-        """An answer has taken a step's tokens; outcome: what it took of them."""
+        """Count the part of a step's outcome that an answer has taken."""
         self.metrics.take(outcome)
         self.live.take(outcome, stats)
 
-    def end(self, generation: Generation, call: Call, early_end: str) -> None:
-        """A generation is over; early_end: the reason of choices that have none: `abort` or `error`."""
-        self.live.end(generation)
-        reasons = [choice.finish_reason or early_end for choice in generation.choices]
-        self.metrics.abort(sum(choice.finish_reason is None for choice in generation.choices), early_end)
+    def end(self, call: Call, read_state: ReadState, early_end: str) -> None:
+        """Report a generation that is over; early_end: the reason of choices that have none: `abort` or `error`."""
+        self.live.end(call)
+        state = read_state()
+        self.metrics.abort(state.reasons.count(None), early_end)
         if self._logs_requests or self._tracing:
-            facts = facts_of(generation, reasons)
+            facts = facts_of(state, early_end)
             if self._logs_requests:
                 log.info("request", extra=log_fields(id=call.request_id, path=call.path, **facts))
             if self._tracing:
-                self._tracing.record(generation, call, facts)
+                self._tracing.record(state, call, facts)
 
     def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send the traces that have not been sent yet."""
         if self._tracing:
             self._tracing.close()
 
 
-def facts_of(generation: Generation, reasons: list[str]) -> dict[str, Any]:
-    """What may be told of a generation: counts, times and settings, never text."""
-    metrics = generation.clock.report(generation.speculation().report())
+def facts_of(state: GenerationState, early_end: str) -> dict[str, Any]:
+    """Return the facts of a generation that logs and traces may hold: counts and times, never text."""
+    metrics = state.clock.report(state.speculation.report())
     counted = metrics.speculative_decoding
     return {
-        "prompt_tokens": generation.num_prompt_tokens,
-        "cached_tokens": generation.num_cached_tokens,
-        "answer_tokens": generation.num_answer_tokens,
-        "finish_reason": ",".join(reasons),
+        "prompt_tokens": state.num_prompt_tokens,
+        "cached_tokens": state.num_cached_tokens,
+        "answer_tokens": state.num_answer_tokens,
+        "finish_reason": ",".join(reason or early_end for reason in state.reasons),
         "queue_ms": metrics.queue_time_ms,
         "ttft_ms": metrics.time_to_first_token_ms,
         "total_ms": metrics.generation_time_ms,

@@ -201,3 +201,22 @@ class Clock:
             tokens_per_second=_rounded(self.num_tokens / (end - self.started) if end > self.started else None, 1),
             speculative_decoding=speculation,
         )
+
+
+@dataclass(frozen=True)
+class GenerationState:
+    """Counts, times and settings of one HTTP call, for observers; it holds no text."""
+
+    reasons: list[str | None]
+    """Finish reason of each choice; None while it runs."""
+    num_choices: int
+    """Choices of each prompt."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_answer_tokens: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    clock: Clock
+    speculation: SpeculationCount
+    """Sum over the choices."""

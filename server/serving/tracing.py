@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.api import ConfigError
 from server.http.calls import Call
+from server.serving.statistics import GenerationState
 from server.version import VERSION
-
-if TYPE_CHECKING:
-    from server.serving.generation import Generation
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -60,23 +58,22 @@ class Tracing:
         self._kind = SpanKind.SERVER
         self._model = model
 
-    def record(self, generation: Generation, call: Call, facts: dict[str, Any]) -> None:
+    def record(self, state: GenerationState, call: Call, facts: dict[str, Any]) -> None:
         """Send the span of a generation that is over; it is a child of the caller's span, where there is one."""
         # A proxy's prefix may stand before it.
         operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
         parent = self._propagator.extract({"traceparent": call.trace_parent}) if call.trace_parent else None
         end_ns = time.time_ns()
-        started_ns = end_ns - int(1e9 * (time.perf_counter() - generation.clock.started))
-        request = generation.choices[0].request
+        started_ns = end_ns - int(1e9 * (time.perf_counter() - state.clock.started))
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "polydraft",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.request.temperature": request.sampling.temperature,
-            "gen_ai.request.top_p": request.sampling.top_p,
-            "gen_ai.request.max_tokens": request.limits.max_tokens,
-            "gen_ai.request.choice.count": generation.num_choices,
+            "gen_ai.request.temperature": state.temperature,
+            "gen_ai.request.top_p": state.top_p,
+            "gen_ai.request.max_tokens": state.max_tokens,
+            "gen_ai.request.choice.count": state.num_choices,
             "gen_ai.response.finish_reasons": facts["finish_reason"].split(","),
             "polydraft.request_id": call.request_id,
         }

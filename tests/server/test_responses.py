@@ -14,7 +14,8 @@ import pytest
 from engine.api import Request
 from server.openai.response_tools import chat_tools, names_of
 from server.openai.responses import Responder, ResponsesRequest, as_chat
-from server.serving.generation import CallPiece, Delta
+from server.serving.choice import CallPiece
+from server.serving.generation import Delta
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.test_edited_logits import SHAPES
 from tests.server.test_tools import PARAMETERS, check_call, tool_daemon

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Request
-from server.serving.generation import Choice, TextOptions
+from server.serving.choice import Choice, TextOptions
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from tests.server.test_statistics import outcome, stats

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.api import Limits, Request
 from server.openai.fields import Function, Tool
-from server.serving.generation import Choice, TextOptions
+from server.serving.choice import Choice, TextOptions
 from server.text.call_pieces import Piece
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls

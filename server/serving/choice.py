@@ -1,0 +1,234 @@
+"""One choice of an answer: takes each step's tokens, and releases the text that no stop string can still cut.
+
+The stop strings, the finish reason, the usage and the speculation counts all agree about where the answer ends.
+Not for: HTTP shapes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from engine.api import Outcome, Request, StepStats, TokenLogprob
+from server.openai.answers import DraftedStep
+from server.serving.statistics import Clock, SpeculationCount, drafters_of, kept_part
+from server.text.call_pieces import Call, Piece
+from server.text.logprobs import SpelledToken, spell
+from server.text.prompts import Prompt
+from server.text.reasoning import Reasoning, Thought
+from server.text.stops import StopCut
+from server.text.tokenizer import Tokenizer
+from server.text.tool_calls import ToolCalls
+from server.text.tools import ToolUse
+
+# Some chat templates (Mistral) take no other ids of calls back.
+_ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text."""
+
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    """Begin with the prompt."""
+    thoughts: Literal["none", "possible", "begun"] = "none"
+    """Whether the answer may hold thoughts between <think> tags, and whether the prompt has begun them."""
+    tools: ToolUse | None = None
+    """Functions that the answer may call."""
+    num_prompt_logprobs: int | None = None
+    """Report the prompt's tokens with this many of the likeliest ones."""
+    reports_drafts: bool = False
+    """Report the chains of every step."""
+    reports_token_ids: bool = False
+    """Report the tokens of prompt and answer by id."""
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """More of a function call; id and name come with its first piece."""
+
+    index: int
+    call_id: str | None
+    name: str | None
+    arguments: str
+
+
+Part = str | Thought | CallPiece
+"""Text, a thought, or a piece of a function call."""
+
+
+class Choice:
+    """One answer in the making."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, options: TextOptions, prompt: Prompt | None = None
+    ) -> None:
+        """prompt: what is shown of it, if anything; it is read before the first tokens are added."""
+        self.request = request
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.num_predicted = 0
+        self.text = self.thoughts = ""
+        self.num_thought = 0
+        """Tokens of thoughts."""
+        self.finish_reason: str | None = None
+        self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
+        self.clock = Clock()
+        self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
+        self.token_ids: list[int] | None = [] if options.reports_token_ids else None
+        self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._prompt = prompt
+        self._has_begun = False
+        self._skips_special = options.skip_special_tokens
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+        self._cut = StopCut(options.stops, options.include_stop)
+        # One parser splits the released text, which lags because of stop strings; the other counts tokens as they come.
+        self._reasoning, self._counting = (
+            None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
+        )
+        tools, template = options.tools, tokenizer.response_template
+        self._calls = None if tools is None else ToolCalls(tools, template)
+        self._counting_calls = None if tools is None or tools.parallel else ToolCalls(tools, template)
+        self.call_ids: list[str] = []
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The function calls of the answer."""
+        return () if self._calls is None else self._calls.calls
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the answer; None where something else did, or nothing yet."""
+        return self._cut.found
+
+    @property
+    def num_mispredicted(self) -> int:
+        """Tokens of the prediction that did not come."""
+        return max(0, len(self.request.prediction) - self.num_predicted)
+
+    @property
+    def num_reported(self) -> int:
+        """Numbers and texts that a whole answer reports beside its text."""
+        logprobs = len(self.logprobs or ()) * (1 + (self.request.num_logprobs or 0))
+        num_drafted = sum(len(chain) for step in self.drafts or () for chain in step.chains)
+        return logprobs + len(self.token_ids or ()) + num_drafted + len(bytes(self.prompt_logprobs or b"")) // 64
+
+    @property
+    def prompt_logprobs(self) -> msgspec.Raw | None:
+        """Logprobs of the prompt as JSON, if they were asked for."""
+        return None if self._prompt is None else self._prompt.by_place
+
+    def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
+        """Take a step's tokens; (what to release, seconds per token since the last step, what the answer took)."""
+        self.num_cached = outcome.num_cached
+        echoed = self._echo_prompt()
+        text, num_kept = self._detokenize(outcome)
+        if self._cut.is_cut:
+            self.finish_reason = "stop"
+        elif self._counting_calls is not None and self._counting_calls.is_over:
+            self.finish_reason = "stop"
+            text += self._cut.finish()
+        elif outcome.finish_reason is not None:
+            self.finish_reason = outcome.finish_reason
+            text += self._cut.finish()
+        parts = self._read(echoed + text)
+        self.num_tokens += num_kept
+        self.num_predicted += min(outcome.num_predicted, num_kept)
+        self.text += "".join(part for part in parts if isinstance(part, str))
+        self.thoughts += "".join(part.text for part in parts if isinstance(part, Thought))
+        self._spell(outcome, num_kept)
+        if self.token_ids is not None:
+            self.token_ids += outcome.token_ids[:num_kept]
+        if self.drafts is not None:
+            self.drafts.append(self._drafted(outcome, num_kept))
+        kept = kept_part(outcome, num_kept)
+        self.speculation.add_step(kept, stats)
+        return parts, self.clock.add(outcome, num_kept), kept
+
+    def _drafted(self, outcome: Outcome, num_kept: int) -> DraftedStep:
+        def texts(tokens: Sequence[int]) -> list[str]:
+            return [self._tokenizer.spell(token)[0] for token in tokens]
+
+        num_accepted = min(outcome.num_accepted, num_kept)
+        chains = [texts(chain) for chain in outcome.drafts]
+        return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_kept]))
+
+    def _read(self, text: str) -> list[Part]:
+        """Thoughts, and what is in the text outside them."""
+        is_last = self.finish_reason is not None
+        found = [text] if self._reasoning is None else self._reasoning.feed(text, is_last)
+        thoughts = [part for part in found if isinstance(part, Thought)]
+        # Nothing is said before the thinking is over.
+        return [*thoughts, *self._read_calls("".join(part for part in found if isinstance(part, str)))]
+
+    def _read_calls(self, text: str) -> list[str | CallPiece]:
+        """Text outside calls and pieces of calls; an answer that is to have one call has ended with it."""
+        if self._calls is None:
+            return [text] if text else []
+        found = self._calls.feed(text, self.finish_reason is not None)
+        if self.finish_reason == "stop" and self._calls.are_complete:
+            self.finish_reason = "tool_calls"
+        return [part if isinstance(part, str) else self._named(part) for part in found]
+
+    def _named(self, piece: Piece) -> CallPiece:
+        if piece.name is not None:
+            self.call_ids.append("".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
+        call_id = self.call_ids[piece.index] if piece.name is not None else None
+        return CallPiece(piece.index, call_id, piece.name, piece.arguments)
+
+    def _echo_prompt(self) -> str:
+        """The prompt's text, before the first tokens; its logprobs are taken. Empty if it is not echoed."""
+        if self._has_begun or self._prompt is None:
+            return ""
+        self._has_begun = True
+        if self.logprobs is not None:
+            self.logprobs += self._prompt.tokens
+            self._offset = self._prompt.num_characters
+        return self._prompt.text
+
+    def _add_logprob(self, logprobs: list[SpelledToken], token: int, found: TokenLogprob | None) -> None:
+        logprobs.append(spell(self._tokenizer, token, found, self._offset))
+        if not (self._skips_special and self._tokenizer.is_special(token)):
+            self._offset += len(logprobs[-1].text)
+
+    def _spell(self, outcome: Outcome, num_kept: int) -> None:
+        """Take the logprobs of the tokens that belong to the answer."""
+        if self.logprobs is None:
+            return
+        for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
+            self._add_logprob(self.logprobs, token, found)
+
+    def _count(self, piece: str) -> None:
+        """Follow thoughts (their tags included) and calls token by token, to know which tokens belong to them."""
+        parts: Sequence[str | Thought] = [piece]
+        if self._counting is not None:
+            was_inside = self._counting.is_inside
+            parts = self._counting.feed(piece)
+            self.num_thought += was_inside or self._counting.is_inside
+        if self._counting_calls is not None:
+            self._counting_calls.feed("".join(part for part in parts if isinstance(part, str)), False)
+
+    def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
+        """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
+        text = ""
+        ended_by_token = outcome.finish_reason == "stop"
+        for count, token in enumerate(outcome.token_ids, start=1):
+            if ended_by_token and count == len(outcome.token_ids):
+                return text, count
+            looks = self.num_tokens + count > self.request.limits.min_tokens
+            piece = self._detokenizer.step(token)
+            self._count(piece)
+            text += self._cut.feed(piece, looks)
+            if self._cut.is_cut or (self._counting_calls is not None and self._counting_calls.is_over):
+                return text, count
+        return text, len(outcome.token_ids)
