@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from engine.api import PolydraftError, RequestError
+from engine.api import RequestError
 from server.http.errors import anthropic_error, to_api_error
 from server.openai.fields import (
     MAX_MESSAGES,
@@ -30,6 +30,7 @@ from server.openai.fields import (
 )
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
+from server.serving.answering import AnswerWriter, encode
 from server.serving.choice import CallPiece, Part
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Effort, Thought
@@ -249,7 +250,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-class Messenger:
+class MessageWriter(AnswerWriter):
     """Turns the deltas of a generation into content blocks, and tells of each step as events."""
 
     def __init__(self, body: MessagesRequest, generation: Generation, with_metrics: bool) -> None:
@@ -261,8 +262,13 @@ class Messenger:
         self._arguments = ""
         self._is_open = False
 
-    def whole(self) -> dict[str, Any]:
-        """The message as it is now."""
+    def whole(self) -> list[bytes]:
+        """Return the message of an answer that has ended."""
+        self._close()
+        return [encode(self._message())]
+
+    def _message(self) -> dict[str, Any]:
+        """Return the message as it is now."""
         choice = self._generation.choices[0]
         reason = None
         if choice.finish_reason is not None:
@@ -296,7 +302,7 @@ class Messenger:
 
     def begin(self) -> list[dict[str, Any]]:
         """Events before the first token."""
-        return [{"type": "message_start", "message": {**self.whole(), "content": []}}]
+        return [{"type": "message_start", "message": {**self._message(), "content": []}}]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Events of a step."""
@@ -339,14 +345,14 @@ class Messenger:
     def end(self) -> list[dict[str, Any]]:
         """Events after the last token."""
         events = self._close()
-        message = self.whole()
+        message = self._message()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         last: dict[str, Any] = {"type": "message_delta", "delta": delta, "usage": message["usage"]}
         if "metrics" in message:
             last["metrics"] = message["metrics"]
         return [*events, last, {"type": "message_stop"}]
 
-    def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
+    def fail(self, error: Exception) -> list[dict[str, Any]]:
         """Events of an error in a stream that has begun."""
         return [anthropic_error(to_api_error(error))]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.anthropic.messages import CountTokensRequest, MessagesRequest, Messenger, as_chat
+from server.anthropic.messages import CountTokensRequest, MessagesRequest, MessageWriter, as_chat
 from server.http.bodies import BodyRoute
-from server.openai.preparing import chat_prompt, wants_metrics
+from server.openai.preparing import chat_prompt
 from server.openai.translating import answer_translated, checked, in_own_words
 from server.state import Server
 
@@ -19,10 +19,8 @@ def build_router(server: Server) -> APIRouter:
     @router.post("/v1/messages")
     async def create_message(http: Request, body: MessagesRequest) -> Response:
         """Answer a conversation, in the shape of Anthropic's Messages API; nothing is stored."""
-        with_metrics = wants_metrics(server, body.metrics)
-        return await answer_translated(
-            http, server, body, as_chat, lambda made: Messenger(body, made, with_metrics), _params(body), body.stream
-        )
+        server.unknown_fields.check(body)
+        return await answer_translated(http, server, body, as_chat, MessageWriter, _params(body))
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

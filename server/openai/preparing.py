@@ -236,11 +236,6 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
     return await prepare(server, body, prompts, max_tokens)
 
 
-def wants_metrics(server: Server, asked: bool | None) -> bool:
-    """Whether the answer carries `metrics`."""
-    return server.settings.per_request_spec_decode_metrics == "detailed" if asked is None else asked
-
-
 async def completion_prompts(
     server: Server, prompt: Any, add_special_tokens: bool, most: int | None
 ) -> list[list[int]]:

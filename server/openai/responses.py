@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from engine.api import PolydraftError, RequestError
+from engine.api import RequestError
 from server.http.errors import to_api_error
 from server.openai.fields import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Closed, Count, GenerationFields, Listed
 from server.openai.response_tools import Names, chat_tools, names_of
 from server.openai.translating import refuse_drafts
 from server.openai.unsupported_fields import Neutral, refuse_unsupported
+from server.serving.answering import AnswerWriter, encode
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Effort, Thought
 
@@ -187,7 +188,18 @@ def _content(content: Any, number: int) -> Any:
     return parts
 
 
-class Responder:
+_PREFIXES = {"message": "msg", "reasoning": "rs"}
+"""Beginning of the id of an item with text."""
+_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+"""Further fields of such an item."""
+_PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+"""Part of such an item as it begins."""
+
+
+class ResponseWriter(AnswerWriter):
     """Turns the deltas of a generation into items, and tells of each step as events."""
 
     def __init__(self, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
@@ -251,9 +263,10 @@ class Responder:
             "total_tokens": usage.total_tokens,
         }
 
-    def whole(self) -> dict[str, Any]:
-        """The response object of an answer that has ended."""
-        return self.response(self.status)
+    def whole(self) -> list[bytes]:
+        """Return the response object of an answer that has ended."""
+        self._close(self.status)
+        return [encode(self.response(self.status))]
 
     @property
     def status(self) -> str:
@@ -273,23 +286,22 @@ class Responder:
         events = []
         for part in delta.parts:
             if isinstance(part, str):
-                events += self._text(part)
-                continue
-            if isinstance(part, Thought):
-                events += self._think(part.text)
-                continue
-            if part.name is not None:
-                events += self._close() + self._open_call(part.call_id or "", part.name)
-            self.output[-1]["arguments"] += part.arguments
-            events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
+                events += self._write("message", part)
+            elif isinstance(part, Thought):
+                events += self._write("reasoning", part.text)
+            else:
+                if part.name is not None:
+                    events += self._close() + self._open_call(part.call_id or "", part.name)
+                self.output[-1]["arguments"] += part.arguments
+                events.append(self._of_item("response.function_call_arguments.delta", delta=part.arguments))
         return events
 
     def end(self) -> list[dict[str, Any]]:
         """Events after the last token."""
-        events = self._close("incomplete" if self.status == "incomplete" else "completed")
-        return [*events, self._event(f"response.{self.status}", response=self.whole())]
+        events = self._close(self.status)
+        return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
 
-    def fail(self, error: PolydraftError | Exception) -> list[dict[str, Any]]:
+    def fail(self, error: Exception) -> list[dict[str, Any]]:
         """Events of an error in a stream that has begun."""
         body = to_api_error(error).body
         failed = self.response("failed", {"code": "server_error", "message": body.message})
@@ -311,30 +323,23 @@ class Responder:
         item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, **self._names.called(name)}
         return [self._open({**item, "arguments": "", "status": "in_progress"})]
 
-    def _text(self, text: str) -> list[dict[str, Any]]:
-        events = []
-        if not self._is_open or self.output[-1]["type"] != "message":
+    def _write(self, item_type: str, text: str) -> list[dict[str, Any]]:
+        """Add text to the open item if it has this type, else to a new one."""
+        events, part = [], _PARTS[item_type]
+        if not self._is_open or self.output[-1]["type"] != item_type:
             events += self._close()
-            item = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "status": "in_progress"}
-            events.append(self._open({**item, "content": []}))
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": item_type, "id": f"{_PREFIXES[item_type]}_{uuid.uuid4().hex}", "status": "in_progress"}
+            events.append(self._open({**item, **_FIELDS[item_type], "content": []}))
             self.output[-1]["content"] = [dict(part)]
             events.append(self._of_item("response.content_part.added", content_index=0, part=part))
         self.output[-1]["content"][0]["text"] += text
-        delta = self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
-        return [*events, delta]
+        return [*events, self._of_part("delta", delta=text)]
 
-    def _think(self, text: str) -> list[dict[str, Any]]:
-        events = []
-        if not self._is_open or self.output[-1]["type"] != "reasoning":
-            events += self._close()
-            item = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": "in_progress", "summary": []}
-            events.append(self._open({**item, "content": []}))
-            part = {"type": "reasoning_text", "text": ""}
-            self.output[-1]["content"] = [dict(part)]
-            events.append(self._of_item("response.content_part.added", content_index=0, part=part))
-        self.output[-1]["content"][0]["text"] += text
-        return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=text)]
+    def _of_part(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the open item's only part."""
+        part = self.output[-1]["content"][0]
+        more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+        return self._of_item(f"response.{part['type']}.{what}", content_index=0, **fields, **more)
 
     def _close(self, status: str = "completed") -> list[dict[str, Any]]:
         """The open item has ended."""
@@ -343,20 +348,13 @@ class Responder:
         self._is_open = False
         item = self.output[-1]
         item["status"] = status
-        if item["type"] == "message":
-            part = item["content"][0]
-            events = [
-                self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
-                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
-            ]
-        elif item["type"] == "reasoning":
-            part = item["content"][0]
-            events = [
-                self._of_item("response.reasoning_text.done", content_index=0, text=part["text"]),
-                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
-            ]
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._of_item("response.function_call_arguments.done", **done)]
         else:
+            part = item["content"][0]
             events = [
-                self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+                self._of_part("done", text=part["text"]),
+                self._of_item("response.content_part.done", content_index=0, part=dict(part)),
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]

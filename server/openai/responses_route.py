@@ -7,8 +7,7 @@ from starlette.responses import Response
 
 from server.http.bodies import BodyRoute
 from server.http.errors import error_response, http_error
-from server.openai.preparing import wants_metrics
-from server.openai.responses import Responder, ResponsesRequest, as_chat
+from server.openai.responses import ResponsesRequest, ResponseWriter, as_chat
 from server.openai.translating import answer_translated
 from server.state import Server
 
@@ -27,10 +26,8 @@ def build_router(server: Server) -> APIRouter:
     @router.post("/v1/responses")
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
         """Answer a conversation, in the shape of OpenAI's Responses API; nothing is stored."""
-        with_metrics = wants_metrics(server, body.metrics)
-        return await answer_translated(
-            http, server, body, as_chat, lambda made: Responder(body, made, with_metrics), _PARAMS, body.stream
-        )
+        server.unknown_fields.check(body)
+        return await answer_translated(http, server, body, as_chat, ResponseWriter, _PARAMS)
 
     @router.get("/v1/responses", include_in_schema=False)
     async def refuse_socket(http: Request) -> Response:

@@ -1,44 +1,62 @@
-"""What endpoints share that answer in another shape than OpenAI's chat: a wish as a chat, refusals in their words."""
+"""Common part of the generating routes, and translation of other APIs' requests to a chat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from engine.api import RequestError
 from server.http.calls import this_call
 from server.openai.fields import ChatRequest, SpeculationFields
 from server.openai.preparing import prepare_chat
-from server.serving.answering import Teller, answer_told
+from server.serving.answering import AnswerWriter, answer
 from server.serving.generation import Generation
 from server.state import Server
 
-Wished = TypeVar("Wished", bound=BaseModel)
+
+class Streamable(Protocol):
+    """Fields that the bodies of all generating routes have."""
+
+    stream: bool
+    metrics: bool | None
+
+
+Wished = TypeVar("Wished")
+Streamed = TypeVar("Streamed", bound=Streamable)
+Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
+"""Makes the writer of an answer from its body, its generation, and whether the answer carries metrics."""
+
+
+async def respond(
+    http: Request, server: Server, body: Streamed, generation: Generation, writer: Writer[Streamed]
+) -> Response:
+    """Run a generation and answer in the shape of `writer`."""
+    default = server.settings.per_request_spec_decode_metrics == "detailed"
+    with_metrics = default if body.metrics is None else body.metrics
+    return await answer(http, server, generation, writer(body, generation, with_metrics), body.stream)
 
 
 async def answer_translated(
     http: Request,
     server: Server,
-    body: Wished,
-    as_chat: Callable[[Wished], ChatRequest],
-    teller_of: Callable[[Generation], Teller],
+    body: Streamed,
+    as_chat: Callable[[Streamed], ChatRequest],
+    writer: Writer[Streamed],
     params: Mapping[str, str],
-    streams: bool,
 ) -> Response:
-    """Answer a body as the chat it stands for; params: names of chat's fields in the words of the endpoint."""
-    server.unknown_fields.check(body)
+    """Answer a body that stands for a chat; params: names that the endpoint has for chat's fields."""
     with in_own_words(params):
         generation = await prepare_chat(server, checked(as_chat, body))
-        return await answer_told(http, server, generation, teller_of(generation), streams)
+        return await respond(http, server, body, generation, writer)
 
 
 def checked(as_chat: Callable[[Wished], ChatRequest], body: Wished) -> ChatRequest:
-    """The body as a chat; raises RequestError for what its parts lack."""
+    """Return the body as a chat; raises RequestError if the chat is not valid."""
     try:
         return as_chat(body)
     except ValidationError as error:
@@ -49,7 +67,7 @@ def checked(as_chat: Callable[[Wished], ChatRequest], body: Wished) -> ChatReque
 
 @contextmanager
 def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
-    """Refusals and reports of a chat name the field as the endpoint has it."""
+    """Rename chat's fields in errors and in the list of ignored fields."""
     call = this_call()
     own = len(call.ignored)
     try:
@@ -64,7 +82,7 @@ def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
 
 
 def refuse_drafts(speculation: SpeculationFields | None) -> None:
-    """Raise RequestError where drafts are to be returned, for which these shapes have no place."""
+    """Raise RequestError if drafts are to be returned: these APIs have no place for them."""
     if speculation is not None and speculation.return_drafts:
         message = "speculation.return_drafts is not supported here; use /v1/chat/completions"
         raise RequestError(message, "speculation.return_drafts", "unsupported_value")

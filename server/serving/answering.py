@@ -1,4 +1,4 @@
-"""Sends a generation to the client, whole or as a stream of server-sent events.
+"""Sends a generation to the client in the shape of any API: whole, or as a stream of server-sent events.
 
 A client that leaves ends its generation: a stream as its response ends, a whole
 answer by racing it against the disconnect. A stream begins only after admission, so errors
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -20,87 +20,70 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.api import PolydraftError
-from server.http.errors import ErrorEnvelope, to_api_error
-from server.openai.answers import Answer, Metrics
-from server.serving.choice import Choice
+from server.openai.answers import Metrics
 from server.serving.generation import Delta, Generation
 from server.state import Server
 
 log = logging.getLogger("polydraft")
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LARGE = 2048
 """Numbers and texts beside an answer's own text from which it is encoded in a thread: some milliseconds of work."""
 _PIECE = 1 << 18
 """Bytes of a large answer that are sent at once."""
-_encoder = msgspec.json.Encoder()
+
+encode = msgspec.json.Encoder().encode
+
+Event = dict[str, Any] | msgspec.Struct
+"""Data of a server-sent event. A dictionary has its name as `type`; OpenAI's chunks have no name."""
 
 
-class Shape(Protocol):
-    """How chat and completions differ in what they send."""
+class AnswerWriter(ABC):
+    """Writes one generation in the shape of an API: as events while it runs, or as a whole answer at its end."""
 
-    has_one_prompt: bool
-    """Whether the prompt's tokens are reported once for all choices."""
-    object_whole: str
-    object_chunk: str
+    last_frame: ClassVar[bytes] = b""
+    """Frame that ends every stream, also after an error."""
 
-    def whole(self, index: int, choice: Choice) -> Any:
-        """A choice of a whole answer."""
+    @abstractmethod
+    def begin(self) -> Sequence[Event]:
+        """Return the events before the first token."""
 
-    def opening(self, index: int) -> list[Any]:
-        """Choices of the chunks that open a stream."""
+    @abstractmethod
+    def take(self, delta: Delta) -> Sequence[Event]:
+        """Return the events of a step."""
 
-    def chunk(self, delta: Delta) -> list[Any]:
-        """Choices of the chunks that carry a delta."""
+    @abstractmethod
+    def end(self) -> Sequence[Event]:
+        """Return the events after the last token."""
 
+    @abstractmethod
+    def fail(self, error: Exception) -> Sequence[Event]:
+        """Return the events of an error in a stream that has begun."""
 
-@dataclass(frozen=True)
-class AnswerOptions:
-    """What an answer carries beside text."""
+    def collect(self, delta: Delta) -> None:
+        """Take a step of an answer that is sent whole."""
+        self.take(delta)
 
-    answer_id: str
-    created: int
-    model: str
-    with_metrics: bool
-    include_usage: bool = False
-    continuous_usage: bool = False
-
-
-def prompt_ids_of(generation: Generation, shape: Shape) -> Sequence[int] | msgspec.UnsetType:
-    """The tokens of the prompt that all choices have, where they were asked for."""
-    first = generation.choices[0]
-    return first.request.prompt_token_ids if shape.has_one_prompt and first.token_ids is not None else msgspec.UNSET
+    @abstractmethod
+    def whole(self) -> list[bytes]:
+        """Return the answer after its last step, as JSON in parts."""
 
 
-async def answer_whole(
-    http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
+async def answer(
+    http: HttpRequest, server: Server, generation: Generation, writer: AnswerWriter, streams: bool
 ) -> Response:
-    """Run to the end and answer at once."""
-    if not await run_through(http, server, generation):
+    """Run a generation and send it, whole or as a stream; raises what admission raises."""
+    if streams:
+        deltas = await admitted(http, server, generation)
+        if deltas is None:
+            return Response(status_code=499)
+        return EventStream(_frames(deltas, server, writer), deltas)
+    if not await run_through(http, server, generation, writer.collect):
         return Response(status_code=499)
-    metrics = generation.metrics()
-    answer = Answer(
-        options.answer_id,
-        shape.object_whole,
-        options.created,
-        options.model,
-        [],
-        generation.usage(),
-        metrics if options.with_metrics else msgspec.UNSET,
-        prompt_ids_of(generation, shape),
-    )
-
-    def encoded() -> list[bytes]:
-        # A bracket after this name is never in a string: its quotes would be escaped.
-        head, tail = _encoder.encode(answer).split(b'"choices":[]')
-        choices = [_encoder.encode(shape.whole(*one)) + b"," for one in enumerate(generation.choices)]
-        return [head + b'"choices":[', *choices[:-1], choices[-1][:-1], b"]" + tail]
-
     is_large = sum(choice.num_reported for choice in generation.choices) >= _LARGE
-    parts = await server.tokenizer.run_answer(encoded) if is_large else encoded()
-    return _in_pieces(parts, speculation_headers(metrics))
+    parts = await server.tokenizer.run_answer(writer.whole) if is_large else writer.whole()
+    return _in_pieces(parts, speculation_headers(generation.metrics()))
 
 
 def _in_pieces(parts: Sequence[bytes], headers: dict[str, str]) -> Response:
@@ -124,16 +107,6 @@ def _pieces_of(parts: Sequence[bytes]) -> Iterator[bytes | memoryview]:
         else:
             for start in range(0, len(part), _PIECE):
                 yield memoryview(part)[start : start + _PIECE]
-
-
-async def answer_stream(
-    http: HttpRequest, server: Server, generation: Generation, shape: Shape, options: AnswerOptions
-) -> Response:
-    """Answer step by step; raises what admission raises."""
-    deltas = await admitted(http, server, generation)
-    if deltas is None:
-        return Response(status_code=499)
-    return EventStream(_frames(deltas, server, generation, shape, options), deltas)
 
 
 class EventStream(StreamingResponse):
@@ -205,57 +178,37 @@ async def _disconnected(http: HttpRequest) -> None:
 
 
 async def _frames(
-    deltas: AsyncGenerator[Delta, None],
-    server: Server,
-    generation: Generation,
-    shape: Shape,
-    options: AnswerOptions,
+    deltas: AsyncGenerator[Delta, None], server: Server, writer: AnswerWriter
 ) -> AsyncGenerator[bytes | memoryview, None]:
-    def frame(choices: list[Any], usage: Any, metrics: Any = msgspec.UNSET, prompt_ids: Any = msgspec.UNSET) -> bytes:
-        what = shape.object_chunk
-        chunk = Answer(options.answer_id, what, options.created, options.model, choices, usage, metrics, prompt_ids)
-        return b"data: " + _encoder.encode(chunk) + b"\n\n"
-
-    def running_usage() -> Any:
-        if options.continuous_usage:
-            return generation.usage()
-        return None if options.include_usage else msgspec.UNSET
-
-    def last_metrics() -> Any:
-        return generation.metrics() if options.with_metrics else msgspec.UNSET
-
-    def frames_of(delta: Delta) -> list[bytes]:
-        choices = shape.chunk(delta)
-        frames = [frame([choice], running_usage()) for choice in choices[:-1]]
-        for choice in choices[-1:]:
-            is_last = generation.has_ended and not options.include_usage
-            frames.append(frame([choice], running_usage(), last_metrics() if is_last else msgspec.UNSET))
-        return frames
+    def frames_of(delta: Delta) -> bytes:
+        return _encoded(writer.take(delta))
 
     try:
-        for index in range(len(generation.choices)):
-            for choice in shape.opening(index):
-                prompt_ids = msgspec.UNSET if index else prompt_ids_of(generation, shape)
-                yield frame([choice], running_usage(), prompt_ids=prompt_ids)
+        yield _encoded(writer.begin())
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
-        keep_alive_s = server.settings.sse_keep_alive_interval
-        async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
+        async with aclosing(with_silences(deltas, server.settings.sse_keep_alive_interval)) as paced:
             async for delta in paced:
                 if delta is None:
                     yield _KEEP_ALIVE
                     continue
                 is_large = delta.num_logprobs >= _LARGE
-                whole = await server.tokenizer.run_answer(frames_of, delta) if is_large else frames_of(delta)
-                for piece in _pieces_of(whole):
+                frames = await server.tokenizer.run_answer(frames_of, delta) if is_large else frames_of(delta)
+                for piece in _pieces_of([frames]):
                     yield piece
-        if options.include_usage:
-            yield frame([], generation.usage(), last_metrics())
-    except PolydraftError as error:
-        yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
+        last = writer.end()
     except Exception as error:
-        log.exception("a stream broke")
-        yield b"data: " + _encoder.encode(ErrorEnvelope(to_api_error(error).body)) + b"\n\n"
-    yield _DONE
+        if not isinstance(error, PolydraftError):
+            log.exception("a stream broke")
+        last = writer.fail(error)
+    yield _encoded(last) + writer.last_frame
+
+
+def _encoded(events: Sequence[Event]) -> bytes:
+    return b"".join(
+        (b"event: " + event["type"].encode() + b"\n" if isinstance(event, dict) else b"")
+        + (b"data: " + encode(event) + b"\n\n")
+        for event in events
+    )
 
 
 async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:
@@ -273,65 +226,6 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
         if upcoming is not None and not upcoming.done():
             upcoming.cancel()
             await asyncio.gather(upcoming, return_exceptions=True)
-
-
-class Teller(Protocol):
-    """Turns a generation into an API's named events, and into the whole answer at its end."""
-
-    def begin(self) -> list[dict[str, Any]]:
-        """Events before the first token."""
-
-    def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events of a step."""
-
-    def end(self) -> list[dict[str, Any]]:
-        """Events after the last token."""
-
-    def fail(self, error: Exception) -> list[dict[str, Any]]:
-        """Events of an error in a stream that has begun."""
-
-    def whole(self) -> dict[str, Any]:
-        """The answer as it is now."""
-
-
-async def answer_told(
-    http: HttpRequest, server: Server, generation: Generation, teller: Teller, streams: bool
-) -> Response:
-    """Run a generation, told in named events or at its end; raises what admission raises."""
-    if streams:
-        deltas = await admitted(http, server, generation)
-        if deltas is None:
-            return Response(status_code=499)
-        return EventStream(_event_frames(deltas, server.settings.sse_keep_alive_interval, teller), deltas)
-    if not await run_through(http, server, generation, teller.take):
-        return Response(status_code=499)
-    teller.end()
-    headers = speculation_headers(generation.metrics())
-    return Response(_encoder.encode(teller.whole()), media_type="application/json", headers=headers)
-
-
-async def _event_frames(
-    deltas: AsyncGenerator[Delta, None], keep_alive_s: float, teller: Teller
-) -> AsyncGenerator[bytes | memoryview, None]:
-    def frames(events: list[dict[str, Any]]) -> bytes:
-        return b"".join(
-            b"event: " + event["type"].encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n" for event in events
-        )
-
-    try:
-        yield frames(teller.begin())
-        async with aclosing(with_silences(deltas, keep_alive_s)) as paced:
-            async for delta in paced:
-                if delta is None:
-                    yield _KEEP_ALIVE
-                elif events := teller.take(delta):
-                    yield frames(events)
-        yield frames(teller.end())
-    except PolydraftError as error:
-        yield frames(teller.fail(error))
-    except Exception as error:
-        log.exception("a stream broke")
-        yield frames(teller.fail(error))
 
 
 def speculation_headers(metrics: Metrics) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from engine.api import Request
 from server.openai.response_tools import chat_tools, names_of
-from server.openai.responses import Responder, ResponsesRequest, as_chat
+from server.openai.responses import ResponsesRequest, ResponseWriter, as_chat
 from server.serving.choice import CallPiece
 from server.serving.generation import Delta
 from tests.server.daemon_process import MODEL, Daemon
@@ -273,9 +273,9 @@ def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:
         choices = (types.SimpleNamespace(finish_reason="stop", request=Request(request_id="x", prompt_token_ids=(1,))),)
 
     body = ResponsesRequest.model_validate({"model": "m", "input": "x"})
-    responder = Responder(body, Generated(), with_metrics=False)  # type: ignore[arg-type]
-    responder.take(Delta(0, ["Well: ", CallPiece(0, "call_1", "f", '{"a":1')], None))
-    events = responder.take(Delta(0, [CallPiece(0, None, None, "}"), " Hello"], None))
-    assert [item["type"] for item in responder.output] == ["message", "function_call", "message"]
-    assert responder.output[1]["arguments"] == '{"a":1}'
+    writer = ResponseWriter(body, Generated(), with_metrics=False)  # type: ignore[arg-type]
+    writer.take(Delta(0, ["Well: ", CallPiece(0, "call_1", "f", '{"a":1')], None))
+    events = writer.take(Delta(0, [CallPiece(0, None, None, "}"), " Hello"], None))
+    assert [item["type"] for item in writer.output] == ["message", "function_call", "message"]
+    assert writer.output[1]["arguments"] == '{"a":1}'
     assert [event["output_index"] for event in events] == [1, 1, 1, 2, 2, 2]
