@@ -1,5 +1,5 @@
-"""HTTP in, HTTP out: the OpenAI-compatible front of the engine. Knows no tensors.
+"""HTTP front of the engine, compatible with OpenAI's and Anthropic's APIs. It imports no torch.
 
-The event loop runs routes, streams and the metrics registry; a small thread pool runs the
-tokenizer. Everything that touches a model lives in the engine process, behind `engine.api`.
+The event loop runs routes, streams and the metrics registry. A small thread pool runs the tokenizer. Everything that
+touches a model runs in the engine process, which the server reaches through `engine.api`.
 """

@@ -1,4 +1,4 @@
-"""Builds the ASGI application around its parts; nothing is created on import."""
+"""Builds the ASGI application; importing this module creates nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Tok
 
 
 def build_app(server: Server) -> FastAPI:
-    """The application that serves `server`."""
+    """Build the application."""
     settings = server.settings
     middleware = [
         Middleware(

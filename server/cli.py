@@ -1,4 +1,4 @@
-"""The `polydraft` command; a subcommand loads what it needs when it is chosen, so that help comes at once."""
+"""The `polydraft` command. Each subcommand imports its modules only when it is chosen, so that help is fast."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (words[0], words[1:]) if words else ("", [])
     if command == "serve":
-        gc.disable()  # not while modules are imported; the daemon begins with it when all is there
+        gc.disable()  # no collection while modules are imported; the daemon enables it when it is ready
         try:
             return _serve(rest)
         finally:
             gc.enable()
     if command == "analyze":
-        # A process of its own: this one never loads torch.
+        # A separate process: this one never loads torch.
         return subprocess.run([sys.executable, "-P", "-m", "engine.analysis", *rest], check=False).returncode
     if command == "bench":
         from loadtest.cli import main as bench
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _on_signals(handler: Callable[..., object]) -> None:
-    """Until the event loop has its own handlers: no traceback, and as process 1 of a container not ignored either."""
+    """Install signal handlers for the time before the event loop has its own: exit without a traceback, also as
+    process 1.
+    """
     import signal
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,7 +78,7 @@ def _on_signals(handler: Callable[..., object]) -> None:
 
 
 def _held_back() -> MemoryHandler:
-    """Keep log lines until the settings say where they go and in which form."""
+    """Buffer log lines until the settings define their destination and format."""
     from logging.handlers import MemoryHandler
 
     handler = MemoryHandler(100, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
@@ -85,7 +87,7 @@ def _held_back() -> MemoryHandler:
 
 
 def _serve(arguments: list[str]) -> int:
-    # Nothing has begun yet; a library that is being imported may not survive an exception (pydantic_core does not).
+    # Nothing has started yet. An exception could break a library during its import (pydantic_core is one).
     _on_signals(lambda *_: os._exit(0))
     from pydantic import ValidationError
     from pydantic_settings import SettingsError

@@ -52,7 +52,7 @@ def read_config_file(path: str, fields: Collection[str]) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> Any:
-    """Return the values in a file, which is read by its suffix, and as TOML without one of these."""
+    """Return the values in a file. Its suffix selects the parser; TOML is the default."""
     text = path.read_text()
     if path.suffix == ".json":
         return json.loads(text)

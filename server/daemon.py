@@ -1,6 +1,6 @@
-"""The daemon: binds, listens at once, loads in the background, drains, and picks the exit code.
+"""The daemon: binds the address, listens, loads the models in the background, drains, and chooses the exit code.
 
-0 after a drain, 1 after an engine or load failure, 2 for a bad configuration, 3 when the address
+Exit codes: 0 after a drain, 1 after a failure of the engine or of loading, 2 for a bad configuration, 3 if the address
 cannot be bound.
 """
 
@@ -47,17 +47,18 @@ from server.text.turn_end import check_template, turn_remark
 
 log = logging.getLogger("polydraft")
 
-# Longer than clients and proxies keep an unused connection (httpx, and so the openai client: 5 s; load balancers often
-# 60 s). A server that closes it first may cut off a request that is on its way.
+# Longer than clients and proxies hold an idle connection (httpx, and so the openai client: 5 s; load balancers often
+# 60 s). A server that closes it first may cut off a request in transit.
 _IDLE_CONNECTION_S = 75
 _MOST_FILES = 1 << 16
 _RESERVED_FILES = 96
-"""Open files that are no connections: sockets to the engine, libraries, what is accepted in one round of the loop."""
+"""Open files other than connections: sockets to the engine, libraries, connections accepted in one round of the loop.
+"""
 EXIT_OK, EXIT_FAILURE = 0, 1
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers: the daemon decides when it stops."""
+    """uvicorn without signal handlers; the daemon decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +66,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError for a tokenizer or a template that is wrong."""
+    """Serve until a signal stops the daemon, and return the exit code.
+
+    Raises ConfigError for a tokenizer or a chat template that cannot be used.
+    """
     client = EngineClient(
         config,
         settings.max_num_seqs + settings.max_num_queued_reqs,
@@ -73,7 +77,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
         settings.request_timeout,
         settings.max_num_queued_tokens,
     )
-    # The engine takes longest to load: it begins before the tokenizer is read.
+    # The engine takes longest to load, so it starts before the tokenizer is read.
     client.launch()
     try:
         server = build_server(settings, client)
@@ -81,7 +85,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
     except BaseException:
         client.kill()
         raise
-    # What is there now stays: looking through it for garbage would hold every stream up.
+    # Objects created so far live as long as the daemon. Scanning them for garbage would delay every stream.
     gc.freeze()
     gc.enable()
     try:
@@ -91,7 +95,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
 
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
-    """What the routes share; raises ConfigError for a tokenizer or a template that cannot be read."""
+    """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that cannot be read."""
     try:
         template = Path(settings.chat_template).read_text() if settings.chat_template else None
     except (OSError, ValueError) as error:
@@ -121,7 +125,7 @@ class _Daemon:
         self._abort_wanted = asyncio.Event()
 
     async def serve(self) -> int:
-        """Listen, load, serve, stop."""
+        """Listen, load, serve and stop."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -170,7 +174,7 @@ class _Daemon:
         client.is_draining = True
         log.info("draining %d requests, at most %.0f s", client.num_open, self._server.settings.shutdown_timeout)
         deadline = asyncio.get_running_loop().time() + self._server.settings.shutdown_timeout
-        # Answers that the engine has finished may still be on their way to clients that read slowly.
+        # Slow clients may still be reading answers that the engine has finished.
         answering = self._uvicorn.server_state.tasks
         while (client.num_open or answering) and client.is_alive and not self._abort_wanted.is_set():
             if asyncio.get_running_loop().time() > deadline:
@@ -191,7 +195,7 @@ class _Daemon:
         return EXIT_FAILURE
 
     async def _close(self, listening: asyncio.Task[None]) -> None:
-        # Open streams still have to send their last event.
+        # Open streams still have to send their final event.
         await asyncio.sleep(0.2)
         self._uvicorn.should_exit = True
         await asyncio.wait({listening}, timeout=5)
@@ -200,7 +204,9 @@ class _Daemon:
 
 
 def _uvicorn_config(server: Server) -> uvicorn.Config:
-    """Settings of the HTTP server, loaded; raises ConfigError for a TLS key or certificate that cannot be used."""
+    """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or certificate that cannot be
+    used.
+    """
     settings = server.settings
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
@@ -209,11 +215,11 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
         logging.getLogger(name).addFilter(Seldom())
     config = uvicorn.Config(
         build_app(server),
-        # uvicorn calls it as it would call the class.
+        # uvicorn calls it like the class.
         http=cast(type[asyncio.Protocol], functools.partial(Connection, waiting)),
         ws="none",
         log_config=None,
-        # A proxy's headers count where it is named; otherwise any client could forge its address.
+        # Forwarded headers count only from the configured proxies. Otherwise any client could forge its address.
         proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         log_level=max(logging.WARNING, logging.getLevelName(settings.log_level.upper())),
         access_log=False,
@@ -231,7 +237,7 @@ def _uvicorn_config(server: Server) -> uvicorn.Config:
 
 
 def raise_file_limit() -> int:
-    """Let the process open as many files as the system allows; the number of connections that leaves."""
+    """Raise the limit of open files to the system's maximum, and return the number of connections that this allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft < wanted:

@@ -1,4 +1,4 @@
-"""The command line of `polydraft serve`: flags are made of the settings, and other servers' flags are understood."""
+"""The command line of `polydraft serve`, generated from the settings. Flags of other servers are translated."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _WIDTH, _LONGEST_CHOICES = 110, 40
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that knows whole names only and raises ConfigError."""
+    """Parser that accepts full names only and raises ConfigError."""
 
     def error(self, message: str) -> Any:
         raise ConfigError(message.removeprefix("argument "))
 
 
 class _Help(argparse.Action):
-    """Prints help and ends the process: the usual flags, or with `all` every one."""
+    """Prints help and exits: the common flags, or with `all` every flag."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:  # noqa: ARG002
         if values not in ("usual", "all"):
@@ -77,7 +77,7 @@ def faults(error: ValidationError) -> list[str]:
 
 
 def _with_dashes(word: str) -> str:
-    """Return a flag's name with dashes; other servers also write underscores."""
+    """Return a flag's name with dashes; other servers also accept underscores."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 

@@ -1,7 +1,7 @@
-"""Flags of vLLM, SGLang and llama.cpp's server, as people paste them: what they are here.
+"""Flags of vLLM, SGLang and llama.cpp's server, translated to settings of this one.
 
-A flag is another name for a setting, has no effect here (one log line), or is refused by name with what to do. Nothing
-that would change an answer is dropped. The keys of a --config file are translated in the same way.
+Each flag is another name of a setting, has no effect here (one log line), or is refused with advice. No flag that
+would change an answer is dropped. The keys of a --config file are translated in the same way.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ SAME = {
     "page_size": "block_size",
     "tokenizer_path": "tokenizer",
 }
-"""Names of settings elsewhere."""
+"""Settings by their names in other servers."""
 
 OPPOSITE = {"disable_log_requests": "enable_log_requests", "disable_radix_cache": "enable_prefix_caching"}
-"""Switches elsewhere that turn off what a setting here turns on."""
+"""Switches of other servers that turn off a setting of this one."""
 
 VALUES = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "generation_config": {"vllm": "neutral"},
     "reasoning_parser": {"deepseek-r1": "deepseek_r1"},
 }
-"""Values of settings elsewhere."""
+"""Values of settings, translated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """What a flag is that no setting here corresponds to."""
+    """Flag of another server that corresponds to no setting here."""
 
     text: str
-    """Why it has no effect, or what to do instead."""
+    """Reason why it has no effect, or advice."""
     is_refused: bool = False
     accepts: tuple[str, ...] = ()
-    """Values with which a refused flag asks for nothing."""
+    """Values with which a refused flag has no effect."""
     is_switch: bool = False
     """Whether it takes no value."""
 
 
 def _ignored(text: str, switches: str = "", values: str = "") -> dict[str, Foreign]:
-    """Return flags without an effect on answers; names with spaces between."""
+    """Return flags that do not affect answers; names: separated by spaces."""
     switch, value = Foreign(text=text, is_switch=True), Foreign(text=text)
     return dict.fromkeys(switches.split(), switch) | dict.fromkeys(values.split(), value)
 
 
 def _refused(text: str, switches: str = "", values: str = "", accepts: tuple[str, ...] = ()) -> dict[str, Foreign]:
-    """Return flags that are refused unless their value asks for nothing; names with spaces between."""
+    """Return flags that are refused unless their value has no effect; names: separated by spaces."""
     switch = Foreign(text=text, is_refused=True, is_switch=True)
     value = Foreign(text=text, is_refused=True, accepts=accepts)
     return dict.fromkeys(switches.split(), switch) | dict.fromkeys(values.split(), value)
@@ -181,10 +181,10 @@ _SPECULATION_KEYS = ("method", "model", "num_speculative_tokens", "revision", "q
 
 
 def translate(given: Mapping[str, Any], shown: str = "--{}") -> dict[str, Any]:
-    """Return settings of this server for names and values of any server; other names stay as they are.
+    """Return the settings of this server for names and values of any server; unknown names are returned unchanged.
 
-    shown: how a message spells a name. Raises ConfigError for what would change an answer and is not served, and for
-    two names of one setting with different values.
+    shown: returns the spelling of a name in messages. Raises ConfigError for a flag that would change an answer and is
+    not supported, and for two names of one setting with different values.
     """
     result: dict[str, Any] = {}
     by: dict[str, str] = {}

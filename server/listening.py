@@ -1,4 +1,4 @@
-"""The socket of the daemon, bound before anything is loaded: an address that cannot be had is found at once."""
+"""The daemon's socket. It is bound before anything is loaded, so that an unusable address fails at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BACKLOG = 2048
 
 
 def bind(settings: Serve) -> socket.socket:
-    """Return the socket, listening: clients queue from here on. Raises OSError if the address cannot be had."""
+    """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be bound."""
     if settings.uds:
         _remove_stale(Path(settings.uds))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -23,7 +23,7 @@ def bind(settings: Serve) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if settings.send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit it: the system ends those whose client takes no bytes, with what it still holds.
+            # Connections inherit the option: the system closes those whose client reads nothing.
             most_ms = max(1, round(1000 * settings.send_timeout))
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
         address = (settings.host, settings.port)
@@ -38,7 +38,7 @@ def bind(settings: Serve) -> socket.socket:
 
 
 def bind_fault(settings: Serve, error: OSError) -> str:
-    """Return why the address cannot be had, and the flag that chooses another."""
+    """Return why the address cannot be bound, and the flag that selects another one."""
     where = settings.uds or f"{settings.host}:{settings.port}"
     flag = "--uds" if settings.uds else "--port"
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
@@ -47,7 +47,7 @@ def bind_fault(settings: Serve, error: OSError) -> str:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file whose daemon has ended; raises OSError if one still listens."""
+    """Remove the socket file of a daemon that has ended. Raises OSError if one still listens."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(str(path)) == 0:

@@ -1,4 +1,4 @@
-"""Everything that does not generate: health, models, metrics, versions, tokens."""
+"""Routes that do not generate: health, models, metrics, version, tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def build_router(server: Server) -> APIRouter:
-    """Operation routes, at the root and under /v1."""
+    """Build these routes, at the root and under /v1."""
     router = APIRouter(route_class=BodyRoute)
     _add_state(router, server)
     _add_models(router, server)
@@ -39,7 +39,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
-        """200 while the process and its engine live (also while loading) and its steps end, else 503."""
+        """Return 200 while the engine runs (also while it loads) and its steps complete, else 503."""
         if client.is_stalled:
             return error_response(EngineStopped("no step of the engine ends any more; restart the daemon"))
         if client.is_alive:
@@ -48,7 +48,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 only when requests are served."""
+        """Return 200 if requests are served, else 503."""
         if client.is_ready:
             return JSONResponse({"status": "ready"})
         state = "draining" if client.is_draining else client.loading
@@ -56,12 +56,12 @@ def _add_state(router: APIRouter, server: Server) -> None:
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """The daemon's version."""
+        """Return the daemon's version."""
         return {"version": VERSION}
 
     @router.get("/load")
     async def load() -> dict[str, int]:
-        """Open requests, and how the engine shares them out."""
+        """Return the numbers of open, running and waiting requests."""
         stats = client.last_stats
         return {
             "server_load": client.num_open,
@@ -71,7 +71,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus text."""
+        """Return the metrics in Prometheus' text format."""
         return Response(server.metrics.render(client.is_alive and not client.is_stalled), media_type=_METRICS_TYPE)
 
 
@@ -89,12 +89,12 @@ def _add_models(router: APIRouter, server: Server) -> None:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model served, under each of its names."""
+        """Return the one served model, under each of its names."""
         return {"object": "list", "data": [model_card(name) for name in server.settings.served_names()]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One model by name."""
+        """Return one model by name."""
         check_model(server, name)
         return model_card(name)
 
@@ -104,7 +104,7 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """Token ids of a prompt or a conversation."""
+        """Return the token ids of a prompt or of a conversation."""
         check_model(server, body.model)
         server.unknown_fields.check(body)
         refuse_unsupported(body)
@@ -136,12 +136,12 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """What the tokenizer is."""
+        """Return a description of the tokenizer."""
         return tokenizer.describe()
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """Text of token ids."""
+        """Return the text of token ids."""
         check_model(server, body.model)
         server.unknown_fields.check(body)
         return {"prompt": await tokenizer.run(text_of, body.tokens, size=len(body.tokens))}

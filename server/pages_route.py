@@ -1,6 +1,7 @@
 """Pages for people: `/`, the live page with its state, and the API's description at `/docs`.
 
-Nothing comes from another host. Scripts and styles carry a nonce that is new for every answer. Browsers use no others.
+Nothing is loaded from another host. Scripts and styles carry a nonce that changes with every response, and browsers
+run no others.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from server.version import VERSION
 
 _OWN = Path(__file__).parent / "static"
 _SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
-"""Swagger UI under its own licence (Apache-2.0), as the package ships it."""
+"""Swagger UI as its package ships it (Apache-2.0)."""
 _READ = ["GET", "HEAD"]
-"""Methods of a page: programs probe one with HEAD."""
+"""Methods of a page; HEAD is for probes."""
 _NO_MARKUP = "require-trusted-types-for 'script'; trusted-types 'none'"
-"""The browser refuses scripts that turn a text into markup."""
+"""Policy that forbids scripts to turn text into markup."""
 _INLINE_STYLES = "style-src-attr 'unsafe-inline'"
-"""Swagger UI sets styles on elements."""
+"""Policy for Swagger UI, which sets styles on elements."""
 
 
 class _Page:
-    """An HTML file in which only scripts and styles that carry the answer's nonce are used."""
+    """HTML file whose scripts and styles carry a nonce."""
 
     def __init__(self, name: str, policy: str) -> None:
         """policy: further directives of the content security policy."""
@@ -38,7 +39,7 @@ class _Page:
         self._policy = policy
 
     def response(self) -> Response:
-        """The page with a new nonce."""
+        """Return the page with a new nonce."""
         nonce = secrets.token_urlsafe(16)
         policy = (
             "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -49,10 +50,10 @@ class _Page:
 
 
 class _Assets(StaticFiles):
-    """Files of a page; browsers ask again whether they have changed."""
+    """Files of a page; browsers revalidate them."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """A file with the headers of all of them."""
+        """Return a file with the headers that all of them have."""
         response = super().file_response(*args, **kwargs)
         response.headers.update({"cache-control": "no-cache", **_NO_SNIFFING})
         return response
@@ -62,11 +63,11 @@ _NO_SNIFFING = {"x-content-type-options": "nosniff"}
 
 
 def install(app: FastAPI, server: Server) -> None:
-    """Add the pages to the application; the live page unless it is turned off."""
+    """Add the pages to the application, the live page only if it is enabled."""
     first = "dashboard" if server.settings.dashboard else "docs"
 
     async def root() -> Response:
-        """Redirect to a relative address, which also holds below a proxy's prefix."""
+        """Redirect to a relative address, which is also right below a proxy's prefix."""
         return RedirectResponse(first)
 
     _add(app, "/", root)
@@ -86,7 +87,7 @@ def _add(app: FastAPI, path: str, page: Any) -> None:
 
 
 def _add_files(app: FastAPI, path: str, folder: Path) -> None:
-    """Add the files of a folder; not by a mount, which looks for a proxy's prefix in the path."""
+    """Add the files of a folder. A mount would expect a proxy's prefix in the path."""
     assets = _Assets(directory=folder)
 
     async def file(name: str, request: Request) -> Response:
@@ -99,7 +100,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
     live = _Page("page.html", _NO_MARKUP)
 
     async def dashboard() -> Response:
-        """The page; it contains nothing of what is served."""
+        """Return the page; it contains no state of the server."""
         return live.response()
 
     _add(app, "/dashboard", dashboard)
@@ -107,7 +108,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
 
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:
-        """Model, totals and running requests, without any text; needs an API key if there are any."""
+        """Return model, totals and running requests, without their text. Needs an API key if keys are configured."""
         client = server.client
         facts = client.facts
         state = server.observer.live.state(facts.num_blocks if facts else 0)

@@ -1,6 +1,6 @@
-"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` makes one class of them.
+"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` combines them in one class.
 
-Flag names are vLLM's if the meaning is the same. The docstring of a group is its title.
+Flags have vLLM's names if the meaning is the same. The docstring of a group is its title.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.api import Device, Dtype, Prepack, file_fault
 from server.text.call_formats import CallFormat
 
 RARE: dict[str, Any] = {"rare": True}
-"""Marks a setting that only `--help=all` prints."""
+"""Mark of a setting that only `--help=all` prints."""
 
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _words(value: Any) -> Any:
-    """Return the values of one text or of several, each with commas between or as a JSON list."""
+    """Return the values of one text or of several; each is a JSON list or has commas between its values."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
         return [word for text in texts for word in _split(text)]
@@ -41,13 +41,13 @@ def _split(text: str) -> list[Any]:
 
 
 def _amount(value: Any) -> Any:
-    """Return the number of a text such as 4k (4,000) or 4K (4,096); vLLM reads them so."""
+    """Return the number of a text such as 4k (4,000) or 4K (4,096), as vLLM does."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgKMG])", value) if isinstance(value, str) else None
     return round(float(found[1]) * _MULTIPLES[found[2]]) if found else value
 
 
 def _automatic(value: Any) -> Any:
-    """Return 0 for the spellings of "as long as possible" that other servers know."""
+    """Return 0 for other servers' spellings of "as long as possible"."""
     return 0 if value in ("auto", "-1", -1) else value
 
 
@@ -71,7 +71,7 @@ _WINDOWS_S = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
 def rates_of(text: str) -> list[tuple[int, float]]:
-    """(requests, seconds) of a text such as 60/minute,5/second; raises ValueError."""
+    """Return (requests, seconds) of a text such as 60/minute,5/second; raises ValueError."""
     rates = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*([1-9][0-9]*)\s*/\s*(second|minute|hour|day)\s*", part)
@@ -325,7 +325,7 @@ class HttpSettings(BaseModel):
     @field_validator("api_key")
     @classmethod
     def _not_empty(cls, keys: list[str]) -> list[str]:
-        # An empty key, say from an unset variable, would let everybody in.
+        # An empty key, for example from an unset variable, would admit every client.
         if not all(key.strip() for key in keys):
             raise ValueError("a key must not be empty")
         return keys

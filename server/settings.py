@@ -40,7 +40,7 @@ GROUPS = (
     HttpSettings,
     ObservabilitySettings,
 )
-"""In the order of `--help`."""
+"""Groups in the order of `--help`."""
 
 
 class Serve(
@@ -72,11 +72,11 @@ class Serve(
         return (init_settings, env_settings, ConfigFileSource(settings_cls))
 
     def served_name(self) -> str:
-        """The model's name in metrics and logs."""
+        """Name of the model in metrics and logs."""
         return self.served_names()[0]
 
     def served_names(self) -> list[str]:
-        """Every name of the model that requests may use."""
+        """Names of the model that requests may use."""
         return self.served_model_name or [self.model or EMBEDDED_NAME]
 
     def target(self) -> str:
@@ -88,11 +88,11 @@ class Serve(
         return self.tokenizer or self.target()
 
     def tokenizer_revision(self) -> str | None:
-        """Hub revision of the tokenizer, where it is the target's."""
+        """Hub revision of the tokenizer if it is the target's."""
         return self.revision if self.tokenizer_source() == self.target() else None
 
     def engine_config(self) -> EngineConfig:
-        """What the engine process is told."""
+        """Return the configuration of the engine process."""
         draft = self.draft_model or (None if self.model else str(_DEMO / "draft"))
         _, _, fixed = self.spec_shape.partition(":")
         num_drafts, draft_length = pair_of(fixed) if fixed else (self.num_drafts, self.draft_length)
@@ -151,6 +151,6 @@ class Serve(
 
 
 def pair_of(shape: str) -> tuple[int, int]:
-    """The numbers of `K,L`."""
+    """Return the two numbers of `K,L`."""
     num_drafts, draft_length = shape.split(",")
     return int(num_drafts), int(draft_length)

@@ -1,4 +1,4 @@
-"""Checks of the models that a start names, before anything is loaded: by the names and the first bytes of files."""
+"""Checks of the configured models before anything is loaded. They read file names and the first bytes of files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _HTTP_CLIENTS = ("httpx", "httpx2")
 
 
 def check_sources(config: EngineConfig) -> None:
-    """Raise ConfigError for a model that is not there, before anything is loaded."""
+    """Raise ConfigError if a model does not exist."""
     if not log.isEnabledFor(logging.DEBUG):
         for client in _HTTP_CLIENTS:
-            # A line for every question to the hub would hide the one about the answer.
+            # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
     check_source(config.model.target, config.model.revision)
     if config.model.draft is not None:
@@ -23,9 +23,9 @@ def check_sources(config: EngineConfig) -> None:
 
 
 def check_quantization(config: EngineConfig, wanted: str | None) -> None:
-    """Raise ConfigError unless the target's weights are quantised as the operator says.
+    """Raise ConfigError unless the target's weights are quantised as configured.
 
-    wanted: the method by the name that a checkpoint or vLLM gives it; None is not checked.
+    wanted: the method's name in checkpoints or in vLLM; None skips the check.
     """
     if wanted is None:
         return
@@ -45,5 +45,5 @@ def check_quantization(config: EngineConfig, wanted: str | None) -> None:
 
 
 def _method(name: str) -> str:
-    """Return a method without its kernel: awq_marlin is awq."""
+    """Return a method's name without its kernel: awq for awq_marlin."""
     return name.lower().replace("_", "-").removesuffix("-marlin")

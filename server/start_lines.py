@@ -1,4 +1,4 @@
-"""The lines of the log once the daemon serves: model, addresses, speculation, memory."""
+"""Log lines of a daemon that has started: model, addresses, speculation, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.state import Server
 
 
 def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
-    """Lines of the log that a person reads once the daemon serves; address: without a slash at its end."""
+    """Return the log lines; address: without a slash at its end."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
     lines = [
         f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
@@ -25,12 +25,12 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
 
 
 def reachable(address: str) -> str:
-    """An address that a browser on this machine can open: a wildcard host becomes localhost."""
+    """Return an address that a browser on this machine can open; a wildcard host becomes localhost."""
     return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", address)
 
 
 def drafting(facts: EngineFacts, limits: SpeculationConfig) -> str:
-    """What drafts for a request that names nothing; where nothing does, what would."""
+    """Return the default drafters or, if there are none, the flags that would add some."""
     if limits.rule == "off":
         return "off (--spec-rule off)"
     usual = default_speculation(limits, facts)

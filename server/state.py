@@ -1,4 +1,4 @@
-"""What the routes share, built once by `build_app`."""
+"""State that the routes share, built once at start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.text.tokenizer import GenerationDefaults, Tokenizer
 
 @dataclass(frozen=True)
 class Server:
-    """The parts of a running server."""
+    """Parts of a running server."""
 
     settings: Serve
     client: EngineClient
@@ -23,13 +23,13 @@ class Server:
     observer: Observer
     model_name: str
     call_format: str | None
-    """How the model writes calls of tools (`tools.py`); None where that is not known."""
+    """Format in which the model writes calls (`text/tools.py`); None if it is not known."""
     thinks: bool = False
-    """Whether answers may hold thoughts (`reasoning.py`)."""
+    """Whether answers may contain thoughts (`text/reasoning.py`)."""
     unknown_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
-    """What is done about names in a body that no field has."""
+    """Policy for unknown fields of a body."""
 
     @property
     def metrics(self) -> ServerMetrics:
-        """The counters."""
+        """Prometheus metrics."""
         return self.observer.metrics

@@ -1,4 +1,4 @@
-"""The suggestion after a name that does not exist."""
+"""Suggestion after an unknown name."""
 
 from __future__ import annotations
 

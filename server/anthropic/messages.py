@@ -1,6 +1,6 @@
-"""`POST /v1/messages` in Anthropic's shape, stateless: the request as a chat, the answer as content blocks and events.
+"""`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks and, in a stream, events.
 
-Text, thinking and function tools, for coding agents that speak this protocol.
+Supports text, thinking and function tools, for coding agents with Anthropic's protocol. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from server.text.tools import PARTIAL_JSON
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_REFERENCE = "tool_reference"
-"""A block in a result: the name of a tool that was to be loaded later, and may be called from now on."""
+"""Type of a block in a result that names a deferred tool, which may be called from then on."""
 _CACHE_KEYS = frozenset({"cache_control", "citations"})
-"""Keys of blocks that change nothing here: whatever begins alike is cached anyway."""
+"""Keys of blocks without effect: common prefixes are always cached."""
 
 Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MAX_PARTS)]
 
 
 class Thinking(Closed):
-    """Whether to think; `adaptive` leaves it to the model."""
+    """Switch for thinking; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    """The most tokens of thoughts; then they are closed."""
+    """Maximum number of tokens of thoughts, which are then closed."""
     display: str | None = None
-    """A wish: thoughts come whole."""
+    """Accepted without effect: thoughts are always shown."""
 
 
 class OutputFormat(Closed):
-    """JSON that fits a schema."""
+    """Schema of the answer."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Closed):
-    """How much effort to spend, and what the answer must be."""
+    """Effort, and format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -78,11 +78,11 @@ class AnthropicTool(Wire):
     type: str | None = None
     strict: bool | None = None
     defer_loading: bool = False
-    """Whether the model sees it only after a search for tools has named it."""
+    """Whether the prompt contains the tool only after a tool search has named it."""
 
 
 class AnthropicChoice(Closed):
-    """What the model may call."""
+    """Choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -90,14 +90,14 @@ class AnthropicChoice(Closed):
 
 
 class AnthropicMessage(Wire):
-    """One turn: text, or blocks of text, thinking, calls and their results."""
+    """Turn of a conversation: text, or blocks of text, thoughts, calls and results."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
 class CountTokensRequest(Body):
-    """Body of `POST /v1/messages/count_tokens`: what of a request makes its prompt."""
+    """Body of `POST /v1/messages/count_tokens`: the part of a request that makes its prompt."""
 
     model: Name
     messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -109,7 +109,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are this server's own additions."""
+    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are extensions of this server."""
 
     max_tokens: Count
     stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
@@ -130,11 +130,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """The same wish as a chat; raises RequestError for what is not served, ValidationError for what does not fit."""
+    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for invalid ones."""
     refuse_unsupported(body)
     messages = _messages(body)
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
-    # An answer goes on with a last turn of the assistant, which says how it begins.
+    # A final turn of the assistant is the beginning of the answer.
     last = messages[-1]
     fields["continue_final_message"] = (
         last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
@@ -157,7 +157,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 
 
 def _effort(body: CountTokensRequest) -> Effort | None:
-    """How much to think, in chat's words; None leaves it to the chat template."""
+    """Return chat's reasoning effort; None leaves it to the chat template."""
     asked = body.output_config.effort if body.output_config else None
     if body.thinking is not None and body.thinking.type == "disabled":
         return "none"
@@ -167,7 +167,7 @@ def _effort(body: CountTokensRequest) -> Effort | None:
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The tools, without those that are to be loaded later and that no result of a search has named."""
+    """Return the tools, except deferred ones that no search result has named."""
     named = {
         part.get("tool_name")
         for turn in body.messages if isinstance(turn.content, list)
@@ -193,7 +193,7 @@ def _tool_choice(choice: AnthropicChoice | None) -> dict[str, Any]:
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The turns as messages of a chat: results of calls become messages of their own."""
+    """Return the turns as messages of a chat; results of calls become separate messages."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -207,7 +207,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """The messages of one turn's blocks."""
+    """Return the messages of one turn's blocks."""
     message: dict[str, Any] = {"role": role, "content": ""}
     results: list[dict[str, Any]] = []
     for block in blocks:
@@ -217,14 +217,14 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
         elif kind == "thinking" and role == "assistant":
             message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # no one can read it
+            continue  # encrypted
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             message.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
         elif kind == "tool_result" and role == "user":
             content = _text(block.get("content") or "", where)
             if block.get("is_error") and not content.lower().startswith("error"):
-                content = f"Error: {content}"  # chat has no other place to say so
+                content = f"Error: {content}"  # a chat has no field for it
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         else:
             raise RequestError(f"{where}: blocks of type {kind!r} are not supported in a turn of the {role}", where)
@@ -233,7 +233,7 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a string or of blocks of text."""
+    """Return the text of a string or of blocks of text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -251,7 +251,7 @@ def _text(content: Any, where: str) -> str:
 
 
 class MessageWriter(AnswerWriter):
-    """Turns the deltas of a generation into content blocks, and tells of each step as events."""
+    """Writes a generation as content blocks and events."""
 
     def __init__(self, body: MessagesRequest, generation: Generation, with_metrics: bool) -> None:
         self._body = body
@@ -268,7 +268,7 @@ class MessageWriter(AnswerWriter):
         return [encode(self._message())]
 
     def _message(self) -> dict[str, Any]:
-        """Return the message as it is now."""
+        """Return the current message."""
         choice = self._generation.choices[0]
         reason = None
         if choice.finish_reason is not None:
@@ -290,7 +290,7 @@ class MessageWriter(AnswerWriter):
         return result
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic counts cached tokens beside the others."""
+        """Return the usage; Anthropic counts cached tokens separately."""
         usage = self._generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return {
@@ -301,11 +301,11 @@ class MessageWriter(AnswerWriter):
         }
 
     def begin(self) -> list[dict[str, Any]]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         return [{"type": "message_start", "message": {**self._message(), "content": []}}]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events of a step."""
+        """Return the events of a step."""
         events: list[dict[str, Any]] = []
         for part in delta.parts:
             kind, opening = _block(part)
@@ -333,7 +333,7 @@ class MessageWriter(AnswerWriter):
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
 
     def _close(self) -> list[dict[str, Any]]:
-        """The open block has ended."""
+        """End the open block."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -343,7 +343,7 @@ class MessageWriter(AnswerWriter):
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def end(self) -> list[dict[str, Any]]:
-        """Events after the last token."""
+        """Return the events after the last token."""
         events = self._close()
         message = self._message()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
@@ -353,12 +353,12 @@ class MessageWriter(AnswerWriter):
         return [*events, last, {"type": "message_stop"}]
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
-        """Events of an error in a stream that has begun."""
+        """Return the event of an error."""
         return [anthropic_error(to_api_error(error))]
 
 
 def _block(part: Part) -> tuple[str, dict[str, Any]]:
-    """The kind of block that a part belongs to, and such a block as it begins."""
+    """Return the type of the block that a part belongs to, and the block's initial value."""
     if isinstance(part, CallPiece):
         return "tool_use", {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     if isinstance(part, Thought):
@@ -367,7 +367,7 @@ def _block(part: Part) -> tuple[str, dict[str, Any]]:
 
 
 def _whole_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; those that the length has cut are one text in an object."""
+    """Return a call's arguments as an object; truncated arguments become one text in an object."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (ValueError, RecursionError):

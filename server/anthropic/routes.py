@@ -1,4 +1,4 @@
-"""The routes of `/v1/messages`: an answer, whole or as server-sent events, and a prompt's tokens."""
+"""Routes of `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from server.state import Server
 
 
 def build_router(server: Server) -> APIRouter:
-    """The routes."""
+    """Build the routes."""
     router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/messages")
     async def create_message(http: Request, body: MessagesRequest) -> Response:
-        """Answer a conversation, in the shape of Anthropic's Messages API; nothing is stored."""
+        """Answer a conversation in the format of Anthropic's Messages API; nothing is stored."""
         server.unknown_fields.check(body)
         return await answer_translated(http, server, body, as_chat, MessageWriter, _params(body))
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
-        """How many tokens the prompt of such a conversation has."""
+        """Return the number of tokens of a conversation's prompt."""
         server.unknown_fields.check(body)
         with in_own_words(_params(body)):
             prompt, _ = await chat_prompt(server, checked(as_chat, body))
@@ -34,7 +34,7 @@ def build_router(server: Server) -> APIRouter:
 
 
 def _params(body: CountTokensRequest) -> dict[str, str]:
-    """Names of chat's fields in Anthropic's words."""
+    """Return Anthropic's names for chat's fields."""
     has_effort = body.output_config is not None and body.output_config.effort is not None
     effort = "output_config.effort" if has_effort else "thinking"
     return {

@@ -1,6 +1,7 @@
-"""Reading a request's body: a bound on its values before any of them becomes an object, then msgspec, then pydantic.
+"""Reads request bodies: bounds the number of values before decoding, then decodes with msgspec and validates with
+pydantic.
 
-Decoding and validating take the interpreter's lock, so that a thread would not keep the event loop free. The bounds
+Decoding and validation hold the interpreter's lock, so a thread would not keep the event loop responsive. The bounds
 keep each step short instead. All routes with a body use `BodyRoute`.
 """
 
@@ -26,17 +27,17 @@ _MOST_OBJECTS = 1 << 14
 _MOST_TEXTS = 1 << 17
 _MOST_VALUES = 1 << 20
 _DEEPEST = 100
-"""Templates, grammars and copies recurse by several frames a level."""
+"""Bound on nesting: templates, grammars and copies use several stack frames per level."""
 _SMALL_BYTES = 1 << 16
-"""A body of this size is read in about a millisecond, whatever it holds."""
+"""Size below which any body is read in about a millisecond."""
 _GONE_S = 1.0
-"""Time after which an answer to a large body has been sent, usually."""
+"""Time after which the answer to a large body has usually been sent."""
 _DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 _NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read with bounds; its description and its validation stay FastAPI's."""
+    """Route that reads its body with bounds. FastAPI still validates and describes it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler in one that reads JSON with `read_json`."""
@@ -56,7 +57,7 @@ class BodyRoute(APIRoute):
 
 
 class _BoundedRequest(Request):
-    """A request that decodes its body with `read_json`, large ones one after the other."""
+    """Request that decodes its body with `read_json`, one large body at a time."""
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -73,22 +74,22 @@ class _BoundedRequest(Request):
 
 
 def _return_memory_soon() -> None:
-    """Give back what large bodies leave behind, once they are gone: glibc would keep five times what is needed."""
+    """Return the memory of large bodies to the system later; glibc would hold five times what is needed."""
     loop = asyncio.get_running_loop()
     loop.call_later(_GONE_S, lambda: loop.run_in_executor(None, _return_freed_memory))
 
 
 def _return_freed_memory() -> None:
-    """Give freed memory back to the system; without glibc nothing happens."""
+    """Return freed memory to the system; does nothing without glibc."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 async def read_json(body: bytes, names: Sequence[str]) -> Any:
-    """Decode a body; raises RequestError if it is no JSON or holds too many values.
+    """Decode a body. Raises RequestError if it is not JSON or has too many values.
 
-    names: its fields; the error names the one with the fault. Between the steps of a large body the event loop serves
-    others.
+    names: the body's fields; the error names the faulty one. The event loop runs other tasks between the steps of a
+    large body.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if _may_hold_too_much(body) and (excess := await _excess(body)):
@@ -108,7 +109,7 @@ async def read_json(body: bytes, names: Sequence[str]) -> Any:
 
 
 def _may_hold_too_much(body: bytes) -> bool:
-    """Whether a body could hold too many values if all its marks stood outside strings."""
+    """Whether a body could have too many values if none of its punctuation were inside strings."""
     return (
         body.count(b'"') > 2 * _MOST_TEXTS
         or body.count(b",") > _MOST_VALUES
@@ -117,7 +118,7 @@ def _may_hold_too_much(body: bytes) -> bool:
 
 
 async def _excess(body: bytes) -> str:
-    """The bound that a body exceeds; "" if it exceeds none."""
+    """Return the bound that a body exceeds; "" if it exceeds none."""
     await asyncio.sleep(0)
     plain = _unescaped(body)
     if plain.count(b'"') > 2 * _MOST_TEXTS:
@@ -133,12 +134,12 @@ async def _excess(body: bytes) -> str:
 
 
 def nests_too_deeply(text: str) -> bool:
-    """Whether JSON that travels in a string nests more than a body may."""
+    """Whether JSON in a string nests deeper than a body may."""
     return _is_deep(_outside_strings(_unescaped(text.encode())))
 
 
 def _unescaped(body: bytes) -> bytes:
-    # An escaped backslash escapes nothing, so those go first.
+    # An escaped backslash escapes nothing, so these are removed first.
     return body.replace(rb"\\", b"").replace(rb"\"", b"")
 
 
@@ -152,7 +153,7 @@ def _is_deep(outside: bytes) -> bool:
 
 
 def _values(body: bytes, names: Sequence[str]) -> dict[str, memoryview]:
-    """The JSON of each field that is there; nothing if the body cannot be taken apart."""
+    """Return the JSON of each field that is present; nothing if the body cannot be split."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
     try:
         parts = msgspec.json.decode(body, type=msgspec.defstruct("Fields", fields))

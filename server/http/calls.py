@@ -1,4 +1,4 @@
-"""Which HTTP request the running task serves: for what is told of it far from its handler."""
+"""The HTTP request that the running task serves, for code far from its route."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Call:
 
     request_id: str
     path: str
-    """As it was sent: a decoded path may hold line breaks."""
+    """Raw path; a decoded one may contain line breaks."""
     trace_parent: str | None = None
     """The caller's span (W3C `traceparent`)."""
     client: str = ""
     """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has no keys."""
     is_generation: bool = False
-    """Whether its end is told by the generation it has begun."""
+    """Whether a generation has started, which reports the request's end."""
     ignored: list[str] = field(default_factory=list)
-    """Names of fields that were sent and have no effect, in ASCII."""
+    """Names of fields that were sent and had no effect, in ASCII."""
 
 
 current_call: ContextVar[Call] = ContextVar("current_call")
 
 
 def this_call() -> Call:
-    """The request that the running task serves; outside of one, a nameless one."""
+    """Return the request that the running task serves; an empty one outside of requests."""
     return current_call.get(Call("", ""))

@@ -1,6 +1,6 @@
-"""Connections of clients: their number, the bytes around a body, the time to send a request, and how they close.
+"""Bounds of connections: their number, the bytes outside bodies, and the time to send a request.
 
-Not for: what a request holds (`middleware.py`, `bodies.py`), or clients that do not read (`--send-timeout`).
+Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that do not read (`--send-timeout`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("polydraft.connections")
 
 _MOST_HEAD_BYTES = 1 << 16
 _BYTES_OF_A_HEADER = 32
-"""Counted for each header beside its text, as HTTP/2 does."""
+"""Overhead that is counted for each header, as in HTTP/2."""
 _CHUNK_ALLOWANCE = 8
 """Bytes of chunk framing allowed for each byte of a body."""
 _MOST_DISCARDED_BYTES = 256 << 20
@@ -29,14 +29,14 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Seldom(logging.Filter):
-    """Passes each warning once a minute: clients decide how often those of the HTTP server come."""
+    """Log filter that passes each warning once a minute, because clients can trigger them at will."""
 
     def __init__(self) -> None:
         super().__init__()
         self._passed_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged; errors always are."""
+        """Return whether the record is logged; errors always are."""
         if record.levelno > logging.WARNING:
             return True
         now = time.monotonic()
@@ -47,7 +47,7 @@ class Seldom(logging.Filter):
 
 
 class Waiting:
-    """Connections without a complete request, the one that has waited longest first, and the most that may be open."""
+    """Connections without a complete request, oldest first, and the maximum number of open connections."""
 
     def __init__(self, most: int, receive_timeout_s: float) -> None:
         self.most = most
@@ -55,7 +55,7 @@ class Waiting:
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
     def make_room(self, newest: Connection, num_open: int) -> None:
-        """Close the connection that has waited longest if there are too many; refuse the newest if no other waits."""
+        """Close the connection that has waited longest if there are too many; refuse the new one if none waits."""
         if num_open <= self.most:
             return
         log.warning(
@@ -72,7 +72,7 @@ class Waiting:
 
 
 class _Transport:
-    """A transport whose `close` waits for the rest of a body: a client that still sends could not read its answer."""
+    """Transport whose `close` waits for the rest of a body, so that a client that still sends can read the response."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self.own = transport
@@ -86,20 +86,20 @@ class _Transport:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with bounds."""
+    """HTTP connection with bounds."""
 
     def __init__(self, waiting: Waiting, **options: Any) -> None:
         super().__init__(**options)
         self._waiting = waiting
         self._deadline: asyncio.TimerHandle | None = None
         self._allowed_bytes = _MOST_HEAD_BYTES
-        """Bytes outside of bodies that may yet come with this request."""
+        """Bytes outside bodies that this request may still send."""
         self._head_bytes = 0
         self._discarded_bytes = 0
         self._is_in_message = self._is_in_body = self._is_closing = self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request."""
+        """Start to wait for a request."""
         super().connection_made(transport)
         self._own_transport = transport
         self.transport = cast(asyncio.Transport, _Transport(transport, self))
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count and parse; what comes after a refusal is discarded."""
+        """Count and parse data; data after a refusal is discarded."""
         if self._is_refused:
             self._discard(len(data))
             return
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        """Count its head from zero, and its time if it has come together with an earlier request."""
+        """Start to count the bytes of a head, and its time if it arrived together with an earlier request."""
         self._head_bytes = 0
         self._is_in_message = True
         if self._deadline is None:
@@ -146,22 +146,22 @@ class Connection(HttpToolsProtocol):
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > _MOST_HEAD_BYTES:
-            raise ValueError("the head is too large")  # the parser makes it an error of its own
+            raise ValueError("the head is too large")  # the parser turns it into its own error
 
     def on_headers_complete(self) -> None:
-        """Expect a body."""
+        """Start to receive a body."""
         self._is_in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Allow for the framing of what has come; discard what comes after the answer."""
+        """Allow the framing of the received data; discard data that arrives after the response."""
         self._allowed_bytes += (1 + _CHUNK_ALLOWANCE) * len(body)
         if self.cycle.response_complete:
             self._discard(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole: its time and its bytes are no longer counted."""
+        """Stop counting time and bytes: the request is complete."""
         self._allowed_bytes = _MOST_HEAD_BYTES
         self._is_in_message = self._is_in_body = False
         self._stop_waiting()
@@ -173,14 +173,14 @@ class Connection(HttpToolsProtocol):
             self._arm(self._waiting.receive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Start to wait for the next request."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._waiting.order[self] = None
             self._waiting.order.move_to_end(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that cannot be parsed."""
+        """Refuse a request that cannot be parsed."""
         if self._head_bytes > _MOST_HEAD_BYTES:
             self._refuse_head()
         else:
@@ -190,13 +190,13 @@ class Connection(HttpToolsProtocol):
         self.refuse(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes")
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer unless an answer has begun, and close once the client has had time to read it."""
+        """Respond unless a response has started, and close after the client has had time to read it."""
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if is_answering:
             self.drop()
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            # Nobody waits for its answer any more.
+            # No client waits for its response any more.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         body = msgspec.json.encode(ErrorEnvelope(http_error(status, message).body))
@@ -207,7 +207,7 @@ class Connection(HttpToolsProtocol):
         self._arm(_LINGER_S)
 
     def close(self) -> None:
-        """Close, after the rest of a body: a connection closed with bytes unread is reset."""
+        """Close after the rest of a body, because closing with unread bytes resets the connection."""
         self._is_closing = True
         if self._is_in_body:
             self.flow.resume_reading()
@@ -215,7 +215,7 @@ class Connection(HttpToolsProtocol):
             self._own_transport.close()
 
     def drop(self) -> None:
-        """Close at once, except for what the client has not read yet."""
+        """Close at once, after the client has read the sent bytes."""
         if self._own_transport.get_write_buffer_size():
             self._own_transport.close()
         else:
@@ -251,6 +251,6 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _waits_for_an_answer(self) -> bool:
-        """Whether the request that is being received comes after one that has no whole answer yet."""
+        """Whether an earlier request of this connection has no complete response yet."""
         is_answering = self.cycle is not None and not self.cycle.response_complete
         return bool(self.pipeline) or (is_answering and not self._is_in_body)

@@ -1,7 +1,7 @@
-"""The one table from errors to HTTP answers, in OpenAI's error shape (under /v1/messages in Anthropic's).
+"""Maps errors to HTTP responses, in OpenAI's format (in Anthropic's under /v1/messages).
 
-`{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}`, for every
-status, also those the framework raises itself (404, 405, validation).
+The format is `{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}` for every status,
+also for errors that the framework raises (404, 405, validation).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LONGEST_MESSAGE, _LONGEST_PARAM = 4096, 256
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What OpenAI's clients read."""
+    """Fields that OpenAI's clients read."""
 
     message: str
     type: str
@@ -30,21 +30,21 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """The body of every error answer, and of an error inside a stream."""
+    """Body of every error response, and data of an error in a stream."""
 
     error: ErrorBody
 
 
 class ApiError(Exception):
-    """An answer other than 200, decided by the server itself."""
+    """Error response that the server itself decides on."""
 
     def __init__(
         self, status: int, body: ErrorBody, headers: dict[str, str] | None = None, rejection: str | None = None
     ) -> None:
-        """rejection: why the request was not admitted, for the metrics; None where that was not the error."""
+        """rejection: reason for the metrics why the request was not admitted; None for other errors."""
         super().__init__(body.message)
         self.status = status
-        # A client's own words may stand in both, and they may be megabytes.
+        # Both may quote the client, at a length of megabytes.
         param = body.param and body.param[:_LONGEST_PARAM]
         self.body = msgspec.structs.replace(body, message=body.message[:_LONGEST_MESSAGE], param=param)
         self.headers = headers or {}
@@ -52,12 +52,12 @@ class ApiError(Exception):
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the caller must change the request."""
+    """Return a 400: the client must change the request."""
     return ApiError(400, ErrorBody(message, "invalid_request_error", param, code))
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """404: another model is served here."""
+    """Return a 404 for a model that is not served."""
     return ApiError(
         404,
         ErrorBody(
@@ -70,7 +70,7 @@ def model_not_found(name: str, served: str) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The table: what each error of the project means over HTTP."""
+    """Return the HTTP error for any of the project's errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -101,13 +101,13 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """An error in the shape that clients of `/v1/messages` read."""
+    """Return an error in Anthropic's format."""
     told = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.body.message}
     return {"type": "error", "error": told}
 
 
 def error_response(error: Exception, path: str = "") -> Response:
-    """The HTTP answer of an error, in the shape of the path's clients."""
+    """Return the response of an error in the format of the path's API."""
     api_error = to_api_error(error)
     is_message = "/v1/messages" in path
     return Response(
@@ -131,14 +131,14 @@ _HTTP_ERRORS = {
 
 
 def http_error(status: int, message: str, headers: dict[str, str] | None = None) -> ApiError:
-    """An error of the transport: authentication, routing, size."""
+    """Return an error of the transport: authentication, routing, size."""
     kind, code = _HTTP_ERRORS.get(status, ("invalid_request_error", None))
     return ApiError(status, ErrorBody(message, kind, code=code), headers)
 
 
 def _validation_message(error: RequestValidationError) -> ErrorBody:
     problems = error.errors()
-    # Each branch of a union has its complaint about the field: the one with the longest path is the most specific.
+    # Each branch of a union reports an error. The one with the longest path is the most specific.
     of_field = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
     first: dict[str, Any] = max(of_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "json_invalid":
@@ -154,7 +154,7 @@ def _validation_message(error: RequestValidationError) -> ErrorBody:
 
 
 def _param(problem: dict[str, Any], body: Any) -> str | None:
-    """The offending field as the caller wrote it; pydantic also names the branches of its unions."""
+    """Return the faulty field as the client wrote it; pydantic also names the branches of its unions."""
     path: list[str] = []
     for part in problem["loc"][1:]:
         if isinstance(body, dict) and (part in body or problem["type"] == "missing"):
@@ -167,14 +167,14 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Free the request: FastAPI's frames hold the error, and the error holds the frames, until garbage is collected."""
+    """Break the cycle of error and frames that would hold the request in memory until garbage collection."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's shape."""
+    """Answer every error of `app` in its API's format."""
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -185,7 +185,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         _let_go_of_frames(error)
         if isinstance(error.__cause__, RequestError):
-            # FastAPI replaces what is raised where it reads a body.
+            # FastAPI replaces errors that are raised while it reads a body.
             return error_response(error.__cause__, request.url.path)
         told = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
         return error_response(told, request.url.path)
@@ -198,6 +198,6 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    # Any other exception is answered, counted and logged by `RequestEnvelope`.
+    # `RequestEnvelope` answers, counts and logs any other exception.
     for kind in (ApiError, RequestError, EngineBusy, EngineStopped, DeadlineExceeded):
         app.add_exception_handler(kind, on_error)

@@ -1,4 +1,4 @@
-"""JSON of large lists, written in slices: one call of the encoder holds the interpreter's lock from start to end."""
+"""Encodes large lists in slices, because the encoder holds the interpreter's lock during each call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 _SLICE = 4096
-"""Numbers or texts of one call: well below a millisecond."""
+"""Numbers or texts per call: well below a millisecond."""
 _encoder = msgspec.json.Encoder()
 
 
 def raw_list(items: Iterable[Any], per_slice: int = _SLICE) -> msgspec.Raw:
-    """A list as JSON. per_slice: items of one call of the encoder; fewer where each is large."""
+    """Return a list as JSON. per_slice: items per call of the encoder; fewer if each is large."""
     left, parts = iter(items), []
     while some := list(islice(left, per_slice)):
         parts.append(_encoder.encode(some)[1:-1])

@@ -1,6 +1,6 @@
-"""Pure ASGI middleware: request ids, keys, rates, body size, slow readers, error counting.
+"""ASGI middleware: request ids, API keys, rates, body size, slow readers, error counting.
 
-Pure, because Starlette's BaseHTTPMiddleware hides a client's disconnect from the handlers.
+It is not based on Starlette's BaseHTTPMiddleware, which hides a client's disconnect from the routes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/state")
 _OPERATION_PATHS = frozenset(
     ("/", "/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state")
 )
-"""Routes that probes, scrapers and the live page call again and again: at debug in the log."""
+"""Routes that probes, scrapers and the live page poll; they are logged at debug level."""
 _MAX_REQUEST_ID = 128
-# Names of clients go to the engine: nobody who sees one there can try out which key or address it is of.
+# Names of clients go to the engine. The secret prevents guessing which key or address a name stands for.
 _SECRET = os.urandom(16)
 
 
 class RequestEnvelope:
-    """Gives every answer an x-request-id, checks the key and the size, counts error answers, answers crashes."""
+    """Adds an x-request-id to every response, checks key and size, counts error responses, and answers crashes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RequestEnvelope:
         self._rate = RateLimit(rates_of(settings.rate_limit)) if settings.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Run one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -107,7 +107,8 @@ class RequestEnvelope:
                 await self._app(scope, self._limited(receive), send_marked)
             except Exception as error:
                 if reads_nothing:
-                    # Over TCP the system is usually first (`listening.bind`). The server closes the connection, because
+                    # Over TCP the system usually closes first (`listening.bind`). The server closes the connection,
+                    # because
                     # the answer is not complete.
                     log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=call.path))
                     return
@@ -124,7 +125,7 @@ class RequestEnvelope:
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
     def _client_of(self, scope: Scope, headers: Headers) -> str:
-        """Return the opaque name of a client: of its key, or of its address if there are no keys."""
+        """Return an opaque name of a client, from its key, or from its address if there are no keys."""
         address = scope.get("client") or ("",)
         return opaque(_key_of(headers) if self._keys else str(address[0]))
 
@@ -148,7 +149,7 @@ class RequestEnvelope:
         return f"the body is larger than {self._max_body_bytes} bytes"
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive` that refuses a body without a length once it grows too large."""
+        """Return a `receive` that raises an error when a body of unknown length grows too large."""
         received = 0
 
         async def limited() -> Message:
@@ -157,7 +158,7 @@ class RequestEnvelope:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._max_body_bytes:
-                    # The framework lets its own kind of error through where it reads the body, no other.
+                    # While the framework reads a body, it lets only its own type of error through.
                     raise HTTPException(413, self._size_message)
             return message
 
@@ -165,18 +166,18 @@ class RequestEnvelope:
 
 
 class RateLimit:
-    """How often one client may ask, over windows that move with time."""
+    """Limit of requests per client over sliding windows."""
 
     def __init__(self, rates: Sequence[tuple[int, float]]) -> None:
-        """rates: (requests, seconds) that all hold."""
+        """rates: (requests, seconds); all of them apply."""
         self._rates = rates
         self._most = max(count for count, _ in rates)
         self._longest_s = max(window_s for _, window_s in rates)
         self._times_of: OrderedDict[str, deque[float]] = OrderedDict()
-        """Each client's last requests; the client that has asked last is last."""
+        """Recent requests of each client, in the order of the latest one."""
 
     def take(self, client: str) -> int | None:
-        """Count a request; None where it may come in, else the seconds until the next one may."""
+        """Count a request. Returns None if it is admitted, else the seconds until the next one may be."""
         now = time.monotonic()
         while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
             self._times_of.popitem(last=False)
@@ -196,12 +197,12 @@ def opaque(client: str) -> str:
 
 
 def _key_of(headers: Headers) -> str:
-    """The key that a request has sent, in OpenAI's header or in Anthropic's."""
+    """Return the key of a request, from OpenAI's header or from Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _route_path(scope: Scope) -> str:
-    """The path that routes are matched on: without the prefix of a proxy that does not strip it."""
+    """Return the path that routes match: without the prefix of a proxy that does not strip it."""
     path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root_path) :] if root_path and path.startswith(f"{root_path}/") else path

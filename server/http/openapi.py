@@ -1,4 +1,4 @@
-"""The application, and the truth about it in /openapi.json: its errors, and names that no field has."""
+"""FastAPI application whose /openapi.json describes its errors and its treatment of unknown fields."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _MESSAGES_SCHEMA = {
     },
 }
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
-"""Bodies that FastAPI would answer a wrong request with; `errors.py` answers in OpenAI's shape instead."""
+"""Models of FastAPI's own validation errors; `errors.py` answers in OpenAI's format instead."""
 
 
 class Application(FastAPI):
-    """A FastAPI application that describes the errors it sends, and bodies as open as they are."""
+    """Application that describes the errors it sends, and whether bodies may have unknown fields."""
 
     allows_unknown_fields = False
 
@@ -54,7 +54,7 @@ class Application(FastAPI):
         self.state.large_body_lock = asyncio.Lock()
 
     def openapi(self) -> dict[str, Any]:
-        """The description, made once."""
+        """Return the description, built once."""
         if self.openapi_schema is None:
             described = super().openapi()
             schemas = described.setdefault("components", {}).setdefault("schemas", {})
@@ -75,7 +75,7 @@ class Application(FastAPI):
 
 
 def _describe_errors(responses: dict[str, Any], method: str, shape: str) -> None:
-    """What is sent where FastAPI has a 422: 400 for a wrong body, 404 for a name in a path."""
+    """Replace FastAPI's 422 with the status that is sent: 400 for a wrong body, 404 for a name in a path."""
     if responses.pop("422", None) is not None:
         status, why = ("400", "The request is wrong.") if method == "post" else ("404", "There is none of this name.")
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}

@@ -1,4 +1,4 @@
-"""Wire models of what clients get (msgspec: ten times as fast as pydantic). What they send: `fields.py`."""
+"""Models of answers (msgspec, which is ten times as fast as pydantic). Not for: requests (`fields.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request, over all its choices."""
+    """Token counts of a request, over all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -33,7 +33,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class DrafterMetrics(msgspec.Struct, frozen=True):
-    """What one drafter contributed."""
+    """Contribution of one drafter."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -41,7 +41,7 @@ class DrafterMetrics(msgspec.Struct, frozen=True):
 
 
 class SpeculativeDecoding(msgspec.Struct, frozen=True):
-    """What speculation did for one answer, counted after the cut at EOS, stop or length."""
+    """Statistics of speculation for one answer, counted after the cut at EOS, stop or length."""
 
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
@@ -54,9 +54,10 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     draft_time_share: float | None
     rule: str
     optimal_acceptance_gap: float | None
-    """Mean of alpha* minus the rule's acceptance over the observed steps; None where none was observed."""
+    """Mean of alpha* minus the rule's acceptance over the observed steps; None if no step was observed."""
     bias_bound: float
-    """0: exact. Else the distance from the target law that over-acceptance allowed, summed over positions."""
+    """0 if exact, else the distance from the target distribution that over-acceptance allowed, summed over positions.
+    """
     drafters: dict[str, DrafterMetrics]
 
 
@@ -71,7 +72,7 @@ class Metrics(msgspec.Struct, frozen=True):
     speculative_decoding: SpeculativeDecoding | None
     """Over all choices."""
     choices: list[SpeculativeDecoding | None] | msgspec.UnsetType = msgspec.UNSET
-    """Of each choice, where there are several."""
+    """Statistics of each choice, if there are several."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -104,19 +105,19 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for the first token of an echoed prompt."""
+    """Log probabilities; null for the first token of an echoed prompt."""
     top_logprobs: msgspec.Raw
-    """A list of objects: logprobs by text."""
+    """Objects with logprobs by text."""
     text_offset: list[int]
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A token at a place of the prompt, in vLLM's shape."""
+    """Token at a position of the prompt, in vLLM's format."""
 
     logprob: float
     decoded_token: str
     rank: int | msgspec.UnsetType = msgspec.UNSET
-    """Where it is known: of the likeliest tokens."""
+    """Rank among the likeliest tokens, if it is known."""
 
 
 class AnsweredFunction(msgspec.Struct, frozen=True):
@@ -135,28 +136,28 @@ class AnsweredCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The answer of a chat."""
+    """Message of a chat answer."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """What the model has thought, where it thinks; `reasoning` is the same under vLLM's newer name."""
+    """Thoughts of a model that thinks; `reasoning` is the same under vLLM's newer name."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DraftedStep(msgspec.Struct, frozen=True):
-    """What one step drafted and gave, token by token as text."""
+    """Drafted and emitted tokens of one step, as texts."""
 
     chains: list[list[str]]
     """Drafted tokens of each chain; none in a plain step."""
     drafters: list[str]
     """Drafter of each chain: `model`, or the name of a text drafter."""
     num_accepted: int
-    """How many of the step's tokens were drafted; chains that begin with these were followed so far."""
+    """Number of the step's tokens that are accepted drafts."""
     tokens: list[str]
-    """What the step gave the answer."""
+    """Tokens that the step added to the answer."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -210,4 +211,4 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Usage, null or left out."""
     metrics: Metrics | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-    """Of a chat, where they were asked for: in the first chunk of a stream."""
+    """Prompt of a chat, if it was requested; in a stream only the first chunk has it."""

@@ -1,8 +1,8 @@
-"""Wire models of what clients send (pydantic, strict). What they get: `answers.py`.
+"""Models of request bodies (pydantic, strict). Not for: answers (`answers.py`).
 
-A field that would change an answer and is not served is refused by name; other unknown names at the top of a body are
-ignored and reported (`unsupported_fields.py`), inside this server's own objects they are refused. Messages, their parts
-and tools are the exception: clients send back what they were given by other servers, with keys of theirs.
+Fields that would change an answer and are not supported are refused by name. Other unknown names at the top of a body
+are ignored and reported (`unsupported_fields.py`). Inside this server's own objects they are refused. Messages, their
+parts and tools may have unknown keys, because clients send back what other servers gave them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
 Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True)]
-"""A list whose first wrong element ends its validation: an error for each of a million would cost gigabytes."""
+"""List whose validation ends at the first wrong element: a million errors would cost gigabytes."""
 Name = Annotated[str, Field(max_length=1024)]
 _MOST_NAMES = 256
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
 MAX_STRINGS = 1024
 MAX_TOOLS = 512
-"""Coding agents with several tool servers offer hundreds."""
+"""Maximum number of tools; coding agents with several tool servers offer hundreds."""
 
 
 class Wire(BaseModel):
-    """Strict types, no NaN or infinity, unknown keys ignored; null is the same as left out."""
+    """Model with strict types, without NaN or infinity; unknown keys are ignored, and null means omitted."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -42,30 +42,30 @@ class Wire(BaseModel):
 
 
 class Closed(Wire):
-    """An object whose fields are all known: any other name in it is a mistake."""
+    """Model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _with_few_names(cls, body: Any) -> Any:
-        # Each unknown name is an error.
+        # Each unknown name causes an error.
         if isinstance(body, dict) and len(body) > _MOST_NAMES:
             raise ValueError(f"an object has at most {_MOST_NAMES} names here")
         return body
 
 
 class StreamOptions(Closed):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-    """Never done here: it would add noise to chunks."""
+    """Accepted without effect: chunks are never padded."""
 
 
 class SpeculationFields(Closed):
-    """A request's own speculation; what is left out comes from the server's settings."""
+    """Speculation settings of a request; omitted ones come from the server's settings."""
 
     enabled: bool = True
     num_drafts: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -77,7 +77,7 @@ class SpeculationFields(Closed):
     over_acceptance_residual: Literal["optimal", "target"] | None = None
     drafters: Annotated[Listed[str], Field(min_length=1, max_length=3)] | None = None
     return_drafts: bool = False
-    """Report every step's chains, and how much of them was accepted."""
+    """Report every step's chains and the number of accepted tokens."""
 
 
 class TextPart(Wire):
@@ -88,29 +88,29 @@ class TextPart(Wire):
 
 
 class Prediction(Closed):
-    """What the answer will probably be."""
+    """Expected text of the answer."""
 
     type: Literal["content"]
     content: str | Annotated[Listed[TextPart], Field(max_length=MAX_PARTS)]
 
 
 class Body(Wire):
-    """A whole body; names that no field has are kept apart, for `server/openai/unsupported_fields.py`."""
+    """Body that collects its unknown names, for `unsupported_fields.py`."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class GenerationFields(Body):
-    """What chat and completions have in common."""
+    """Common fields of chat and completions."""
 
     model: Name
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
-    """The newer name of `max_tokens`; counts where both are there."""
+    """Newer name of `max_tokens`; it takes precedence."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Keep this many tokens of the prompt; -1: as many as leave room for the answer (vLLM's field)."""
+    """Maximum number of prompt tokens; -1 leaves room for the answer (vLLM's field)."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where a prompt is cut; left when left out, so that its end stays."""
+    """Side on which a prompt is cut; by default left, so that its end remains."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -126,29 +126,29 @@ class GenerationFields(Body):
     stream_options: StreamOptions | None = None
     speculation: SpeculationFields | None = None
     prediction: Prediction | None = None
-    """Drafts of the answer (OpenAI's Predicted Outputs)."""
+    """Text that the answer is expected to repeat (OpenAI's Predicted Outputs)."""
     metrics: bool | None = None
-    """Whether the answer carries `metrics`; the server's setting when left out."""
+    """Whether the answer has `metrics`; by default the server's setting."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     """Name of `repetition_penalty` in llama.cpp and Ollama."""
     logit_bias: Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)] | None = None
-    """By token id (OpenAI's keys are strings), each from -100 to 100."""
+    """Biases from -100 to 100 by token id (OpenAI's keys are strings)."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[Listed[Int64], Field(max_length=65536)] | None = None
     bad_words: Annotated[Listed[Annotated[str, Field(max_length=256)]], Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    """Lower is served earlier (vLLM's meaning)."""
+    """Priority; lower values are served earlier, as in vLLM."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Report the prompt's tokens with this many of the likeliest ones (vLLM's field)."""
+    """Number of the likeliest tokens that are reported at each position of the prompt (vLLM's field)."""
     seed_stable: bool | None = None
-    """Whether the seed alone decides the answer, whatever is drafted; the server's setting when left out."""
+    """Whether the answer depends on the seed but not on the drafts; by default the server's setting."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """K/V is shared among requests of the same salt only."""
+    """Only requests with the same salt share K/V."""
     return_token_ids: bool = False
-    """Report the tokens of prompt and answer by id (vLLM's field)."""
+    """Report the token ids of prompt and answer (vLLM's field)."""
 
     # Structured output (server/text/structured.py).
     response_format: Any = None
@@ -158,7 +158,7 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # What they say changes nothing in an answer. Nothing is stored, and there is one tier.
+    # These do not affect an answer. Nothing is stored, and there is one tier.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -169,7 +169,7 @@ class GenerationFields(Body):
     service_tier: str | None = None
     verbosity: str | None = None
 
-    # Known, and not served (those of other servers: `foreign_fields.py`).
+    # Known and not supported (those of other servers: `foreign_fields.py`).
     best_of: Any = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
@@ -178,14 +178,14 @@ class GenerationFields(Body):
 
 
 class Function(Wire):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """Whether arguments must follow the schema also where the model chooses freely."""
+    """Whether arguments must follow the schema also if the model chooses freely."""
 
 
 class Tool(Wire):
@@ -196,7 +196,7 @@ class Tool(Wire):
 
 
 class OtherTool(Wire):
-    """A tool that is no function: this server has none of these, and the model is not told of them."""
+    """Tool other than a function. This server has none of these, and prompts do not mention them."""
 
     type: str
 
@@ -211,13 +211,13 @@ Tools = Annotated[Listed[AnyTool], Field(max_length=MAX_TOOLS)]
 
 
 class FunctionName(Closed):
-    """Which function."""
+    """Name of a function."""
 
     name: str
 
 
 class NamedChoice(Closed):
-    """The one function that must be called."""
+    """Choice of the one function that must be called."""
 
     type: Literal["function"]
     function: FunctionName
@@ -238,21 +238,21 @@ class AllowedToolsChoice(Closed):
 
 
 class AllowedTools(Closed):
-    """The model is told of these tools alone."""
+    """Choice of the tools that the prompt mentions."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolsChoice
 
 
 class CalledFunction(Wire):
-    """A call's function, its arguments as JSON in a string."""
+    """Function of a call; its arguments are JSON in a string."""
 
     name: str
     arguments: str = ""
 
 
 class MadeCall(Wire):
-    """A call that the assistant has made."""
+    """Call that the assistant has made."""
 
     id: str
     type: Literal["function"] = "function"
@@ -268,15 +268,15 @@ class Message(Wire):
     tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """What the assistant has thought, for chat templates that show it again; `reasoning` is another name of it."""
+    """Thoughts of the assistant, for chat templates that repeat them; `reasoning` is another name."""
     reasoning: str | None = None
-    # Known, and not served.
+    # Known and not supported.
     function_call: None = None
     audio: None = None
 
 
 class ThinkingSwitch(Closed):
-    """Whether to think, as some hosted models have it."""
+    """Switch for thinking, in the format of some hosted models."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
 
@@ -286,28 +286,28 @@ class ChatRequest(GenerationFields):
 
     messages: Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the model's chat template."""
+    """Additional variables for the model's chat template."""
     continue_final_message: bool = False
-    """Go on with the last message, which must be the assistant's, instead of answering it."""
+    """Continue the last message, which must be the assistant's, instead of answering it."""
     add_generation_prompt: bool = True
-    """End the prompt with what opens the assistant's message."""
+    """End the prompt with the opening of the assistant's message."""
     documents: Annotated[Listed[dict[str, Any]], Field(max_length=128)] | None = None
-    """Texts to answer from, where the model's chat template has a place for them."""
+    """Texts to answer from, if the model's chat template supports them."""
     reasoning_effort: Effort | None = None
-    """How much to think; a hint that has no effect if the model's chat template knows no such thing."""
+    """Hint how much to think; no effect if the model's chat template does not support it."""
     thinking: ThinkingSwitch | None = None
     enable_thinking: bool | None = None
-    """Whether to think, likewise (`chat_template_kwargs` sets it, too)."""
+    """Hint whether to think (`chat_template_kwargs` can set it, too)."""
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """The most tokens of thoughts; then they are closed (vLLM's field)."""
+    """Maximum number of tokens of thoughts, which are then closed (vLLM's field)."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedTools | None = None
-    """What the model may call: with `none` it is not told of the tools."""
+    """Functions that the model may call; with `none` the prompt does not mention them."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call in an answer."""
-    # Known, and not served.
+    """Whether an answer may have several calls."""
+    # Known and not supported.
     functions: Annotated[Any, Neutral([], way_out="send tools")] = None
     function_call: Annotated[Any, Neutral("none", "auto", way_out="send tool_choice")] = None
     audio: Annotated[Any, Neutral()] = None
@@ -326,17 +326,17 @@ class CompletionRequest(GenerationFields):
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    """Begin the answer with the prompt, with its logprobs where logprobs are asked for."""
+    """Begin the answer with the prompt, with its logprobs if logprobs are requested."""
     add_special_tokens: bool = True
-    """Begin a prompt that is text with the tokens that the tokenizer begins texts with."""
+    """Begin a text prompt with the tokenizer's initial tokens."""
 
-    # Known, and not served; those of conversations among them.
+    # Known and not supported, among them fields of conversations.
     chat_template_kwargs: Annotated[Any, Neutral({})] = None
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
     suffix: Annotated[Any, Neutral("")] = None
     reasoning_effort: Any = None
-    """Without effect: a text has no chat template."""
+    """Accepted without effect: a text has no chat template."""
     thinking_token_budget: Annotated[Any, Neutral()] = None
 
 

@@ -1,10 +1,10 @@
-"""Fields of other servers that would change an answer and are not served here, with their values that change nothing.
+"""Unsupported fields of other servers that would change an answer, with the values that have no effect.
 
-From the public descriptions of llama.cpp, vLLM, SGLang, Ollama, TGI, text-generation-webui, KoboldCpp, and of hosted
-APIs that speak OpenAI's protocol. A field that only has an effect beside one of these is not listed: it may be ignored
-if the other is off (`dry_base` without `dry_multiplier`).
+Sources: public descriptions of llama.cpp, vLLM, SGLang, Ollama, TGI, text-generation-webui, KoboldCpp, and of hosted
+APIs with OpenAI's protocol. A field that depends on one of these is not listed: it may be ignored if the other one is
+off (`dry_base` without `dry_multiplier`).
 
-Not for: fields of this server, or what is done about fields (`unsupported_fields.py`).
+Not for: fields of this server, or the treatment of fields (`unsupported_fields.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOREIGN: dict[str, Neutral] = {
     **_off("post_sampling_probs", False, way_out="logprobs are the model's, before sampling"),
     **_off("repeat_last_n penalty_last_n repetition_penalty_range rep_pen_range", -1)
     | _off("rep_pen", way_out="send repetition_penalty"),
-    # Other names of what is served.
+    # Other names of supported fields.
     **_off("random_seed sampling_seed sampler_seed", way_out="send seed"),
     **_off("n_predict num_predict", -1, way_out="send max_tokens"),
     **_off("max_new_tokens max_length", way_out="send max_tokens"),

@@ -1,4 +1,4 @@
-"""Sampling defaults of a model's generation_config.json, checked by the bounds of requests."""
+"""Sampling defaults from a model's generation_config.json, with the bounds of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.text.tokenizer import GenerationDefaults
 log = logging.getLogger("polydraft")
 
 _SERVED = frozenset(field.name for field in fields(GenerationDefaults))
-# Values that change no answer here; None, false and empty ones do not either.
+# Values without effect on answers; None, false and empty ones have none either.
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("typical_p", "length_penalty", "encoder_repetition_penalty", "guidance_scale"), 1),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
@@ -33,9 +33,10 @@ _CHANGES_NOTHING = frozenset(
 
 
 def generation_defaults(name: str, revision: str | None = None) -> GenerationDefaults:
-    """Sampling defaults of a model; neutral if it has none. Raises ConfigError for values that no request may have.
+    """Return a model's sampling defaults; neutral ones if it has none.
 
-    `do_sample: false` is greedy, as in transformers. Other fields are named in the log as not applied.
+    Raises ConfigError for values that requests may not have. `do_sample: false` means greedy, as in transformers. The
+    log lists other fields as not applied.
     """
     path = model_file(name, "generation_config.json", revision)
     if path is None:

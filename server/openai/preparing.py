@@ -1,6 +1,6 @@
-"""From a checked body to a `Generation`: prompts, tokens, grammars, engine requests.
+"""Turns a validated body into a `Generation`: prompts, tokens, grammars, engine requests.
 
-Not for: HTTP shapes (`routes.py`, `responses.py`), or what single fields mean (`sampling_fields.py`).
+Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of single fields (`sampling_fields.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from server.text.tools import ToolUse, other_kinds, plain_text, template_message
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
-# What `render_chat` passes itself, and what would change the result's type or run other templates.
+# Arguments that `render_chat` passes, that would change the result's type, or that would run other templates.
 _OWN_VARIABLES = frozenset(
     """
     conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding
@@ -50,7 +50,7 @@ _OWN_VARIABLES = frozenset(
 
 
 def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables for the chat template; raises RequestError for names that are the server's own."""
+    """Return variables for the chat template. Raises RequestError for names that the server sets itself."""
     for name in asked or {}:
         if name in _OWN_VARIABLES:
             raise RequestError(f"chat_template_kwargs: {name!r} is set by the server", "chat_template_kwargs")
@@ -58,7 +58,7 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def check_model(server: Server, name: str | None) -> None:
-    """Raise 404 for a model that is not the one served."""
+    """Raise a 404 for a model that is not served."""
     names = server.settings.served_names()
     if name is not None and name not in names:
         raise model_not_found(name, ", ".join(names))
@@ -74,7 +74,7 @@ def engine_requests(
     prediction: tuple[int, ...] = (),
     thinking: Thinking | None = None,
 ) -> list[EngineRequest]:
-    """One engine request per prompt and choice, all checked; raises RequestError."""
+    """Return one checked engine request per prompt and choice; raises RequestError."""
     facts = server.client.ready_facts()
     server.client.check_count(len(prompts) * body.n)
     sampling = sampling_of(body, server.defaults, bad_words, grammar, server.settings.seed_stable, thinking)
@@ -109,7 +109,7 @@ def engine_requests(
                 prediction=prediction,
                 cache_salt=body.cache_salt or "",
                 client=this_call().client,
-                # Those of its prompt are the same for every choice: computed and sent once.
+                # The prompt's logprobs are the same for every choice, so they are computed once.
                 num_prompt_logprobs=None if choice else num_prompt_logprobs,
                 reports_drafts=body.speculation is not None and body.speculation.return_drafts,
             )
@@ -125,13 +125,13 @@ async def prepare(
     max_tokens: int | None,
     tools: ToolUse | None = None,
 ) -> Generation:
-    """The generation of a body whose prompts are tokens."""
+    """Return the generation of a body whose prompts are tokenized."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     if body.bad_words:
         size = sum(map(len, body.bad_words))
         bad_words = await server.tokenizer.run(server.tokenizer.encode_words, body.bad_words, size=size)
     structure: Structure = await server.tokenizer.run(structure_of, body)
-    # Strict tools alone leave the model free to begin as it likes.
+    # Strict tools alone do not restrict the beginning of an answer.
     is_bound = bool(structure.grammar) or (tools is not None and tools.forced)
     if tools is not None:
         structure = await server.tokenizer.run(tools.structure, structure)
@@ -163,12 +163,12 @@ async def prepare(
 
 
 def _most_tokens(server: Server, body: GenerationFields) -> int | None:
-    """Tokens that a prompt may have; None if it is going to be truncated."""
+    """Return the maximum number of prompt tokens; None if the prompt will be truncated."""
     return server.client.ready_facts().max_model_len if body.truncate_prompt_tokens is None else None
 
 
 def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """What a body says of thinking, as variables of the chat template; nothing if the template reads none of them."""
+    """Return the body's fields about thinking as variables of the chat template; none if the template reads none."""
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
@@ -182,7 +182,7 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
 
 
 async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None) -> tuple[list[int], ToolUse | None]:
-    """The tokens of a conversation that the model is to answer, and the tools that it may call.
+    """Return the tokens of a conversation and the tools that the model may call.
 
     Raises RequestError if there are more than `most` tokens.
     """
@@ -218,13 +218,13 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
 
 
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
-    """The generation of a conversation's next message."""
+    """Return the generation of a conversation's next message."""
     prompt, tools = await chat_prompt(server, body, _most_tokens(server, body))
     return await prepare(server, body, [prompt], max_tokens_of(body), tools)
 
 
 async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
-    """The generation of a text's continuation."""
+    """Return the generation of a text's continuation."""
     check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
@@ -239,7 +239,7 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
 async def completion_prompts(
     server: Server, prompt: Any, add_special_tokens: bool, most: int | None
 ) -> list[list[int]]:
-    """The prompts of a completion as token ids; raises RequestError for a text of more than `most`."""
+    """Return the prompts of a completion as token ids. Raises RequestError for a text of more than `most`."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:

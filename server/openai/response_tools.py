@@ -1,7 +1,7 @@
-"""Tools of `/v1/responses` in chat's words: functions, those of namespaces, and kinds that are not served.
+"""Translates tools of `/v1/responses` to tools of a chat.
 
-A namespace is a named group of functions. Chat templates know single functions only, so those of a namespace are
-offered by their own name, or, if another function has that, behind the name of the namespace.
+A namespace is a named group of functions. Chat templates know single functions only. Functions of a namespace are
+offered under their own names, or, if another function has the same one, with the name of the namespace as a prefix.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _JOINT = "__"
 
 @dataclass(frozen=True)
 class Names:
-    """Names of functions as the model knows them."""
+    """Names of functions in the prompt."""
 
     of_members: dict[tuple[str, str], str]
-    """By (namespace, name)."""
+    """Names in the prompt by (namespace, name)."""
 
     def offered(self, namespace: Any, name: Any) -> Any:
-        """The name under which the model was offered a function; any other name is itself."""
+        """Return a function's name in the prompt; unknown names are returned unchanged."""
         return self.of_members.get((namespace, name), name) if isinstance(namespace, str) else name
 
     def called(self, name: str) -> dict[str, str]:
-        """What an item of a call says of its function: the name, and the namespace if it has one."""
+        """Return the fields of a call's item that name the function: name, and namespace if there is one."""
         for (namespace, member), offered in self.of_members.items():
             if offered == name:
                 return {"name": member, "namespace": namespace}
@@ -36,7 +36,7 @@ class Names:
 
 
 def names_of(tools: Iterable[dict[str, Any]]) -> Names:
-    """Names for the functions of all namespaces, no two of them alike."""
+    """Return unique names for the functions of all namespaces."""
     members = [(_text(tool, "name"), _text(one, "name")) for tool in _namespaces(tools) for one in _members(tool)]
     uses = Counter(name for _, name in members) + Counter(
         str(tool.get("name")) for tool in tools if tool.get("type") == "function"
@@ -45,7 +45,7 @@ def names_of(tools: Iterable[dict[str, Any]]) -> Names:
 
 
 def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
-    """The tools of a chat; a kind that is not served keeps nothing but its type."""
+    """Return the tools of a chat; tools that are not supported are reduced to their type."""
     found = []
     for tool in tools:
         if tool.get("type") == "function":
@@ -62,7 +62,7 @@ def _namespaces(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _members(namespace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The functions of a namespace; raises RequestError for what has none."""
+    """Return the functions of a namespace; raises RequestError if there are none."""
     members = namespace.get("tools")
     if not isinstance(members, list) or not all(isinstance(one, dict) for one in members):
         raise RequestError("tools: a namespace holds a list of tools", "tools")
@@ -80,7 +80,9 @@ def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
-    """A namespace's functions, of which the first tells the description of all, and its other tools by their kind."""
+    """Return a namespace's functions, the first one with the description of the namespace, and the types of its other
+    tools.
+    """
     space, told = _text(namespace, "name"), namespace.get("description")
     found: list[dict[str, Any]] = []
     for one in _members(namespace):

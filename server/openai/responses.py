@@ -1,6 +1,6 @@
-"""`POST /v1/responses`, stateless: the request as a chat, the answer as items and, in a stream, as events.
+"""`POST /v1/responses`: the request becomes a chat; the answer is a list of items and, in a stream, events.
 
-Text and function tools. Nothing is stored, also with `store: true`: a conversation is sent whole
+Supports text and function tools. Nothing is stored, also with `store: true`, so clients send whole conversations
 (`previous_response_id` and `background` are refused).
 """
 
@@ -32,28 +32,28 @@ Included = Literal[
     "file_search_call.results",
     "message.input_image.image_url",
 ]
-"""Parts of an answer that are not here. Thoughts are not encrypted: they come, and may be sent back, as they are."""
+"""Parts of an answer that are accepted and not sent. Thoughts are not encrypted: they can be sent back as they are."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextConfig(Closed):
-    """How the text is to be."""
+    """Format of the text."""
 
     format: dict[str, Any] | None = None
     verbosity: Any = None
 
 
 class ReasoningConfig(Closed):
-    """How much to think."""
+    """Amount of thinking."""
 
     effort: Effort | None = None
     summary: str | None = None
-    """A wish: thoughts come whole, which tells more than a summary."""
+    """Accepted without effect: thoughts are sent in full instead of a summary."""
     generate_summary: str | None = None
 
 
 class ResponsesRequest(GenerationFields):
-    """Body of `POST /v1/responses`; sampling and speculation as everywhere."""
+    """Body of `POST /v1/responses`, with the common fields of sampling and speculation."""
 
     input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -66,11 +66,11 @@ class ResponsesRequest(GenerationFields):
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     max_tool_calls: int | None = None
-    """Bounds calls that a server makes itself; there are none here."""
+    """Limit of calls that the server runs; this server runs none."""
     client_metadata: dict[str, Any] | None = None
-    """What Codex says of itself; changes nothing."""
+    """Information about the client that Codex sends; no effect."""
 
-    # Known, and not served; some of them are the other endpoints'.
+    # Known and not supported; some belong to other endpoints.
     background: Annotated[Any, Neutral(False)] = None
     previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
@@ -89,11 +89,11 @@ class ResponsesRequest(GenerationFields):
 
 
 _SHARED = frozenset(ResponsesRequest.model_fields) & frozenset(ChatRequest.model_fields) - {"n", "stream_options"}
-"""Fields that a chat has too, and takes as they are."""
+"""Fields that are passed to the chat unchanged."""
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same wish as a chat; raises RequestError for what is not served."""
+    """Return the request as a chat. Raises RequestError for unsupported values."""
     refuse_unsupported(body)
     text, names = body.text or TextConfig(), names_of(body.tools or ())
     refuse_drafts(body.speculation)
@@ -121,7 +121,7 @@ def _response_format(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
-    """One function, or some; chat has their names one level further down."""
+    """Return a choice of tools in chat's format, which has names one level deeper."""
 
     def named(tool: Any) -> Any:
         if not isinstance(tool, dict):
@@ -136,7 +136,7 @@ def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
-    """The input's items as messages; thoughts, what is said after them and calls in a row are one message."""
+    """Return the input's items as messages. Thoughts, the text after them, and consecutive calls form one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str,
 
 
 def _thoughts(item: dict[str, Any], number: int) -> str:
-    """The text of a reasoning item, whole or summarized."""
+    """Return the text of a reasoning item, or of its summary."""
     parts = item.get("content") or item.get("summary") or []
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RequestError("input: a reasoning item holds parts with text", f"input.{number}")
@@ -176,7 +176,7 @@ def _thoughts(item: dict[str, Any], number: int) -> str:
 
 
 def _content(content: Any, number: int) -> Any:
-    """Content with its parts in chat's words."""
+    """Return content with its parts in chat's format."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -200,7 +200,7 @@ _PARTS: dict[str, dict[str, Any]] = {
 
 
 class ResponseWriter(AnswerWriter):
-    """Turns the deltas of a generation into items, and tells of each step as events."""
+    """Writes a generation as items and events."""
 
     def __init__(self, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
         self._body = body
@@ -225,12 +225,12 @@ class ResponseWriter(AnswerWriter):
             "top_p": sampling.top_p,
             "truncation": "disabled",
         }
-        # Texts that OpenAI's schema has no null for.
+        # OpenAI's schema does not allow null for these.
         said = {name: getattr(body, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
         self._echoed |= {name: text for name, text in said.items() if text is not None}
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The response object as it is now."""
+        """Return the current response object."""
         ended = status in ("completed", "incomplete")
         result: dict[str, Any] = {
             "id": self._id,
@@ -270,11 +270,11 @@ class ResponseWriter(AnswerWriter):
 
     @property
     def status(self) -> str:
-        """How the answer has ended."""
+        """Final status of the answer."""
         return "incomplete" if self._generation.choices[0].finish_reason == "length" else "completed"
 
     def begin(self) -> list[dict[str, Any]]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         response = self.response("in_progress")
         return [
             self._event("response.created", response=response),
@@ -282,7 +282,7 @@ class ResponseWriter(AnswerWriter):
         ]
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events of a step."""
+        """Return the events of a step."""
         events = []
         for part in delta.parts:
             if isinstance(part, str):
@@ -297,12 +297,12 @@ class ResponseWriter(AnswerWriter):
         return events
 
     def end(self) -> list[dict[str, Any]]:
-        """Events after the last token."""
+        """Return the events after the last token."""
         events = self._close(self.status)
         return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
-        """Events of an error in a stream that has begun."""
+        """Return the event of an error."""
         body = to_api_error(error).body
         failed = self.response("failed", {"code": "server_error", "message": body.message})
         return [self._event("response.failed", response=failed)]
@@ -342,7 +342,7 @@ class ResponseWriter(AnswerWriter):
         return self._of_item(f"response.{part['type']}.{what}", content_index=0, **fields, **more)
 
     def _close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """The open item has ended."""
+        """End the open item."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -1,4 +1,4 @@
-"""The route of `/v1/responses`: whole, or as server-sent events."""
+"""Routes of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PARAMS = {
 
 
 def build_router(server: Server) -> APIRouter:
-    """The route."""
+    """Build the routes."""
     router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/responses")
     async def create_response(http: Request, body: ResponsesRequest) -> Response:
-        """Answer a conversation, in the shape of OpenAI's Responses API; nothing is stored."""
+        """Answer a conversation in the format of OpenAI's Responses API; nothing is stored."""
         server.unknown_fields.check(body)
         return await answer_translated(http, server, body, as_chat, ResponseWriter, _PARAMS)
 
     @router.get("/v1/responses", include_in_schema=False)
     async def refuse_socket(http: Request) -> Response:
-        """Refuse a socket with the status at which Codex goes on over HTTP at once, instead of asking again."""
+        """Refuse a websocket with the status that makes Codex switch to HTTP at once."""
         if http.headers.get("upgrade", "").lower() != "websocket":
             return error_response(http_error(405, "Method Not Allowed", {"allow": "POST"}))
         return error_response(http_error(426, "there are no sockets here; send POST requests"))

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: wire fields in, a `Generation` out."""
+"""Routes of `/v1/chat/completions` and `/v1/completions`."""
 
 from __future__ import annotations
 

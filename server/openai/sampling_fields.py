@@ -1,6 +1,7 @@
-"""From wire fields to the engine's words. What is not served is refused in `unsupported_fields.py`.
+"""Translates sampling fields of a body to the engine's parameters.
 
-Not for: prompts (`routes.py`) or lengths that depend on the prompt (`admission`).
+Not for: unsupported fields (`unsupported_fields.py`), prompts (`preparing.py`), or limits that depend on the prompt's
+length (the engine's `admission`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from server.text.tokenizer import GenerationDefaults
 
 MAX_STOPS = 16
 MOST_PROMPT_LOGPROBS = 1 << 20
-"""In all choices of a call; some 60 bytes each."""
+"""Maximum number of reported logprobs over all choices of a call; each takes about 60 bytes."""
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
-    """The stop strings as a list; raises RequestError for empty or too many ones."""
+    """Return the stop strings as a list. Raises RequestError for an empty string or too many strings."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
     if len(stops) > MAX_STOPS:
         raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
@@ -44,7 +45,7 @@ def stop_strings(body: GenerationFields) -> list[str]:
 
 
 def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
-    """(token, added) pairs; raises RequestError for keys that are no token ids, and values out of range."""
+    """Return (token, bias) pairs. Raises RequestError for keys that are not token ids, and for values out of range."""
     pairs = []
     for key, added in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key):
@@ -56,7 +57,7 @@ def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
 
 
 def repetition_penalty_of(body: GenerationFields) -> float | None:
-    """The penalty under either of its names; raises RequestError for two that differ."""
+    """Return the repetition penalty under either of its names. Raises RequestError if both are given and differ."""
     one, other = body.repetition_penalty, body.repeat_penalty
     if one is not None and other is not None and one != other:
         raise RequestError(
@@ -73,10 +74,11 @@ def sampling_of(
     seed_stable: bool = False,
     thinking: Thinking | None = None,
 ) -> Sampling:
-    """Sampling parameters; what is left out comes from the model's generation_config, a seed from the system.
+    """Return the sampling parameters. Omitted ones come from the model's generation_config, an omitted seed from the
+    system.
 
-    bad_words: the words of the body as token ids. grammar: what its structured output follows. seed_stable: the
-    server's setting. thinking: thoughts that the engine follows.
+    bad_words: token ids of the body's words. grammar: of its structured output. seed_stable: the server's setting.
+    thinking: thoughts that the engine tracks.
     """
     repetition = repetition_penalty_of(body)
     temperature = defaults.temperature if body.temperature is None else body.temperature
@@ -100,14 +102,14 @@ def sampling_of(
 
 
 def max_tokens_of(body: GenerationFields) -> int | None:
-    """The longest answer asked for; None where none is named."""
+    """Return the requested maximum length; None if there is none."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def truncated(
     prompt: Sequence[int], body: GenerationFields, max_tokens: int | None, max_model_len: int
 ) -> Sequence[int]:
-    """The part of a prompt that `truncate_prompt_tokens` keeps; raises RequestError for a length that cannot be."""
+    """Return a prompt truncated as requested. Raises RequestError for an impossible length."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         if body.truncation_side is not None:
@@ -124,7 +126,7 @@ def truncated(
 
 
 def num_logprobs_of(body: GenerationFields) -> int | None:
-    """How many likely tokens are reported beside each emitted one; None where no logprobs are asked for."""
+    """Number of likeliest tokens reported with each emitted one; None if no logprobs are requested."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatRequest)
@@ -134,7 +136,7 @@ def num_logprobs_of(body: GenerationFields) -> int | None:
 
 
 def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
-    """The same for the prompt's tokens: asked for by name, or with an echoed prompt."""
+    """Number of likeliest tokens reported with each prompt token; None unless requested, also by `echo`."""
     asked = body.prompt_logprobs
     if asked is not None and body.stream:
         raise RequestError("prompt_logprobs are not streamed; ask for a whole answer", "prompt_logprobs")
@@ -143,7 +145,7 @@ def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> 
 
 
 def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
-    """Raise RequestError if the logprobs of prompts would make an answer too large. num_top: alternatives a token."""
+    """Raise RequestError if the prompts' logprobs would make an answer too large. num_top: alternatives per token."""
     if num_top is None:
         return
     count = sum(map(len, prompts)) * (num_top + 1) * body.n
@@ -157,7 +159,7 @@ def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, bod
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """The request's speculation: its own wishes over the server's defaults. Not checked against the caps."""
+    """Return the request's speculation: its own values over the server's defaults. Limits are not checked here."""
     asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
         return Speculation()
@@ -183,7 +185,7 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
     defaults = msgspec.structs.replace(defaults, drafters=drafters)
     own = default_speculation(msgspec.structs.replace(defaults, rule=rule), facts)
-    # The server's tree and draft method belong to the server's rule, and to the server's shape.
+    # The server's tree and draft method apply only to the server's rule and draft shape.
     shaped = asked.num_drafts is not None or asked.draft_length is not None
     if rule != defaults.rule or (own.tree and shaped and not asked.tree):
         plain = msgspec.structs.replace(defaults, rule=rule, tree=(), draft_method="")
@@ -203,7 +205,7 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
 
 
 def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
-    """Where the request's drafts come from: as it says, else as usual, and its prediction; nothing decodes plainly."""
+    """Return the request's drafters: its own or the defaults, and its prediction; empty for plain decoding."""
     asked = body.speculation
     if asked is not None and asked.drafters is not None:
         return tuple(dict.fromkeys(asked.drafters))
@@ -218,14 +220,14 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
 def with_seed(
     speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
 ) -> Speculation:
-    """Speculation of a request with a seed: its shape stays, unless no shape can change the answer."""
+    """Return speculation with a fixed shape for a request with a seed, unless the shape cannot change the answer."""
     if not speculation.adaptive or sampling.is_certain:
         return speculation
     return with_kept_shape(speculation, limits, facts.device)
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:
-    """At temperature 0 all i.i.d. chains of a draft model are equal: draft one."""
+    """Reduce i.i.d. chains to one at temperature 0, where all chains of a draft model are equal."""
     speculation = request.speculation
     if not request.sampling.is_greedy or not speculation.num_drafts:
         return request

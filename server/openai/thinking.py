@@ -1,7 +1,7 @@
-"""Whether an answer may begin with thoughts, and whether the engine follows them: they have a budget, or a grammar
-holds after them.
+"""Decides whether an answer may begin with thoughts, and whether the engine tracks them.
 
-Not for: separating thoughts from what is said (`reasoning.py`).
+The engine tracks thoughts that have a budget, or after which a grammar applies. Not for: separating thoughts from the
+answer's text (`text/reasoning.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from server.text.reasoning import CLOSE, OPEN, is_closed, is_open
 
 Thoughts = Literal["none", "possible", "begun"]
 _PROMPT_END = 16
-"""Tokens in which a chat template has opened or closed the thinking, if it has."""
+"""Number of last prompt tokens in which a chat template may open or close the thoughts."""
 
 
 def thoughts_of(
     server: Server, body: GenerationFields, prompt: Sequence[int], is_bound: bool
 ) -> tuple[Thoughts, Thinking | None]:
-    """(whether an answer may hold thoughts, and whether the prompt has opened them; those that the engine follows).
+    """Return whether an answer may contain thoughts or the prompt has opened them, and the thoughts that the engine
+    tracks.
 
-    is_bound: the answer must follow a grammar. That holds after the thoughts, or, if the tags are not tokens of the
-    model, from the first token on. Raises RequestError for a budget that cannot be kept.
+    is_bound: the answer must follow a grammar. The grammar applies after the thoughts, or, if the tags are not tokens
+    of the model, from the first token on. Raises RequestError for a budget that cannot be enforced.
     """
     if not server.thinks or not isinstance(body, ChatRequest):
         return "none", None
@@ -34,7 +35,7 @@ def thoughts_of(
     is_begun = server.settings.reasoning_parser == "deepseek_r1" or is_open(end)
     budget, most = body.thinking_token_budget, max_tokens_of(body)
     if budget is not None and most is not None and budget >= most:
-        budget = None  # kept by itself
+        budget = None  # the length ends the answer first
     opens, closes = server.tokenizer.token_of(OPEN), server.tokenizer.token_of(CLOSE)
     if budget is not None and (opens is None or closes is None):
         raise RequestError(

@@ -29,7 +29,7 @@ class Streamable(Protocol):
 Wished = TypeVar("Wished")
 Streamed = TypeVar("Streamed", bound=Streamable)
 Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
-"""Makes the writer of an answer from its body, its generation, and whether the answer carries metrics."""
+"""Factory of a writer; the arguments are the body, the generation, and whether the answer has metrics."""
 
 
 async def respond(

@@ -1,8 +1,10 @@
-"""Fields that are not served. One that would change an answer is refused by name, unless its value asks for nothing.
-Any other is ignored, which a log line and a header of the answer report; the operator may have those refused, too.
+"""Treatment of unsupported fields.
 
-Not for: what a served field means (`sampling_fields.py`), the fields themselves (`fields.py`), or the list of fields
-of other servers (`foreign_fields.py`).
+A field that would change an answer is refused by name, unless its value has no effect. Any other field is ignored and
+reported in a log line and a response header; `--strict-fields` refuses these, too.
+
+Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the list of fields of
+other servers (`foreign_fields.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from server.suggest import did_you_mean
 log = logging.getLogger("polydraft")
 
 UNKNOWN = "unknown_parameter"
-"""OpenAI's code for a name that no field has."""
+"""OpenAI's error code for an unknown field."""
 UNSUPPORTED = "unsupported_value"
 _LEAVE_OUT = "leave it out"
 _MOST_SHOWN, _LONGEST_SHOWN = 8, 64
 _MOST_REMEMBERED = 256
 _MOST_UNKNOWN = 64
 _CLOSE = 0.85
-"""Likeness from which a name is taken for a misspelt one."""
+"""Similarity from which a name counts as misspelt."""
 _LONG = 6
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _HARMLESS = frozenset(
@@ -45,15 +47,15 @@ _HARMLESS = frozenset(
     n_keep
     """.split()
 )
-"""Names that every route may ignore, and fields of some: they do not change what the model answers."""
+"""Names that every route ignores: they do not change an answer."""
 
 _REQUIRED = frozenset({"model", "messages", "prompt", "input", "tokens"})
-"""Fields that are missed if they are misspelt."""
+"""Fields whose misspelling must be noticed."""
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class Neutral:
-    """Marks a field that is known and not served: its values that ask for nothing, beside null."""
+    """Annotation of a known, unsupported field: its values without effect, besides null."""
 
     values: tuple[Any, ...]
     way_out: str
@@ -63,11 +65,11 @@ class Neutral:
         object.__setattr__(self, "way_out", way_out)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, describe: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """What /openapi.json says of the field."""
+        """Return the field's description in /openapi.json."""
         return {**describe(schema), "enum": [*self.values, None], "description": f"Not served; {self.way_out}."}
 
     def check(self, name: str, value: Any) -> None:
-        """Raise RequestError for a value that asks for something."""
+        """Raise RequestError for a value that would have an effect."""
         if value is None or any(_is_same(value, one) for one in self.values):
             return
         served = " or ".join(json.dumps(one) for one in self.values)
@@ -76,7 +78,7 @@ class Neutral:
 
 
 def _is_same(value: Any, one: Any) -> bool:
-    """Whether two values are one to those who read JSON: 1 and 1.0 are, 1 and true are not."""
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     return isinstance(value, bool) == isinstance(one, bool) and bool(value == one)
 
 
@@ -85,7 +87,7 @@ def _mark_of(field: FieldInfo) -> Neutral | None:
 
 
 def refuse_unsupported(body: BaseModel) -> None:
-    """Raise RequestError for a known field that asks for what is not served."""
+    """Raise RequestError for a known field with an unsupported value."""
     for name, field in type(body).model_fields.items():
         if (mark := _mark_of(field)) is not None:
             mark.check(name, getattr(body, name))
@@ -93,33 +95,35 @@ def refuse_unsupported(body: BaseModel) -> None:
 
 
 def unknown_field(names: Sequence[str], hint: str = "") -> RequestError:
-    """The refusal of names that no field has, in OpenAI's words; hint: what may have been meant."""
+    """Return OpenAI's error for unknown fields; hint: a suggestion."""
     some = ", ".join(shown(name) for name in names[:_MOST_SHOWN])
     plural = "s" if len(names) > 1 else ""
     return RequestError(f"Unrecognized request argument{plural} supplied: {some}{hint}", shown(names[0]), UNKNOWN)
 
 
 def shown(name: str) -> str:
-    """A name that a client has sent, fit for a log line, a header and an answer."""
+    """Return a client's field name in a form that is safe in logs, headers and answers."""
     return ascii(name[:_LONGEST_SHOWN])[1:-1]
 
 
 @lru_cache(maxsize=1024)
 def _misspelt(name: str, known: frozenset[str]) -> str | None:
-    """The known name of which a name is another spelling; none for a longer name such as `conversation_id`, nor for a
-    short one: `speed` is not `seed`."""
+    """Return the known name that a name misspells, or None.
+
+    Longer names such as `conversation_id` are not misspelt, nor are short ones: `speed` is not `seed`.
+    """
     plain = _HUMP.sub("_", name[:_LONGEST_SHOWN]).replace("-", "_").lower()
     if plain in known:
         return plain
     if len(name) < _LONG or len(name) > _LONGEST_SHOWN:
         return None
-    # Comparing takes time on the event loop, so names that begin with another letter are no candidates.
+    # Comparison takes time on the event loop, so only names with the same first letter are compared.
     close = difflib.get_close_matches(plain, [one for one in known if one[0] == plain[0]], n=1, cutoff=_CLOSE)
     return close[0] if close and not plain.startswith(f"{close[0]}_") else None
 
 
 class UnknownFields:
-    """Finds names that no field of a body has: refuses those that would change an answer, ignores the others."""
+    """Policy for unknown fields: refuses those that would change an answer, and ignores the others."""
 
     def __init__(
         self,
@@ -127,16 +131,16 @@ class UnknownFields:
         bodies: Iterable[type[BaseModel]] = (),
         foreign: Mapping[str, Neutral] | None = None,
     ) -> None:
-        """is_strict: refuse every unknown name. bodies: those of all routes. foreign: fields of other servers."""
+        """is_strict: refuse every unknown name. bodies: models of all routes. foreign: fields of other servers."""
         self._is_strict = is_strict
         self._foreign = foreign or {}
         self._elsewhere = {name: field for body in bodies for name, field in body.model_fields.items()}
         self._telling = frozenset(self._elsewhere.keys() | self._foreign.keys()) - _HARMLESS - _REQUIRED
-        """Names whose misspelling must not be ignored."""
+        """Names whose misspelling is refused."""
         self._logged: set[str] = set()
 
     def check(self, body: BaseModel) -> None:
-        """Raise RequestError for unknown names that must not be ignored; report the others."""
+        """Raise RequestError for unknown names that must not be ignored, and report the others."""
         if not body.model_extra:
             return
         unknown = []
@@ -167,7 +171,7 @@ class UnknownFields:
         raise RequestError(f"{name} is not a field of this endpoint; {_LEAVE_OUT}", name, UNKNOWN)
 
     def ignore(self, name: str, why: str) -> None:
-        """Report a part of the running request that has no effect: in the answer's header, and once in the log."""
+        """Report a part of the current request that has no effect: in a response header, and once in the log."""
         ignored = this_call().ignored
         if name not in ignored and len(ignored) < _MOST_SHOWN:
             ignored.append(name)

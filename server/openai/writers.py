@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 
 def known(items: Sequence[Item] | None) -> Sequence[Item] | msgspec.UnsetType:
-    """Token ids or drafts, left out where there are none to report."""
+    """Return token ids or drafts; unset if they are not reported."""
     return msgspec.UNSET if items is None else items
 
 
@@ -45,7 +45,7 @@ class ChunkWriter(AnswerWriter):
     object_chunk: ClassVar[str]
 
     def __init__(self, body: GenerationFields, generation: Generation, with_metrics: bool) -> None:
-        """Raise RequestError for options of a stream that is not one."""
+        """Raises RequestError for options of a stream without `stream`."""
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options goes with stream: true", "stream_options")
         self._generation = generation
@@ -159,7 +159,7 @@ class ChatWriter(ChunkWriter):
 
 
 def chat_delta(part: Part) -> dict[str, Any]:
-    """A part of an answer in OpenAI's shape; thoughts under both of their names."""
+    """Return a part of an answer as a delta; thoughts appear under both of their names."""
     if isinstance(part, str):
         return {"content": part}
     if isinstance(part, Thought):
@@ -168,7 +168,7 @@ def chat_delta(part: Part) -> dict[str, Any]:
 
 
 def call_delta(piece: CallPiece) -> dict[str, Any]:
-    """A piece of a call in OpenAI's shape."""
+    """Return a piece of a call as a delta."""
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
@@ -176,7 +176,7 @@ def call_delta(piece: CallPiece) -> dict[str, Any]:
 
 
 class CompletionWriter(ChunkWriter):
-    """Plain text."""
+    """Plain texts, and chunks of them."""
 
     id_prefix = "cmpl"
     object_whole = object_chunk = "text_completion"
