@@ -19,12 +19,17 @@ from engine.cache.tensors import KVShape
 from engine.config import EngineConfig, EngineFacts
 from engine.config_check import check_settings, early_facts
 from engine.drafters.drafter import DrafterKind
+from engine.drafters.eagle import EagleDrafter
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.execution.backend import TransformersBackend
+from engine.execution.heads.config import READERS
+from engine.execution.heads.head import Head
+from engine.execution.heads.runner import HeadRunner
 from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.packing import Choices
-from engine.execution.probe import BackendChoice, find_kv_shape, is_replayed, probe_ways, runs
+from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.memory import plan_memory
 from engine.recorded.inputs import RECORDED_RULES
@@ -68,8 +73,8 @@ def assemble(
     if target.ranks is not None:
         target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
     models = [target] if draft is None else [target, draft]
-    shapes = [find_kv_shape(model) for model in models]
-    kind = None if draft is None else kind or kind_of(draft)
+    shapes = [kv_shape_of(model) for model in models]
+    kind = None if draft is None else kind or kind_of(draft, shapes[0].num_layers)
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
@@ -81,13 +86,14 @@ def assemble(
     facts = _facts(config, models)
     drafts = _drafts(config, draft)
     most_sequences = config.scheduler.max_num_seqs
-    is_recorded = all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
+    is_head = kind is not None and kind.is_head
+    is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
     recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
     runners = [
-        ModelRunner(
+        (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
             shape,
             memory.num_blocks,
@@ -121,7 +127,7 @@ def assemble(
     drafter = kind.make(runners[1], runners[0]) if kind is not None else None
     tokenizer, revision = config.model.tokenizer_source
     grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
-    scheduler = _scheduler(config, target, memory.num_blocks)
+    scheduler = _scheduler(config, target, memory.num_blocks, is_head)
     engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
     if is_recorded and isinstance(drafter, ModelDrafter | None):
         most = most_sequences, memory.most_blocks
@@ -129,9 +135,19 @@ def assemble(
     return engine
 
 
-def kind_of(_draft: LoadedModel) -> DrafterKind:
-    """What drafts with a draft model: any causal language model drafts from its own logits."""
+def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
+    """What drafts with a draft model: a language model drafts from its own logits, a head from the target's states.
+
+    num_layers: of the target.
+    """
+    if isinstance(draft.model, Head):
+        return DrafterKind(EagleDrafter, draft.model.config.taps_of(num_layers), is_head=True)
     return DrafterKind(lambda runner, _: ModelDrafter(runner))
+
+
+def kv_shape_of(model: LoadedModel) -> KVShape:
+    """Shape of one token's K and V."""
+    return model.model.kv_shape if isinstance(model.model, Head) else find_kv_shape(model)
 
 
 def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
@@ -144,18 +160,21 @@ def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
     return [PLAIN, *menu(num_drafts, wanted.draft_length, wanted.max_draft_length)]
 
 
-def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int) -> Scheduler:
+def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_head: bool) -> Scheduler:
     blocks = BlockStore(num_blocks, config.cache.block_size, config.cache.prefix_caching)
     limits = config.scheduler
     if not limits.max_prompt_tokens and target.model.device.type == "cpu":
         limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
-    return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window)
+    return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window, by_head)
 
 
 def _prepare(
     loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress
 ) -> tuple[BackendChoice, int]:
     """(how a model is run, the memory its weights then take)."""
+    if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
+        has_paged_kernel = has_kernel(torch.device(loaded.model.device))
+        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), loaded.weight_bytes
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size)
     if loaded.ranks is not None:  # what is not split of it would be packed, and tried, on this rank alone
@@ -169,6 +188,10 @@ def _prepare(
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
     check_defaults(_facts(config, outlines), config.speculation)
+    if config.self_check and len(outlines) > 1 and outlines[1].model_type in READERS:
+        raise ConfigError(
+            f"--selfcheck compares the probabilities of language models, and {outlines[1].name} is a head; leave it out"
+        )
 
 
 def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:

@@ -172,6 +172,8 @@ _CONFIG_KEYS = {"speculative_config", "speculative_algorithm"}
 NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, *_CONFIG_KEYS})
 SWITCHES = frozenset({*OPPOSITE, "log_requests", *(name for name, foreign in FOREIGN.items() if foreign.is_switch)})
 
+_HEAD_METHODS = ("eagle3",)
+"""Methods of trained heads: the head's own config.json says what it is."""
 _EXACT_METHODS = ("rejection_sampler", "strict", "probabilistic", "standard")
 _SPECULATION_IGNORED = frozenset(
     "prompt_lookup_max prompt_lookup_min draft_tensor_parallel_size disable_by_batch_size max_model_len enforce_eager "
@@ -256,12 +258,13 @@ def _speculation(wanted: dict[str, Any], name: str) -> dict[str, Any]:
     tokens = wanted.get("num_speculative_tokens")
     if method in ("ngram", "ngram_gpu") or (method is None and model in ("ngram", "[ngram]")):
         result = {"spec_drafters": "prompt_lookup", "max_copied_tokens": tokens}
-    elif method in (None, "draft_model", "standalone"):
-        if model is None and method != "standalone":
+    elif method in (None, "draft_model", "standalone", *_HEAD_METHODS):
+        if model is None and not (name.endswith("algorithm") and method in ("standalone", *_HEAD_METHODS)):
             raise ConfigError(f'{name}: names no draft model; add "model", or "method": "ngram"')
         result = {"draft_model": model, "draft_length": tokens, "draft_revision": wanted.get("revision")}
     else:
         raise ConfigError(
-            f"{name} method {method}: not served; draft by a small model of the same tokens (draft_model), or by ngram"
+            f"{name} method {method}: not served; draft by a small model of the same tokens (draft_model), by a head "
+            f"({', '.join(_HEAD_METHODS)}), or by ngram"
         )
     return {setting: value for setting, value in result.items() if value is not None}

@@ -24,6 +24,9 @@ class DrafterKind(NamedTuple):
     taps: tuple[int, ...] = ()
     """Taps of the target whose hidden states it reads: they are stored in `storage.hidden` of the target's runner, by
     the slots of the text's tokens, for all but those that the plan is still to compute."""
+    is_head: bool = False
+    """Whether it computes its own K/V from these states alone. It then drafts only behind a token whose predecessors
+    the target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`)."""
 
 
 class Drafter(Protocol):

@@ -61,17 +61,7 @@ class ModelDrafter:
         ]
         if not parts:
             return []
-        passes = [parts]
-        for depth in range(1, max(row.draft_length for row in plan.rows)):
-            passes.append(
-                [
-                    SequenceInput(
-                        (), row.end, row.block_ids, level_nodes(row.fanout[:depth]), slice(None), first_key(row)
-                    )
-                    for row in plan.rows
-                    if row.draft_length > depth
-                ]
-            )
+        passes = [parts, *level_inputs(plan.rows)]
         return self.runner.prepare(passes)
 
 
@@ -79,6 +69,19 @@ def _node_index(row: Row, chain: int, depth: int) -> int:
     """Index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
     width = row.widths[depth - 1]
     return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
+
+
+def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[SequenceInput]]:
+    """The passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has K/V."""
+    first_keys = [max(lowest_key, first_key(row)) for row in rows]
+    return [
+        [
+            SequenceInput((), row.end, row.block_ids, level_nodes(row.fanout[:depth]), slice(None), first)
+            for row, first in zip(rows, first_keys, strict=True)
+            if row.draft_length > depth
+        ]
+        for depth in range(1, max(row.draft_length for row in rows))
+    ]
 
 
 def first_key(row: Row) -> int:

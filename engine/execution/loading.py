@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from engine.checkpoint import Source, context_length, length_remark, read_tokeni
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.execution.attention import HOOK, register
+from engine.execution.heads.config import HeadConfig, check_target
+from engine.execution.heads.head import Head
+from engine.execution.heads.loading import head_config, load_head
 from engine.execution.parallel import Ranks, check_split, start_ranks
 from engine.execution.unplaced import check_unplaced
 from engine.files import check_source
@@ -168,10 +171,32 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
     """
     choose_device(config.device)
     outlines = [_outlined(config.target, config.revision)]
-    if config.draft is not None:
+    if config.draft is None:
+        return outlines
+    head = find_head(config)
+    if head is None:
         outlines.append(_outlined(config.draft, config.draft_revision))
         check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
-    return outlines
+        return outlines
+    if Path(head.name).is_dir():
+        check_weight_files(Path(head.name))
+    check_target(head, _read_config(config.target, config.revision), config.target)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"{head.name}: heads are not served with --tensor-parallel-size; leave it out, or the head")
+    return [*outlines, _outline_of_head(head, outlines[0])]
+
+
+def find_head(config: ModelConfig) -> HeadConfig | None:
+    """The configuration of a draft model that is a trained head; None if it is a language model."""
+    if config.draft is None:
+        return None
+    check_source(config.draft, config.draft_revision)
+    return head_config(config.draft, config.draft_revision)
+
+
+def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
+    """Facts of a head, which reaches as far as its target."""
+    return replace(target, name=head.name, model_type=head.kind)
 
 
 def _outlined(name: str, revision: str | None) -> Outline:
@@ -256,11 +281,20 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
         target = _load_split(config, dtype, device)
     else:
         target = load(config.target, config.revision, dtype, device)
-    draft = None
-    if config.draft is not None:
-        progress(f"loading draft {config.draft}")
-        draft = load(config.draft, config.draft_revision, dtype, device)
-    return target, draft
+    if config.draft is None:
+        return target, None
+    head = find_head(config)
+    if head is not None:
+        progress(f"loading the {head.kind} head {config.draft}")
+        return target, adopt_head(load_head(head, config.draft_revision, target.model), target)
+    progress(f"loading draft {config.draft}")
+    return target, load(config.draft, config.draft_revision, dtype, device)
+
+
+def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
+    """Wrap a head that is attached to its target."""
+    outline = Outline(**{field.name: getattr(target, field.name) for field in fields(Outline)})
+    return LoadedModel(model=head, eos_token_ids=frozenset(), **vars(_outline_of_head(head.config, outline)))
 
 
 def _load_split(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:

@@ -6,6 +6,9 @@ as the draft model can catch up in one step. For adaptive requests the draft mod
 chosen, because with long prompts and short answers that reading would be most of the work. When drafting is chosen
 again, a step reads a bounded number of tokens. A request that is behind by no more than its share drafts at once; the
 others decode plainly, and the draft model reads a chunk of their text in every step.
+
+A head reads the target's states, which are stored for every token that the target has computed. It reads all that it is
+missing when it drafts, so that nothing of a cached prefix is given up for it.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ _LEAST_READ = 4
 class DraftPrefill:
     """How many tokens the draft model reads of texts that nothing is drafted from yet."""
 
-    def __init__(self, config: SchedulerConfig, draft_window: int) -> None:
+    def __init__(self, config: SchedulerConfig, draft_window: int, by_head: bool = False) -> None:
+        """by_head: whether a head drafts, which is never too far behind."""
         budget = config.max_num_batched_tokens
         sure = min(budget // 4, config.max_prompt_tokens or budget) - 1
         self.draft_window = draft_window
+        self.by_head = by_head
         self.most_lag = max(0, min(max(budget // 8, draft_window), sure))
         """Most tokens that the draft model may catch up on in a step: one less than a prompt is guaranteed, so that the
         target advances too."""
@@ -44,6 +49,8 @@ class DraftPrefill:
 
     def is_far(self, sequence: Sequence) -> bool:
         """Whether it is too far behind to catch up in a step that drafts."""
+        if self.by_head:
+            return False
         # As many as a chain has tokens fit a decoding row in any case.
         fitting = sequence.request.speculation.draft_length if sequence.num_missing == 1 else 0
         return self.lag(sequence) > max(self._share, fitting)
@@ -56,6 +63,8 @@ class DraftPrefill:
     def most_cached(self, sequence: Sequence, num_drafted: int) -> int:
         """Tokens of a cached prefix that a request begins behind if it is to draft in its first step: the draft model
         has K/V of `num_drafted` of them."""
+        if self.by_head:
+            return len(sequence.tokens)
         nearest = len(sequence.tokens) - sequence.draft_window if sequence.draft_window else 0
         return max(num_drafted, nearest) + self.most_lag
 

@@ -35,7 +35,9 @@ class Part(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Most tokens it puts into a pass."""
-        return max(self.num_known + self.num_nodes, self.draft_end - self.draft_first)
+        of_target = self.num_known + self.num_nodes
+        # A head's layer is a small part of the target: however far it is behind, it catches up in one step.
+        return of_target if self.sequence.by_head else max(of_target, self.draft_end - self.draft_first)
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:
@@ -55,15 +57,20 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
     # One token must stay to be emitted after the drafts.
     most = max(0, sequence.num_remaining - 1)
     fanout = fanout[:most]
+    reads_along = bool(fanout)
+    # A text that is computed again goes on drafting where it stopped: its last token waits for a step of its own.
+    is_held = reads_along and not sequence.may_draft and sequence.num_emitted > 0
+    if not sequence.may_draft:
+        fanout = ()
     copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
     nodes = sum(level_widths(fanout)) + sum(len(copy.tokens) for copy in copies)
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by that many.
-    lag = max(0, first - draft_first) if fanout else 0
-    emits = num_missing + max(nodes, lag) <= chunk
+    lag = max(0, first - draft_first) if fanout and not sequence.by_head else 0
+    emits = num_missing + max(nodes, lag) <= chunk and not is_held
     end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))
-    if fanout:
+    if reads_along:
         draft_end = end
     else:
         draft_end = min(end, draft_first + min(end - first + draft_chunk, budget)) if draft_chunk else draft_first

@@ -41,9 +41,10 @@ class Scheduler:
         blocks: BlockStore,
         eos_token_ids: frozenset[int],
         draft_window: int = 0,
+        by_head: bool = False,
     ) -> None:
         self.config = config
-        self.draft_prefill = DraftPrefill(config, draft_window)
+        self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
@@ -92,9 +93,9 @@ class Scheduler:
         """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow.
         fixed_draft_law: as `Sequence` has it."""
         assert request.request_id not in self._sequence_ids, request.request_id
-        window = self.draft_prefill.draft_window
+        window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
         now_s, ends = time.monotonic(), self.eos_token_ids
-        sequence = Sequence(self._next_id, request, now_s, grammar, window, fixed_draft_law, ends, self._edits)
+        sequence = Sequence(self._next_id, request, now_s, grammar, window, fixed_draft_law, ends, self._edits, by_head)
         self._next_id += 1
         self._sequence_ids[request.request_id] = sequence.sequence_id
         insort(self._waiting, sequence, key=urgency)
@@ -257,7 +258,8 @@ class Scheduler:
     def _lag(self, sequence: Sequence) -> int:
         """Tokens that the draft model has to catch up on before it drafts, which are bounded
         (`DraftPrefill.most_lag`)."""
-        return self.draft_prefill.lag(sequence) if self._controller_of(sequence) is None else 0
+        is_bounded = not sequence.by_head and self._controller_of(sequence) is None
+        return self.draft_prefill.lag(sequence) if is_bounded else 0
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
         """Who says what it drafts; None where its request does."""
@@ -267,7 +269,7 @@ class Scheduler:
         """Begin behind what is there of the text already; at least its last token is computed."""
         if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
             return  # all is computed: logprobs of a prompt need a row of logits for each of its tokens
-        keys = sequence.block_keys((len(sequence.tokens) - 1) // self.block_size, self.block_size)
+        keys = sequence.block_keys(sequence.num_shared // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
             if self._controller_of(sequence) is None:
@@ -350,7 +352,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, row: Row, emission: Emission) -> Outcome:
         sequence.num_target_computed += len(emission.accepted)
-        sequence.num_draft_computed += emission.num_draft_kept
+        sequence.num_draft_computed += 0 if sequence.by_head else emission.num_draft_kept
         is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.copied)
         if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))

@@ -28,6 +28,7 @@ class Sequence:
         "_stop_ids",
         "_was_admitted",
         "block_ids",
+        "by_head",
         "copier",
         "counts",
         "draft_start",
@@ -61,12 +62,15 @@ class Sequence:
         fixed_draft_law: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
         edits: SharedEdits | None = None,
+        by_head: bool = False,
     ) -> None:
         """sequence_id: they count up, so that their order is that of arrival; draft_window: the server's, 0 is none;
         fixed_draft_law: whether the draft law below a text must be the same in every step, which a window does not give
-        because it begins somewhere else in each; edits: those that it may share with others."""
+        because it begins somewhere else in each; edits: those that it may share with others; by_head: whether a head
+        drafts, which reads the target's states of the text before the last token."""
         self.sequence_id = sequence_id
         self.request = request
+        self.by_head = by_head
         self.grammar = grammar
         self._stop_ids = frozenset(request.limits.stop_token_ids)
         self.ends: tuple[int, ...] = ()
@@ -119,6 +123,18 @@ class Sequence:
     def num_missing(self) -> int:
         """Known tokens whose target K/V is missing; at least one while the request runs."""
         return len(self.tokens) - self.num_target_computed
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts can follow its text now. A head drafts behind a lone token whose target K/V is missing, and
+        never before the answer's first: so that what is drafted does not depend on how the prompt was cut."""
+        return not self.by_head or (self.num_missing == 1 and self.num_emitted > 0)
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of its text whose K/V may come from the prefix cache: the last is computed in any case. In the step
+        that shares blocks with those that compute them, a head cannot draft: a text that goes on drafting takes two."""
+        return len(self.tokens) - (2 if self.by_head and self.num_emitted else 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

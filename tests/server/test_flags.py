@@ -85,6 +85,11 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         (f"--model m --speculative-config '{DRAFT}'", "m --draft-model d --draft-length 3"),
         (f"m --speculative_config='{DRAFT}'", "m --draft-model d --draft-length 3"),
         (
+            'm --speculative-config \'{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}\'',
+            "m --draft-model d --draft-length 3",
+        ),
+        ("m --speculative-algorithm EAGLE3 --speculative-draft-model-path d", "m --draft-model d"),
+        (
             'm --speculative-config \'{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}\'',
             "m --spec-drafters prompt_lookup --max-copied-tokens 8",
         ),
@@ -131,7 +136,8 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: not served; the K/V cache has the type of the weights"),
         (["--rope-scaling", "{}"], "config.json"),
         (["--top-p", "0.9"], "send it in requests"),
-        (["--speculative-config", '{"method": "eagle3", "model": "d"}'], "method eagle3: not served; draft by a small"),
+        (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),
+        (["--speculative-config", '{"method": "eagle3"}'], "names no draft model"),
         (["--speculative-config", '{"num_speculative_tokens": 5}'], 'names no draft model; add "model"'),
         (["--speculative-config", "{model: d}"], "not valid JSON"),
         (["--speculative-config", '{"modle": "d"}'], "unknown key 'modle' (did you mean model?)"),

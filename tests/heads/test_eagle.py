@@ -1,0 +1,327 @@
+"""EAGLE-3 heads behind the engine: logits of the formulas at every node, whatever came before, and the distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from engine.cache.tensors import KVTensors
+from engine.drafters import chains, eagle, reading
+from engine.drafters.eagle import EagleDrafter
+from engine.engine import Engine
+from engine.execution.heads.head import Head
+from engine.execution.loading import LoadedModel
+from engine.plan import Emission, Plan, Row
+from engine.request import Speculation
+from engine.sampling.node_laws import node_laws
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence as Running
+from tests.engine import test_output_law as output_law
+from tests.engine import tiny
+from tests.grid import grid
+from tests.heads import folders, oracles
+
+VOCABULARY = 97
+SPECULATIONS = {
+    "chains": Speculation(rule="bv_race", num_drafts=3, draft_length=3),
+    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "speculators": {},
+    "eagle": {"layout": "eagle"},
+    "norm before residual": {"layout": "eagle", "norm_before_residual": True},
+    "residual before norm": {"norm_before_residual": False},
+    "norm before fc": {"layout": "eagle", "eagle_config": {"norm_before_fc": True}, "norm_before_fc": True},
+    "fc norm, norm of output": {"fc_norm": True, "norm_output": True},
+    "all tokens": {"layout": "eagle", "draft_vocabulary": VOCABULARY},
+    "shares embeddings": {"layout": "eagle", "width": folders.TARGET_WIDTH, "shares": ("embed_tokens",)},
+    "shares both": {
+        "width": folders.TARGET_WIDTH,
+        "shares": ("embed_tokens", "lm_head"),
+        "draft_vocabulary": VOCABULARY,
+    },
+    "qwen3 layers": {"layer_type": "qwen3"},
+    "biases": {"attention_bias": True},
+    "two layers": {"layers": 2},
+    "scaled": {"layout": "eagle", "logit_scale": 0.5},
+    "pickled": {"layout": "eagle", "binary": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return folders.target(VOCABULARY)
+
+
+@dataclass
+class Node:
+    """A place that logits were asked for."""
+
+    sequence: int
+    length: int
+    """Tokens of the text there."""
+    path: tuple[int, ...]
+    logits: Tensor
+
+
+class Recorded(EagleDrafter):
+    """Notes the logits of every node."""
+
+    def __init__(self, *runners: Any) -> None:
+        super().__init__(*runners)
+        self.nodes: list[Node] = []
+        self._level: list[tuple[int, tuple[int, ...]]] = []
+        """(number of the row, path) of each node of the level that was computed last."""
+        self._drawing: list[Any] = []
+
+    def begin(self, plan: Plan) -> Tensor:
+        logits_NV = super().begin(plan)
+        self._drawing = [row for row in plan.sampling_rows if row.fanout]
+        self._level = [(number, ()) for number in range(len(self._drawing))]
+        self._note(logits_NV)
+        return logits_NV
+
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        above, tokens, level = self._level, iter(token_N.tolist()), []
+        for number, path in above:
+            fanout = self._drawing[number].fanout
+            if len(fanout) > depth:
+                level += [(number, (*path, next(tokens))) for _ in range(fanout[depth - 1])]
+        assert next(tokens, None) is None
+        self._level = level
+        logits_NV = super().below(depth, token_N)
+        self._note(logits_NV)
+        return logits_NV
+
+    def _note(self, logits_NV: Tensor) -> None:
+        for (number, path), logits_V in zip(self._level, logits_NV, strict=True):
+            row = self._drawing[number]
+            self.nodes.append(Node(row.sequence_id, row.end, path, logits_V.cpu().clone()))
+
+
+def served(
+    target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False
+) -> tuple[Engine, Recorded, list[list[int]]]:
+    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence."""
+    with patch("engine.building.EagleDrafter", Recorded):
+        engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
+    assert isinstance(engine.drafter, Recorded)
+    shared = tiny.prompts(VOCABULARY, [20])[0]
+    rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)
+    prompts = [*([] if few else [[5]]), *(shared + rest for rest in rests)]
+    requests = [
+        tiny.request(str(number), prompt, speculation, max_tokens=12 if few else 40, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = tiny.run(engine, requests)
+    if not few:
+        assert run.num_preemptions > 0
+        assert engine.scheduler.num_cache_hits > 0
+        assert run.num_accepted > 5, "too few drafts are accepted to move anything"
+    return engine, engine.drafter, [prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)]
+
+
+def errors(
+    target: LoadedModel, written: folders.Written, drafter: Recorded, texts: Sequence[Sequence[int]], most: int = 60
+) -> float:
+    """How far the logits of some nodes are from the formulas."""
+    oracle = oracles.Eagle(written, target)
+    states = [oracles.target_states(target, text, written.taps) for text in texts]
+    chosen = np.random.default_rng(3).permutation(len(drafter.nodes))[:most]
+    assert len(chosen) > 10
+    pairs = []
+    for number in chosen:
+        node = drafter.nodes[number]
+        text = texts[node.sequence][: node.length]
+        pairs.append((node.logits, oracle.logits(text, states[node.sequence], node.path)))
+    return oracles.largest_error(pairs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    """In both layouts, with every flag: at the roots and at drafted nodes."""
+    written = folders.write_eagle(tmp_path / "head", **HEADS[name])
+    written.flags.setdefault("norm_before_residual", HEADS[name].get("layout") != "eagle")
+    _, drafter, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert errors(target, written, drafter, texts, most=30) < 1e-3
+
+
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "logit_scale"])
+def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, flag: str) -> None:
+    plain = folders.write_eagle(tmp_path / "head", layout="eagle", fc_norm=flag == "fc_norm")
+    changed = {"norm_before_fc": True} if flag == "norm_before_fc" else {flag: 2.0 if flag == "logit_scale" else True}
+    if flag == "fc_norm":
+        changed = {"fc_norm": False}
+    written = folders.write_eagle(tmp_path / "head", layout="eagle", **changed)
+    assert written.folder == plain.folder
+    _, drafter, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert errors(target, written, drafter, texts, most=12) < 1e-3
+    assert errors(target, plain, drafter, texts, most=12) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
+    """A head that agrees with nothing."""
+    one = folders.write_eagle(tmp_path_factory.mktemp("eagle") / "head", draft_vocabulary=83, scale=0.3)
+    one.flags["norm_before_residual"] = True
+    return one
+
+
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
+    """Behind chunks of prompts, shared beginnings, accepted and rejected drafts, preemption: those of a fresh text."""
+    _, drafter, texts = served(target, written, SPECULATIONS[name])
+    assert errors(target, written, drafter, texts) < 1e-3
+
+
+def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: folders.Written) -> None:
+    limited = reading.readings
+
+    def in_pieces(rows: Any, ends_wanted: bool) -> Any:
+        return limited(rows, ends_wanted, most_rows=7)
+
+    with patch.object(eagle, "readings", in_pieces):
+        _, drafter, texts = served(target, written, SPECULATIONS["chains"])
+    assert errors(target, written, drafter, texts) < 1e-3
+
+
+def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, tap, slots, state_TD: store(self, tap - 1, slots, state_TD)
+
+
+def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda part, block_size: np.roll(before(part, block_size), 1)
+
+
+def keeping_drafts(append: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: Scheduler, sequence: Running, row: Row, emission: Emission) -> Any:
+        sequence.num_draft_computed += emission.num_draft_kept
+        return append(self, sequence, row, emission)
+
+    return wrong
+
+
+WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "states of one layer before": (KVTensors, "store", one_layer_off),
+    "states of another token": (reading, "_slots_before", of_another_token),
+    "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
+    "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
+    "no map of tokens": (Head, "_target_ids", lambda _: property(lambda self: None, lambda self, value: None)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Written, name: str) -> None:
+    owner, attribute, wrong = WRONG[name]
+    with patch.object(owner, attribute, wrong(getattr(owner, attribute, None)), create=True):
+        _, drafter, texts = served(target, written, SPECULATIONS["chains"])
+    assert errors(target, written, drafter, texts) > 1e-2
+
+
+# -- the output ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
+    """A pair whose output can be enumerated; the head knows three of the four tokens."""
+    target = folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+    written = folders.write_eagle(
+        tmp_path_factory.mktemp("small") / "head",
+        vocabulary=output_law.VOCABULARY,
+        draft_vocabulary=3,
+        taps=(0, 1, 2),
+    )
+    return target, folders.load(written, target)
+
+
+CASES = [
+    ("bv_race 4", "plain"),
+    ("bv_race 4", "filtered"),
+    ("bv_race 4", "penalties"),
+    ("traversal tree", "filtered"),
+    ("traversal tree", "grammar"),
+    ("rrs 4", "plain"),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "filtered"), ("traversal tree", "filtered")}))
+def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
+    counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
+    expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])
+    assert output_law.g_test(counts, expected) > output_law.ALPHA
+
+
+def test_output_behind_shared_beginnings_has_the_target_s_distribution(
+    small: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_law, "PROMPT", tuple(np.random.default_rng(1).integers(0, 4, 21).tolist()))
+    plain = output_law.SAMPLINGS["plain"]
+    with patch.object(Scheduler, "check_invariants", autospec=True, side_effect=Scheduler.check_invariants) as checked:
+        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], plain)
+    assert checked.call_args[0][0].num_cache_hits > 1000
+    assert output_law.g_test(counts, output_law.exact_law(small[0], plain)) > output_law.ALPHA
+
+
+def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
+    """The table of draft distributions is filtered, and the tokens come from what it was before."""
+
+    def unfiltered(rows: Any, nodes: Any, logits_NV: Tensor, parameters: Any, law_NV: Tensor) -> Any:
+        node_laws(rows, nodes, logits_NV, parameters, law_NV)
+        return logits_NV.softmax(-1), logits_NV
+
+    filtered = output_law.SAMPLINGS["filtered"]
+    with patch.object(chains, "node_laws", unfiltered):
+        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], filtered)
+    assert output_law.g_test(counts, output_law.exact_law(small[0], filtered)) < output_law.ALPHA
+
+
+# -- what is served with a head -----------------------------------------------------------------------------------
+
+
+def test_cached_prefixes_are_those_of_a_server_without_a_head(target: LoadedModel, written: folders.Written) -> None:
+    """Also where requests that do not speculate have left them, longer than a step."""
+    common = tiny.prompts(VOCABULARY, [70])[0]
+    texts = [common, common, common + tiny.prompts(VOCABULARY, [9])[0], common[:40]]
+    hits = []
+    for draft in (None, folders.load(written, target)):
+        engine = tiny.build(target, draft, budget=32, block_size=4)
+        for number, text in enumerate(texts):
+            speculation = SPECULATIONS["chains"] if draft and number % 2 else tiny.OFF
+            tiny.run(engine, [tiny.request(str(number), text, speculation, temperature=1.0, seed=number)])
+        hits.append((engine.scheduler.num_cache_hits, engine.scheduler.num_cache_queries))
+    assert hits[0] == hits[1]
+    assert hits[0][0] > 100
+
+
+def test_a_seed_s_answer_does_not_depend_on_the_load(target: LoadedModel, written: folders.Written) -> None:
+    """Prompts cut elsewhere, cached prefixes, preemption."""
+    head = folders.load(written, target)
+    prompts = tiny.prompts(VOCABULARY, [20, 23, 60, 8, 1])
+    requests = [
+        tiny.request(str(number), prompt, SPECULATIONS["chains"], max_tokens=30, temperature=1.0, seed=number)
+        for number, prompt in enumerate([*prompts, prompts[0]])
+    ]
+    crowded = tiny.run(tiny.build(target, head, num_blocks=20, budget=40), requests)
+    assert crowded.num_preemptions > 0
+    for request in requests:
+        alone = tiny.run(tiny.build(target, head), [request])
+        assert alone.tokens[request.request_id] == crowded.tokens[request.request_id]
+
+
+def test_without_a_head_nothing_is_stored(target: LoadedModel, written: folders.Written) -> None:
+    plain, with_head = tiny.build(target, None), tiny.build(target, folders.load(written, target))
+    assert plain.target.storage.hidden is None
+    hidden = with_head.target.storage.hidden
+    assert hidden is not None
+    assert hidden.shape[1] == len(folders.TAPS) * folders.TARGET_WIDTH
+    plan = with_head.facts.memory_plan
+    assert plan["kv_cache"] == (hidden.nbytes + with_head.target.storage.keys.nbytes * 2)
+    assert with_head.draft_runner is not None
+    assert plan["draft_kv_cache"] == 2 * with_head.draft_runner.storage.keys.nbytes

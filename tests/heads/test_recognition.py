@@ -1,0 +1,179 @@
+"""Heads are recognised by their config.json, start like draft models, and are refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.building import build_engine
+from engine.calibration import measure
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.drafters.eagle import EagleDrafter
+from engine.errors import ConfigError, LoadError
+from engine.execution.heads.config import read_head
+from engine.request import Speculation
+from engine.scheduling.controller import Controller
+from tests.engine import tiny
+from tests.heads import folders
+
+Edit = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "target"
+    folders.target().model.save_pretrained(folder)
+    return folder
+
+
+def config_of(target: Path, head: Path, **parts: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(target=str(target), draft=str(head), device="cpu", **parts.pop("model", {})),
+        cache=CacheConfig(num_blocks=60),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        **parts,
+    )
+
+
+def edit(folder: Path, **changed: Any) -> None:
+    """Change fields of a config.json; None removes one."""
+    path = folder / "config.json"
+    stored = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
+
+
+@pytest.mark.parametrize("layout", ["speculators", "eagle"])
+def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
+    """Measured at the start, and by the controller's choice."""
+    written = folders.write_eagle(tmp_path / "head", layout=layout)
+    config = config_of(
+        target, written.folder, speculation=SpeculationConfig(adaptive=True), profile_cache=str(tmp_path)
+    )
+    engine = build_engine(config)
+    assert isinstance(engine.drafter, EagleDrafter)
+    of_tensors = sum(tensor.nbytes for name, tensor in written.tensors.items() if name != "t2d")
+    of_rotation = 2 * 4 * folders.HEAD_DIM // 2
+    assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation
+    speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
+    with patch("engine.calibration._BUDGET_S", 0.002):
+        times = measure(engine, config, speculation, lambda _: None)
+    engine.scheduler.times = times
+    engine.scheduler.controller = controller = Controller(times, 16)
+    with patch.object(controller, "fanout", lambda sequence: (4, 1, 1)):
+        run = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0)])
+    assert any(outcome.draft_length == 3 for outcome in run.outcomes["a"])
+    assert run.outcomes["a"][0].draft_length == 0
+
+
+def test_layers_are_chosen_by_the_target_s_depth(target: Path, tmp_path: Path) -> None:
+    written = folders.write_eagle(tmp_path / "head", taps=(2, 2, 1))
+    edit(written.folder, eagle_aux_hidden_state_layer_ids=None)
+    assert build_engine(config_of(target, written.folder)).target.storage.taps == (2, 2, 1)
+
+
+def test_flags_are_found_in_both_places() -> None:
+    flat = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"norm_before_fc": True}}
+    found = read_head("head", flat)
+    assert found is not None
+    assert found.norm_before_fc
+    # The default of a missing norm_before_residual differs between the layouts.
+    assert not found.norm_before_residual
+    found = read_head("head", {"speculators_model_type": "eagle3", "transformer_layer_config": {}})
+    assert found is not None
+    assert found.norm_before_residual
+
+
+def test_language_models_are_no_heads() -> None:
+    for raw in ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, {"model_type": "qwen3"}, {}):
+        assert read_head("model", raw) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "edits", "reason"),
+    [
+        ("eagle", {"target_hidden_size": 48}, "trained for a target of hidden size 48, and .* has 32"),
+        ("eagle", {"vocab_size": 98}, "trained for a target of vocabulary 98, and .* has 97"),
+        ("eagle", {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "reads the state at layer 5, and .* has 4 layers"),
+        ("eagle", {"num_aux_hidden_states": 4}, "names 3 layers to read .* of 4"),
+        ("eagle", {"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
+        ("eagle", {"norm_output": "yes"}, "must be true or false"),
+        ("eagle", {"eagle_config": {"use_aux_hidden_state": False}}, "without states of inner layers"),
+        ("eagle", {"model_type": "mistral"}, "layers of type 'mistral' are not served in heads"),
+        ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not served in heads"),
+        ("eagle", {"hidden_act": "gelu"}, "layers with gelu"),
+        (
+            "eagle",
+            {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": None},
+            "of type EagleLlama.* not served",
+        ),
+        ("speculators", {"speculators_model_type": "medusa"}, "heads of type medusa are not served"),
+        (
+            "speculators",
+            {"speculators_config": {"verifier": {"architectures": ["Qwen3ForCausalLM"]}}},
+            "trained for Qwen3ForCausalLM, and .* is LlamaForCausalLM",
+        ),
+    ],
+)
+def test_wrong_pairs_are_refused_before_weights_are_read(
+    target: Path, tmp_path: Path, layout: str, edits: Edit, reason: str
+) -> None:
+    written = folders.write_eagle(tmp_path / "head", layout=layout)
+    with patch("engine.building.load_pair", side_effect=AssertionError("weights are read")):
+        with pytest.raises(AssertionError, match="weights are read"):
+            build_engine(config_of(target, written.folder))
+        edit(written.folder, **edits)
+        with pytest.raises(ConfigError, match=reason) as refusal:
+            build_engine(config_of(target, written.folder))
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_is_not_served_with_heads_is_refused(target: Path, tmp_path: Path) -> None:
+    written = folders.write_eagle(tmp_path / "head")
+    with pytest.raises(ConfigError, match="not served with --tensor-parallel-size"):
+        build_engine(config_of(target, written.folder, model={"tensor_parallel_size": 2}))
+    with pytest.raises(ConfigError, match="--selfcheck compares"):
+        build_engine(msgspec.structs.replace(config_of(target, written.folder), self_check=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fc.weight": torch.zeros(24, 64)}, r"fc.weight is \[24, 64\], and by config.json it would be \[24, 96\]"),
+        ({"norm.weight": None}, "lacks tensors .norm.weight"),
+        ({"mask_hidden": torch.zeros(1, 1, 96)}, "has unknown tensors .mask_hidden"),
+        ({"d2t": None}, "lacks d2t"),
+        ({"d2t": torch.full((41,), 60)}, "d2t maps tokens outside"),
+        ({"d2t": -torch.arange(41)}, "or two to the same"),
+        ({"lm_head.weight": None}, "needs the target's output head"),
+        ({"embed_tokens.weight": None}, "needs the target's embeddings"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    target: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], reason: str
+) -> None:
+    folder = folders.write_eagle(tmp_path / "head").folder
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=reason) as refusal:
+        build_engine(config_of(target, folder))
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_in_shards_are_read(target: Path, tmp_path: Path) -> None:
+    folder = folders.write_eagle(tmp_path / "head").folder
+    whole = folder / "model.safetensors"
+    tensors = sorted(load_file(whole).items())
+    whole.unlink()
+    parts = {"a.safetensors": dict(tensors[:5]), "b.safetensors": dict(tensors[5:])}
+    for name, part in parts.items():
+        save_file(part, folder / name)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert isinstance(build_engine(config_of(target, folder)).drafter, EagleDrafter)
