@@ -16,7 +16,8 @@ from engine.request import Thinking
 from engine.sampling.thinking import FollowedThoughts
 
 VOCABULARY, OPENS, CLOSES, END = 5, 3, 2, 4
-FACTS: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=[END])
+# A config may name an end that is no token of the model.
+FACTS: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=[END, VOCABULARY])
 
 
 class Alternating:
@@ -81,6 +82,7 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
             for path, mask in zip(paths, followed.masks(answer, paths)(), strict=True):
                 expected = by_hand(thinking, (*answer, *path), has_grammar)
                 got = np.ones(VOCABULARY, dtype=bool) if mask is None else mask
+                assert got.dtype == bool
                 assert (got == expected).all(), (answer, path)
 
 
@@ -117,6 +119,14 @@ def test_it_stands_for_its_grammar() -> None:
     assert followed.failure is grammar.failure is not None
     alone = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS)
     assert alone.is_ready()
+    assert alone.seconds_read() == 0
     assert alone.failure is None
     alone.check_answer((1, CLOSES))
     alone.end()
+
+
+def test_an_answer_may_be_checked_before_masks_were_asked_for() -> None:
+    grammar = Alternating()
+    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    followed.check_answer((1, CLOSES, 0))
+    assert grammar.emitted == [0]
