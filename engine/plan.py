@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -155,21 +155,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return max(len(self.input_ids) + self.num_nodes, len(self.draft_input_ids))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The rows of one step."""
 
     rows: tuple[Row, ...]
 
-    @property
+    @cached_property
     def sampling_rows(self) -> tuple[Row, ...]:
         """The rows that will emit tokens, in order."""
-        return tuple(row for row in self.rows if row.emits)
+        return tuple([row for row in self.rows if row.emits])
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """What one sampling row emits: an accepted path of drafted tokens, then one more token."""
+class Emission(msgspec.Struct, frozen=True):
+    """What one sampling row emits: an accepted path of drafted tokens, then one more token. (A msgspec struct, as a row
+    is.)"""
 
     accepted: tuple[int, ...]
     next_token: int

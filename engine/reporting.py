@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,7 +62,10 @@ def with_logprobs(rows: Sequence[Row], draft: Draft, logits_NV: Tensor, emission
             nodes += [start + node for node in tree.paths[emission.rank][: len(emitted)]]
         wanted.append((emitted, row.num_logprobs or 0))
     of_rows = _logprobs(logits_NV[nodes], wanted)
-    return [replace(emission, logprobs=logprobs) for emission, logprobs in zip(emissions, of_rows, strict=True)]
+    return [
+        msgspec.structs.replace(emission, logprobs=logprobs)
+        for emission, logprobs in zip(emissions, of_rows, strict=True)
+    ]
 
 
 def _logprobs(logits_NV: Tensor, wanted: Sequence[tuple[Sequence[int], int]]) -> list[tuple[TokenLogprob, ...]]:
@@ -122,5 +126,5 @@ def observe_gap(
     p_V, q_V, tokens_K = likeliest(p_1V[0], q_1V[0], chains.tokens_CL[::apart, 0])
     gap = acceptance_gap(speculation.rule, method_of(row), p_V.cpu().numpy(), q_V.cpu().numpy(), tokens_K.tolist())
     emissions = list(verdict.emissions)
-    emissions[number] = replace(emissions[number], gap=gap)
+    emissions[number] = msgspec.structs.replace(emissions[number], gap=gap)
     return replace(verdict, emissions=tuple(emissions))

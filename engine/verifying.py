@@ -24,7 +24,7 @@ from engine.sampling import fused
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.topology import Tree
-from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify
+from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify, fused_block
 from engine.speculation.verification.copies import Walk, below, refuse, walk
 from engine.speculation.verification.longest_match import verify_certain
 from engine.target_laws import target_laws
@@ -40,6 +40,8 @@ _VERIFY_BYTES = 64 << 20
 _CHAIN_BYTES = 32
 # Rules that on CUDA keep a sum for each tile of the vocabulary, in place of arrays [chains, vocabulary].
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
+_BY_LOGITS = ("block", "bv_race")
+"""Rules that `numba_block.decide` follows."""
 
 
 class _Copied(NamedTuple):
@@ -83,6 +85,12 @@ def verify_chains(
 
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
+    if _are_plain(rows, draft) and fused_block.takes_logits(logits_NV):
+        from engine.speculation.verification.numba_block import decide  # Numba is there where its kernels are used
+
+        temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
+        verdict, largest_N = decide(logits_NV, temperature_R, nodes.starts, draft.chains, nodes.node_CX, draft.numbers)
+        return draft, _emitted(rows, draft, *verdict.tolist()), largest_N
     target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.copies for row in rows):
@@ -100,11 +108,36 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
     return draft, [emission for _, emission in sorted(found, key=itemgetter(0))], largest_N
 
 
+def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
+    """Whether logits and temperatures alone make the laws of all rows, and their rules are those of `decide`."""
+    return (
+        not draft.parameters.values
+        and draft.tokens_M is None
+        and all(
+            row.text is None
+            and not row.copies
+            and not row.shifts
+            and not row.sampling.seed_stable
+            and not row.speculation.over_acceptance
+            and (row.speculation.rule in _BY_LOGITS or not row.fanout or row.sampling.is_greedy)
+            for row in rows
+        )
+    )
+
+
+def _emitted(
+    rows: Sequence[Row], draft: Draft, chains: list[int], accepted: list[int], next_tokens: list[int]
+) -> list[Emission]:
+    """The emissions of a verdict about all chains that were drawn, by row."""
+    count = len(rows)
+    verdict = HostVerdict(chains, accepted, next_tokens, [0.0] * count, [()] * count)
+    every = np.arange(draft.layout.num_chains)
+    return list(_emissions(rows, draft, _Copied(every, {}, np.ones(count, dtype=np.bool_)), verdict, every))
+
+
 def _read(rows: Sequence[Row], draft: Draft, step: RecordedStep) -> tuple[Draft, list[Emission], Floats]:
     draft, verdict, largest_N = step.read(draft)
-    every = np.arange(draft.layout.num_chains)
-    copied = _Copied(every, {}, np.ones(len(rows), dtype=np.bool_))
-    return draft, list(_emissions(rows, draft, copied, verdict, every)), largest_N
+    return draft, _emitted(rows, draft, verdict.chains, verdict.accepted, verdict.next_tokens), largest_N
 
 
 @dataclass(frozen=True)
@@ -220,11 +253,10 @@ def _emissions(
     rows: Sequence[Row], draft: Draft, copied: _Copied, verdict: HostVerdict, chosen: Ints
 ) -> Iterator[Emission]:
     """What a rule's verdict gives, behind the copied tokens; `chosen`: which of the chains the rule saw."""
-    for i, (local_chain, accepted, next_token) in enumerate(
-        zip(verdict.chains, verdict.accepted, verdict.next_tokens, strict=True)
-    ):
-        chain = int(copied.origin_C[chosen[local_chain]])
-        number, rank = int(draft.layout.request_C[chain]), int(draft.layout.rank_C[chain])
+    chain_B = copied.origin_C[chosen[verdict.chains]]
+    numbers, ranks = draft.layout.request_C[chain_B].tolist(), draft.layout.rank_C[chain_B].tolist()
+    found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
+    for number, rank, accepted, next_token, shifts, bias in found:
         row, tree, followed = rows[number], draft.trees[number], copied.walks.get(number)
         num_draft_kept = max(0, row.draft_length - 1)
         if followed is not None:
@@ -238,8 +270,8 @@ def _emissions(
             # The draft model never ran on the last token of a chain.
             num_draft_kept=min(accepted, num_draft_kept),
             copied=() if followed is None else _copied(row, tree, followed),
-            shifts=verdict.shifts[i],
-            bias=verdict.bias[i],
+            shifts=shifts,
+            bias=bias,
             chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
             rank=rank,
         )

@@ -54,7 +54,11 @@ PARTS = {
     "draft loop": ("engine.drafters.chains:draw_levels",),
     "target laws": ("engine.verifying:target_laws",),
     "finite numbers": ("engine.verifying:largest_numbers", "engine.engine:broken_rows"),
-    "rules": ("engine.verifying:fused.draw", "engine.verifying:_verdicts"),
+    "rules": (
+        "engine.verifying:fused.draw",
+        "engine.verifying:_verdicts",
+        "engine.speculation.verification.numba_block:decide",
+    ),
     "verdicts": ("engine.verifying:read_verdicts", "engine.engine:verify_chains"),
     "keep": (
         "engine.engine:target_moves",

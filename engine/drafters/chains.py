@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import ChainShape, Draft, Layout, Level, draw_numbers, layout_of, noise_of, trees_of
+from engine.drafters.draft import ChainShape, Draft, Layout, Level, drafting_numbers, draw_numbers, layout_of, trees_of
 from engine.drafters.drafter import Drafter
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
@@ -37,7 +37,7 @@ def draw_chains(
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
     numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
-    uniform_LC, noise = noise_of(numbers, layout.max_length)
+    uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = LawParameters.of([row.sampling for row in rows], device)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
     below = None if drafter is None else drafter.below
@@ -52,7 +52,7 @@ def draw_chains(
         layout.shape,
     )
     trees, tokens_M = trees_of(plan, layout, tokens_CL, most_unmerged)
-    return Draft(layout, chains, trees, tokens_M, parameters, noise)
+    return Draft(layout, chains, trees, tokens_M, parameters, numbers)
 
 
 def draw_levels(

@@ -303,10 +303,15 @@ class Draft:
     """Tokens of all nodes, tree by tree, where the trees have none because the host did not wait for them."""
     parameters: LawParameters
     """Of the laws of the sampling rows."""
-    noise: ChainNoise
-    """For the rules."""
+    numbers: Tensor
+    """[6, C, L] of `draw_numbers`."""
     rows_apart: int | None = None
     """How far the roots of two sampling rows stand apart among the logits, where the step has padded its rows."""
+
+    @cached_property
+    def noise(self) -> ChainNoise:
+        """For the rules."""
+        return noise_of(self.numbers, self.layout.max_length)[1]
 
     @cached_property
     def nodes(self) -> NodeTable:
@@ -324,7 +329,7 @@ class Draft:
 def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
     """The draft whose trees have their tokens, which have come to the host; tokens: of all nodes, tree by tree."""
     left = iter(tokens)
-    trees = tuple(replace(tree, tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
+    trees = tuple(tree._replace(tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
     return replace(draft, trees=trees, tokens_M=None)
 
 
@@ -342,11 +347,16 @@ def draw_numbers(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> n
 
 def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
     """([L, C] the numbers that tokens are drafted with, the numbers for the rules): views of `draw_numbers`."""
-    draft, accept, chosen_accept, residual, score, chosen_residual = numbers
+    _, accept, chosen_accept, residual, score, chosen_residual = numbers
     noise = ChainNoise(
         accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
     )
-    return draft.view(-1, len(draft))[:length], noise
+    return drafting_numbers(numbers, length), noise
+
+
+def drafting_numbers(numbers: Tensor, length: int) -> Tensor:
+    """[L, C] the numbers of `draw_numbers` that tokens are drafted with."""
+    return numbers[0].view(-1, numbers.shape[1])[:length]
 
 
 def trees_of(
@@ -367,13 +377,15 @@ def trees_of(
 
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
     """The merged tree of every sampling row; waits for the device, which drafts their tokens."""
-    chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
+    if layout.shape[1] == 1 and not any(row.copies for row in plan.sampling_rows):
+        # Single chains: the tree of the draws has their nodes.
+        return tuple(
+            [Tree(chain[: len(tree.parents)], *tree[1:]) for chain, tree in zip(tokens, layout.trees, strict=True)]
+        )
+    chains: list[list[list[int]]] = [[] for _ in plan.sampling_rows]
     for chain, request, length in zip(tokens, layout.request_C.tolist(), layout.length_C.tolist(), strict=True):
         chains[request].append(chain[:length])
     for of_row, row in zip(chains, plan.sampling_rows, strict=True):
         of_row += [list(copy.tokens) for copy in row.copies]
-    if layout.shape[1] == 1 and not any(row.copies for row in plan.sampling_rows):
-        # Single chains: the tree of the draws has their nodes.
-        return tuple(replace(tree, tokens=of_row[0]) for tree, of_row in zip(layout.trees, chains, strict=True))
     return tuple(merge_chains(of_row) for of_row in chains)

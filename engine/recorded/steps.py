@@ -154,7 +154,7 @@ class RecordedStep:
         """The draft, whose trees are those of the plan's rows; their tokens come with what `read` finds."""
         trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
         apart = 1 + self._shape.num_nodes
-        return Draft(self._layout, self._chains, trees, None, self._parameters, self._noise, rows_apart=apart)
+        return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 

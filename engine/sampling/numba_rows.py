@@ -11,6 +11,8 @@ changes them must delete what Numba has kept (see `numba_numbers.py`).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,28 +28,49 @@ _DIVIDED = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
 
 
 @compiled_for_cpu(**_DIVIDED)
+def law_of(logits, temperature, law):
+    """The law of one row; returns the largest logit, or NaN where a number is not one."""
+    width = len(logits)
+    largest = np.int32(-0x80000000)
+    for column in range(width):
+        largest = max(largest, order(logits[column]))
+    most = from_order(largest)
+    total = 0.0
+    for start in range(0, width, _TILE):
+        of_tile = np.float32(0)
+        for column in range(start, min(start + _TILE, width)):
+            # The largest goes first: at tiny temperatures the quotients alone would overflow.
+            log = (logits[column] - most) / temperature
+            share = exponential(log)
+            share = np.float32(0) if log < _LEAST_LOG else share
+            law[column] = share
+            of_tile += share
+        total += np.float64(of_tile)
+    scale = np.float32(1 / total)
+    for column in range(width):
+        law[column] *= scale
+    return np.float64(most) if total == total else math.nan
+
+
+@compiled_for_cpu(**EXACT)
 def _softmax(logits, temperatures, law):
-    num_rows, width = logits.shape
-    for row in range(num_rows):
-        temperature = temperatures[row]
-        largest = np.int32(-0x80000000)
-        for column in range(width):
-            largest = max(largest, order(logits[row, column]))
-        most = from_order(largest)
-        total = 0.0
-        for start in range(0, width, _TILE):
-            of_tile = np.float32(0)
-            for column in range(start, min(start + _TILE, width)):
-                # The largest goes first: at tiny temperatures the quotients alone would overflow.
-                log = (logits[row, column] - most) / temperature
-                share = exponential(log)
-                share = np.float32(0) if log < _LEAST_LOG else share
-                law[row, column] = share
-                of_tile += share
-            total += np.float64(of_tile)
-        scale = np.float32(1 / total)
-        for column in range(width):
-            law[row, column] *= scale
+    for row in range(len(logits)):
+        law_of(logits[row], temperatures[row], law[row])
+
+
+@compiled_for_cpu(**EXACT)
+def likeliest(logits):
+    """(the first of the most likely tokens, its logit, or NaN where a logit is not a number)."""
+    largest, has_nan = np.int32(-0x80000000), False
+    for column in range(len(logits)):
+        largest = max(largest, order(logits[column]))
+        has_nan |= logits[column] != logits[column]
+    token = 0
+    # Zero has two signs: numbers are compared, not their order.
+    most = from_order(largest)
+    while token < len(logits) - 1 and logits[token] != most:
+        token += 1
+    return token, math.nan if has_nan else np.float64(most)
 
 
 @compiled_for_cpu(**FAST)

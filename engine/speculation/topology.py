@@ -14,16 +14,15 @@ Pure Python and numpy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """The chains of one request, merged or as they were drawn."""
 
     tokens: list[int]
@@ -42,7 +41,7 @@ class Tree:
 
     def tokens_of(self, path: Sequence[int]) -> tuple[int, ...]:
         """Drafted tokens of a path of nodes, which begins at the root."""
-        return tuple(self.tokens[node - 1] for node in path[1:])
+        return tuple([self.tokens[node - 1] for node in path[1:]])
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
         """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i."""

@@ -7,12 +7,12 @@ the chain it comes from. What the rules decide is tested elsewhere (tests/specul
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -315,7 +315,7 @@ class Checked:
         del self.texts[row.sequence_id][row.end :]
         p, q = (self.laws(model, row, ())[0] for model in (self.target, self.draft))
         self.texts[row.sequence_id] += [*new.accepted, new.next_token]
-        assert new == dataclasses.replace(old, gap=new.gap)
+        assert new == msgspec.structs.replace(old, gap=new.gap)
         if not row.shifts:
             expected = acceptance_gap(row.speculation.rule, method_of(row), p, q, drawn)
             assert new.gap == (expected if expected is None else pytest.approx(expected, abs=1e-4))

@@ -25,10 +25,10 @@ WRONG = {
     "the weight in place of the acceptance": (BLOCK, "surplus / (surplus + 1 - weight)", "weight"),
     "a surplus without its weight": (BLOCK, "np.float32(weight), True, 0", "np.float32(1), True, 0"),
     "scores down to 0": (BLOCK, "lower = min(upper", "lower = min(0.0"),
-    "the largest score": (BLOCK, "score < smallest", "score > smallest"),
+    "the largest score": (BLOCK, "(is_first or score < smallest)", "(is_first or score > smallest)"),
     "a ceiling that rises again": (BLOCK, "min(log_ceiling, log_ratio)", "min(0.0, log_ratio)"),
     "the shortest prefix": (BLOCK, "range(length, 0, -1)", "range(1, length + 1)"),
-    "the law of the next prefix": (BLOCK, "target[rows[stop]], draft", "target[rows[min(stop + 1, most)]], draft"),
+    "the law of the next prefix": (BLOCK, "law = target[rows[stop]]", "law = target[rows[min(stop + 1, most)]]"),
     "the target in place of the residual": (ROWS, "while True:", "while True:\n        of_surplus = False"),
     "draws from the first token on": (ROWS, "bound = uniform * total", "bound = uniform * uniform * total"),
 }

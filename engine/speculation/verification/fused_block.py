@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,11 @@ def compiler_for(chains: Chains, law_NV: Tensor) -> Compiler | None:
 def work_on(device: torch.device, compiler: Compiler) -> bool:
     """Whether the kernels of a compiler give the right verdicts on a device."""
     return usable(_WHAT, find_fault, device, compiler, compiler=compiler)
+
+
+def takes_logits(logits_NV: Tensor) -> bool:
+    """Whether `numba_block.decide` makes laws of these logits and decides by them."""
+    return fused.compiler_for(logits_NV) == "Numba" and work_on(logits_NV.device, "Numba")
 
 
 def prepare(device: torch.device) -> None:
@@ -74,7 +80,26 @@ def find_fault(device: torch.device, compiler: Compiler) -> str | None:
     for name in ("chain_B", "accepted_B", "next_token_B"):
         if not torch.equal(getattr(found, name), getattr(expected, name)):
             return f"{name.removesuffix('_B')} differs"
-    return None
+    return _fault_of_logits(device) if compiler == "Numba" else None
+
+
+def _fault_of_logits(device: torch.device) -> str | None:
+    """What is wrong with `numba_block.decide`, which must give the verdicts of `race`."""
+    from engine.speculation.verification import numba_block
+
+    chains, target, noise = made_up(device)
+    assert chains.shape is not None
+    logits_NV, num_requests = target.law_NV.log(), chains.shape[0]
+    starts = np.linspace(0, len(logits_NV), num_requests + 1).astype(np.int64)
+    temperature_B = torch.linspace(0.5, 1.5, num_requests, device=device)
+    temperature_N = temperature_B.repeat_interleave(len(logits_NV) // num_requests)
+    law = LawTable(fused.softmax(logits_NV, temperature_N), target.row_CX)
+    numbers = torch.zeros((6, *noise.accept_CL.shape), dtype=torch.float64, device=device)
+    numbers[1], numbers[3], numbers[4] = noise.accept_CL, noise.residual_C[:, None], noise.score_C[:, None]
+    found, _ = numba_block.decide(logits_NV, temperature_B, starts, chains, target.row_CX, numbers)
+    expected = numba_block.race(chains, law, noise)
+    expected_3B = torch.stack([expected.chain_B, expected.accepted_B, expected.next_token_B])
+    return None if np.array_equal(found, expected_3B.numpy()) else "verdicts by logits differ"
 
 
 def made_up(device: torch.device, width: int = 2500) -> tuple[Chains, LawTable, ChainNoise]:

@@ -1,6 +1,7 @@
-"""Block verification and the score race on a CPU, in one Numba kernel: `block.py` and `race.py` say what they compute.
+"""Block verification and the score race on a CPU, in Numba: `block.py` and `race.py` say what they compute.
 
-The plain operations are the oracle; `fused_block.py` decides where this is used.
+`race` takes laws, `decide` takes logits and makes the laws itself. The plain operations are the oracle;
+`fused_block.py` decides where this is used.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -11,14 +12,18 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import EXACT
-from engine.sampling.numba_rows import draw_from, sum_of
+from engine.sampling.numba_rows import draw_from, law_of, likeliest, sum_of
 from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.verification.rule import ChainVerdict
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @compiled_for_cpu(**EXACT)
@@ -74,6 +79,20 @@ def _score(stop, length, p, q, log_ratios, log_ceilings, number):
 
 
 @compiled_for_cpu(**EXACT)
+def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, room):
+    """(score, accepted length, next token) of one chain on its own; room: [3, L + 1] to work in."""
+    length, most = len(tokens), len(others)
+    log_ratios, log_ceilings, weights = room[0], room[1], room[2]
+    _walk(tokens, target, rows, draft, others, log_ratios, log_ceilings, weights)
+    stop = _accepted(length, target, rows, draft, others, weights, accepts)
+    law = target[rows[stop]]
+    drafted = draft[others[min(stop, most - 1)]] if most else law
+    token = draw_from(law, drafted, np.float32(weights[stop]), stop < length, residual)
+    p, q = np.float64(law[token]), np.float64(drafted[token])
+    return _score(stop, length, p, q, log_ratios, log_ceilings, number), stop, token
+
+
+@compiled_for_cpu(**EXACT)
 def _race(
     tokens, lengths, requests, target, target_rows, draft, draft_rows, accepts, residuals, scores, verdict
 ):  # fmt: skip
@@ -82,17 +101,13 @@ def _race(
     Returns how many requests there are; of more than B, which the arrays have no room for, nothing is written.
     """
     num_chains, most = tokens.shape
-    log_ratios, log_ceilings, weights = np.empty(most + 1), np.empty(most + 1), np.empty(most + 1)
+    room = np.empty((3, most + 1))
     request, smallest = -1, math.inf
     for chain in range(num_chains):
-        length = lengths[chain]
-        rows, others = target_rows[chain], draft_rows[chain]
-        _walk(tokens[chain, :length], target, rows, draft, others, log_ratios, log_ceilings, weights)
-        stop = _accepted(length, target, rows, draft, others, weights, accepts[chain])
-        law, drafted = target[rows[stop]], draft[others[min(stop, most - 1)]]
-        token = draw_from(law, drafted, np.float32(weights[stop]), stop < length, residuals[chain])
-        p, q = np.float64(law[token]), np.float64(drafted[token])
-        score = _score(stop, length, p, q, log_ratios, log_ceilings, scores[chain])
+        score, stop, token = _of_chain(
+            tokens[chain, : lengths[chain]], target, target_rows[chain], draft, draft_rows[chain],
+            accepts[chain], residuals[chain], scores[chain], room,
+        )  # fmt: skip
         is_first = chain == 0 or requests[chain] != requests[chain - 1]
         if is_first:
             request += 1
@@ -100,6 +115,59 @@ def _race(
             smallest = score
             verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
     return request + 1
+
+
+@compiled_for_cpu(**EXACT)
+def _match(tokens, rows, likeliest_tokens):
+    """How many of a chain's tokens are the most likely ones."""
+    count = 0
+    while count < len(tokens) and tokens[count] == likeliest_tokens[rows[count]]:
+        count += 1
+    return count
+
+
+@compiled_for_cpu(**EXACT)
+def _decide(
+    logits, temperatures, starts, tokens, lengths, requests, node_rows, draft, draft_rows, numbers, verdict, largest
+):  # fmt: skip
+    """Laws and verdicts request by request, so that the laws of one are read while they are in the cache.
+
+    verdict: [3, B] chain, length, token. largest: [N + M] of the nodes and the draft laws, NaN where one has a number
+    that is not one.
+    """
+    num_chains, most = tokens.shape
+    widest = 0
+    for request in range(len(temperatures)):
+        widest = max(widest, starts[request + 1] - starts[request])
+    room, rows = np.empty((3, most + 1)), np.empty(most + 1, np.int64)
+    laws, peaks = np.empty((widest, logits.shape[1]), np.float32), np.empty(widest, np.int64)
+    chain = 0
+    for request in range(len(temperatures)):
+        first, count = starts[request], starts[request + 1] - starts[request]
+        temperature = temperatures[request]
+        for node in range(count):
+            if temperature > 0:
+                largest[first + node] = law_of(logits[first + node], temperature, laws[node])
+            else:
+                peaks[node], largest[first + node] = likeliest(logits[first + node])
+        smallest = math.inf
+        while chain < num_chains and requests[chain] == request:
+            rows[:] = node_rows[chain] - first
+            drafted = tokens[chain, : lengths[chain]]
+            if temperature > 0:
+                score, stop, token = _of_chain(
+                    drafted, laws, rows, draft, draft_rows[chain],
+                    numbers[1, chain], numbers[3, chain, 0], numbers[4, chain, 0], room,
+                )  # fmt: skip
+            else:
+                stop = _match(drafted, rows, peaks)
+                score, token = -float(stop), peaks[rows[stop]]
+            if chain == 0 or requests[chain - 1] != request or score < smallest:
+                smallest = score
+                verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
+            chain += 1
+    for law in range(len(draft)):
+        largest[len(logits) + law] = sum_of(draft[law], draft[law], np.float32(1), False, 0, draft.shape[1])
 
 
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
@@ -114,3 +182,24 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     count = _race(*(operand.contiguous().numpy() for operand in operands), verdict_3B.numpy())
     assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
     return ChainVerdict(*verdict_3B)
+
+
+def decide(
+    logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+) -> tuple[Ints, Floats]:
+    """([3, B] chain, accepted length and next token of each request, [N + M] as `verdicts.largest_numbers`).
+
+    What `race` gives of the laws of the logits at these temperatures; at temperature 0 what `verify_certain` gives.
+    starts: [B + 1] of each request's nodes. node_CX: the node below the first i tokens of each chain.
+    numbers: of `drafters.draft.draw_numbers`.
+    """
+    draft_MV = chains.draft.law_NV
+    verdict_3B = np.empty((3, len(temperature_B)), np.int64)
+    largest = np.empty(len(logits_NV) + len(draft_MV))
+    # A kernel looks at no bounds.
+    assert starts[-1] == len(logits_NV), "each row of logits is a node's"
+    operands: list[Tensor] = [chains.tokens_CL, chains.length_C, chains.request_C, node_CX]
+    operands += [draft_MV, chains.draft.row_CX, numbers]
+    arrays = [operand.numpy() for operand in operands]
+    _decide(logits_NV.numpy(), temperature_B.numpy(), starts, *arrays, verdict_3B, largest)
+    return verdict_3B, largest

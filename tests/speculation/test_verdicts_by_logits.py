@@ -1,0 +1,146 @@
+"""Steps whose verdicts one kernel makes of the target's logits: their distribution, and the general path's verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from engine import verifying
+from engine.analysis.enumeration import Path
+from engine.drafters.draft import Draft
+from engine.plan import Emission, Plan
+from engine.request import Speculation
+from engine.speculation.verification import fused_block, numba_block
+from tests.engine import tiny
+from tests.grid import grid
+from tests.speculation import test_served_steps as served
+from tests.speculation.served import Fit, fit
+from tests.speculation.test_kernel_mutants import BLOCK, ROWS, kernels_with
+from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
+
+OFF = {"speculation": Speculation(), "fanout": ()}
+KINDS: dict[str, dict[str, Any]] = {
+    "block": drafts("block", 1, 1, 1),
+    "warm": {**drafts("bv_race", 2, 1), "sampling": {"temperature": 0.6}},
+    "race": drafts("bv_race", 3, 1, 1),
+    "nothing": OFF,
+    "cool": {**OFF, "sampling": {"temperature": 1.6}},
+    "one token": drafts("bv_race", 1),
+}
+GREEDY = {
+    "greedy": {**drafts("rrs", 3, 1), "sampling": {"temperature": 0.0}},
+    "greedy plain": {**OFF, "sampling": {"temperature": 0.0}},
+}
+NUM_ROWS = 3000
+"""Of every kind."""
+
+
+def fits(seed: int = 0) -> dict[str, Fit]:
+    """By kind of row, how well the texts fit the target's law."""
+    names = tuple(KINDS)
+    emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(NUM_ROWS * len(names))])[1]
+    chance = np.random.default_rng(seed)
+    found = {}
+    for i, name in enumerate(names):
+        sampling = KINDS[name].get("sampling", {})
+        laws: dict[Path, Any] = {}
+        expected: dict[Path, float] = {(): 1.0}
+        for _ in range(NUM_TOKENS):
+            laws |= {path: served.law_below(path, sampling) for path in expected}
+            expected = {(*path, x): p * laws[path][x] for path, p in expected.items() for x in range(VOCABULARY)}
+        texts = []
+        for emission in emissions[i :: len(names)]:
+            text = (*emission.accepted, emission.next_token)
+            while len(text) < NUM_TOKENS:
+                text = (*text, int(chance.choice(VOCABULARY, p=laws[text])))
+            texts.append(text[:NUM_TOKENS])
+        found[name] = fit(texts, expected)
+    return found
+
+
+def test_rows_have_the_target_s_law() -> None:
+    with patch.object(verifying, "target_laws", side_effect=AssertionError("the kernel makes the laws")):
+        assert {name for name, found in fits().items() if found.p_value < ALPHA} == set()
+
+
+WRONG = {
+    "laws of the next node": (BLOCK, "node_rows[chain] - first", "np.minimum(node_rows[chain] - first + 1, count - 1)"),
+    "the first request's temperature": (BLOCK, "temperature = temperatures[request]", "temperature = temperatures[0]"),
+    "one number for two decisions": (BLOCK, "numbers[3, chain, 0]", "numbers[1, chain, 0]"),
+    "no temperature": (ROWS, "(logits[column] - most) / temperature", "logits[column] - most"),
+}
+
+
+@pytest.mark.parametrize("wrong", grid(WRONG, {"laws of the next node", "one number for two decisions"}))
+def test_wrong_kernels_are_rejected(wrong: str) -> None:
+    assert fused_block.work_on(tiny.DEVICE, "Numba"), "the trial has been, and does not see the change"
+    with patch.object(numba_block, "decide", kernels_with(*WRONG[wrong]).decide):
+        assert min(found.p_value for found in fits().values()) < ALPHA
+
+
+def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
+    """(emissions, largest numbers) of the kernel, and of the general path, for the same drafts and logits."""
+    plan, found = Plan(tuple(rows)), []
+    logits: list[torch.Tensor] = []
+
+    def verify(plan: Plan, draft: Draft, logits_NV: torch.Tensor) -> tuple[list[Emission], Any]:
+        change(logits_NV)
+        logits.append(logits_NV)
+        for takes in (True, False):
+            with patch.object(fused_block, "takes_logits", lambda _, takes=takes: takes):
+                found.append(original(plan, draft, logits_NV.clone()))
+        return found[0]
+
+    original: Any = verifying.verify_chains
+    with patch.object(verifying, "verify_chains", verify):
+        step(plan.rows)
+    return found
+
+
+def test_verdicts_are_those_of_the_general_path() -> None:
+    """The last of equal scores, the longest match of a later chain and all else that no law shows, too."""
+    kinds = list({**KINDS, **GREEDY}.values())
+    by_kernel, generally = both([row_of(i, kinds[i % len(kinds)]) for i in range(800)])
+    assert by_kernel[0] == generally[0]
+    assert len({len(emission.accepted) for emission in by_kernel[0]}) > 2
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["race", "nothing", "greedy"])
+def test_numbers_that_are_not_finite_are_found(number: float, kind: str) -> None:
+    rows = [row_of(0, {**KINDS, **GREEDY}[kind]), row_of(1, KINDS["block"])]
+
+    def break_one(logits_NV: torch.Tensor) -> None:
+        logits_NV[0, 2] = number
+
+    by_kernel, generally = both(rows, break_one)
+    assert np.isfinite(by_kernel[1]).tolist() == np.isfinite(generally[1]).tolist()
+    assert not np.isfinite(by_kernel[1]).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        drafts("token", 1, 1),
+        {**OFF, "sampling": {"top_k": 2}},
+        {**OFF, "sampling": {"seed_stable": True}},
+        served.ROWS["copies alone"],
+    ],
+    ids=["another rule", "a filter", "seed-stable", "copies"],
+)
+def test_other_rows_take_the_general_path(fields: dict[str, Any]) -> None:
+    with (
+        patch.object(numba_block, "decide", side_effect=AssertionError("not of these rows")),
+        patch.object(verifying, "target_laws", wraps=verifying.target_laws) as laws,
+    ):
+        step([row_of(0, KINDS["block"]), row_of(1, fields)])
+    assert laws.call_count == 1
