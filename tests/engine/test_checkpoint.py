@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,40 @@ def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
     assert "begin token" in begun.faults[0]
 
 
+def test_a_single_file_that_names_an_end_is_believed(tmp_path: Path) -> None:
+    """Text of the tokenizer may be the end if no other file names one; a begin token may not if config.json does."""
+    assert roles(written(tmp_path, S, config={"eos_token_id": 5}), 100).ends == {5}
+    begin = {"eos_token": "<s>", "bos_token": "<s>"}
+    assert roles(written(tmp_path, S, config={"eos_token_id": 2}, tokenizer_config=begin), 100).ends == {2}
+
+
+def test_the_first_token_may_be_an_end(tmp_path: Path) -> None:
+    found = roles(written(tmp_path, {"</s>": 0}, config={"eos_token_id": 0}, tokenizer_config={"eos_token": ""}), 7)
+    assert (found.ends, found.faults) == ({0}, ())
+
+
+def test_a_remark_says_which_file_names_which_token(tmp_path: Path) -> None:
+    files = {"config": {"eos_token_id": [2, 7]}, "generation_config": {"eos_token_id": 2}}
+    found = roles(written(tmp_path, S, **files, tokenizer_config={"eos_token": "<s>"}), 9)
+    (remark,) = found.remarks
+    assert remark == (
+        "answers end with 1 '<s>' (tokenizer_config.json), 2 '</s>' (config.json, generation_config.json), "
+        "7 (config.json)"
+    )
+
+
+def test_a_model_may_have_no_tokenizer(tmp_path: Path) -> None:
+    """Tokens are named by their numbers then, and texts are no tokens."""
+    files = {"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": 5}}
+    source = written(tmp_path, S, **files, tokenizer_config={"eos_token": "</s>"})
+    (tmp_path / "tokenizer.json").unlink()
+    found = roles(source, 100)
+    assert found.ends == {2, 5}
+    assert found.remarks == ("answers end with 2 (config.json), 5 (generation_config.json)",)
+    told = "tokenizer_config.json names '</s>', which is no token of the model; it is left out"
+    assert found.faults == (f"{tmp_path}: {told}",)
+
+
 def test_begin_end_and_padding_may_be_one_token(tmp_path: Path) -> None:
     """GPT-2 has this, and so do models whose training pads with the end token."""
     token = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
@@ -141,6 +176,9 @@ def test_an_architectures_own_end_counts_if_nothing_is_said(tmp_path: Path) -> N
     assert roles(written(tmp_path, S, config={}), 100, 2).ends == {2}
     assert roles(written(tmp_path, S, config={"eos_token_id": None}), 100, 2).ends == set()
     assert roles(written(tmp_path, S, config={}), 100, 5).ends == set()
+    unusable = roles(written(tmp_path, S, config={}), 100, 500)
+    assert unusable.ends == set()
+    assert "config.json names 500, which is no token of the model" in unusable.faults[0]
 
 
 def test_a_model_without_an_end_is_warned_about(tmp_path: Path) -> None:
@@ -164,6 +202,18 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be used"):
         roles(source, 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"), ("{}", "cannot be used (")],
+)
+def test_a_tokenizer_that_is_none_is_named(content: str, fault: str, tmp_path: Path) -> None:
+    source = written(tmp_path, S, config={"eos_token_id": 2})
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: ") as refused:
+        roles(source, 9)
+    assert fault in str(refused.value)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -192,3 +242,11 @@ def test_the_context_length_of_all_files(
     assert context_length(config) == length
     remark = length_remark(config, source)
     assert remark == (f"the model reaches {length} positions; other lengths: {others}" if others else "")
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(max_position_embeddings=0)])
+def test_a_model_that_names_no_length_reaches_a_million(config: Any, tmp_path: Path) -> None:
+    assert context_length(config) == 1048576
+    assert length_remark(config, written(tmp_path, S)) == ""
+    rope = {name: value for name, value in YARN.items() if name != "factor"}
+    assert context_length(SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)) == 32768

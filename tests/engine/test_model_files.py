@@ -145,6 +145,56 @@ def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (4, ", ...")])
+def test_three_files_are_named(count: int, more: str, model: Path) -> None:
+    """Of those that an index names in vain, and of those that are there instead."""
+    names = [f"{number}.bin" for number in range(count)]
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+    named = f"0.bin, 1.bin, 2.bin{more}"
+    with pytest.raises(LoadError) as refusal:
+        check_weight_files(model)
+    told = f"{count} of the {count} files that {index.name} names are missing ({named}); download the model again"
+    assert str(refusal.value) == f"{model}: {told}"
+    removed(model, *SHARDS, index.name)
+    whole = "model.safetensors, pytorch_model.bin"
+    with pytest.raises(LoadError) as refusal:
+        check_weight_files(model)
+    assert str(refusal.value) == f"{model}: this folder has no weights ({whole}); download the model again"
+    for name in names:
+        (model / name).write_text("")
+    with pytest.raises(LoadError) as refusal:
+        check_weight_files(model)
+    whole += ", model.safetensors.index.json, pytorch_model.bin.index.json"
+    told = f"this folder has no weights that transformers finds ({whole}), only {named}; download the model again"
+    assert str(refusal.value) == f"{model}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("header", "fault"),
+    [
+        (b"{}", ""),
+        (b'{"w": {}}', ""),
+        (b'{"w": {"data_offsets": 9}}', ""),
+        (b'{"__metadata__": {"data_offsets": [0, 999]}}', ""),
+        (b'{"w": {"data_offsets": [0, 1]}}', "the file is cut off: 39 of 40 bytes; download it again"),
+        (b"[]", "the file has no header of a safetensors file; download it again"),
+        (b"3", "the file has no header of a safetensors file; download it again"),
+        (None, "the file is cut off, or no safetensors file; download it again"),
+    ],
+)
+def test_a_header_says_how_long_its_file_is(header: bytes | None, fault: str, model: Path) -> None:
+    """Nothing follows the header here. None: the length of the header is the largest number that there is."""
+    length = b"\xff" * 8 if header is None else len(header).to_bytes(8, "little")
+    (model / SHARDS[1]).write_bytes(length + (header or b"{}"))
+    if not fault:
+        check_weight_files(model)
+        return
+    with pytest.raises(LoadError) as refusal:
+        check_weight_files(model)
+    assert str(refusal.value) == f"{model / SHARDS[1]}: {fault}"
+
+
 def test_pickled_weights_are_not_looked_into(model: Path) -> None:
     removed(model, *SHARDS, "model.safetensors.index.json")
     (model / "pytorch_model.bin").write_bytes(b"PK")
