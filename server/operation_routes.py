@@ -41,7 +41,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     async def health() -> Response:
         """Return 200 while the engine runs (also while it loads) and its steps complete, else 503."""
         if client.is_stalled:
-            return error_response(EngineStopped("no step of the engine ends any more; restart the daemon"))
+            return error_response(EngineStopped("the engine completes no more steps; restart the daemon"))
         if client.is_alive:
             return JSONResponse({"status": "ok"})
         return error_response(EngineStopped("the engine has stopped"))

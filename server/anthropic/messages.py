@@ -45,7 +45,7 @@ _CACHE_KEYS = frozenset({"cache_control", "citations"})
 Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MAX_PARTS)]
 
 
-class Thinking(Closed):
+class ThinkingConfig(Closed):
     """Switch for thinking; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -104,7 +104,7 @@ class CountTokensRequest(Body):
     system: str | Blocks | None = None
     tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
 
 

@@ -102,8 +102,8 @@ _ANTHROPIC_TYPES = {
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return an error in Anthropic's format."""
-    told = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.body.message}
-    return {"type": "error", "error": told}
+    fields = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.body.message}
+    return {"type": "error", "error": fields}
 
 
 def error_response(error: Exception, path: str = "") -> Response:
@@ -187,8 +187,8 @@ def install(app: FastAPI) -> None:
         if isinstance(error.__cause__, RequestError):
             # FastAPI replaces errors that are raised while it reads a body.
             return error_response(error.__cause__, request.url.path)
-        told = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
-        return error_response(told, request.url.path)
+        answer = http_error(error.status_code, str(error.detail), dict(error.headers or {}))
+        return error_response(answer, request.url.path)
 
     async def on_error(request: Request, error: Exception) -> Response:
         _let_go_of_frames(error)

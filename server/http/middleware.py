@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
-from server.http.calls import Call, current_call
+from server.http.current_call import HttpCall, current_call
 from server.http.errors import ApiError, ErrorBody, error_response, http_error
 from server.serving.metrics import ServerMetrics
 from server.setting_groups import rates_of
@@ -66,7 +66,7 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", "")[:_MAX_REQUEST_ID] or uuid.uuid4().hex
         scope.setdefault("state", {})
         path = scope["raw_path"].decode("latin-1")
-        call = Call(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))
+        call = HttpCall(request_id, path, headers.get("traceparent"), self._client_of(scope, headers))
         current_call.set(call)
         started = time.perf_counter()
         has_begun = reads_nothing = False
@@ -84,9 +84,9 @@ class RequestEnvelope:
                     self._metrics.error(status, scope["state"].get("rejection"))
                 if self._log_requests and not call.is_generation:
                     total_ms = round(1000 * (time.perf_counter() - started), 2)
-                    told = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
+                    fields = log_fields(id=request_id, path=call.path, status=status, total_ms=total_ms)
                     is_probe = _route_path(scope) in _OPERATION_PATHS
-                    log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=told)
+                    log.log(logging.DEBUG if is_probe else logging.INFO, "%s", scope["method"], extra=fields)
             try:
                 async with asyncio.timeout(self._send_timeout_s):
                     await send(message)
@@ -136,8 +136,8 @@ class RequestEnvelope:
         wait_s = self._rate.take(client)
         if wait_s is None:
             return None
-        told = f"more requests than {self._rate_text}; try again in {wait_s} s"
-        body = ErrorBody(told, "rate_limit_error", code="rate_limited")
+        message = f"more requests than {self._rate_text}; try again in {wait_s} s"
+        body = ErrorBody(message, "rate_limit_error", code="rate_limited")
         return ApiError(429, body, {"retry-after": str(wait_s)}, "rate_limited")
 
     def _is_too_large(self, headers: Headers) -> bool:

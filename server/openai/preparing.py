@@ -13,7 +13,7 @@ import msgspec
 
 from engine.api import Limits, RequestError, Thinking, check_requests, choice_seed
 from engine.api import Request as EngineRequest
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.http.errors import model_not_found
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields
 from server.openai.sampling_fields import (
@@ -177,7 +177,7 @@ def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
         return variables
     for name in ("reasoning_effort", "enable_thinking", "thinking"):
         if getattr(body, name) is not None:
-            server.unknown_fields.ignore(name, "this model's chat template cannot be told whether to think")
+            server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")
     return {}
 
 
@@ -192,7 +192,7 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     server.client.ready_facts()
     messages = [template_message(one, number) for number, one in enumerate(body.messages)]
     for kind in other_kinds(body.tools):
-        why = "only functions can be called here, the model is not told of other tools"
+        why = "only functions are supported; the prompt does not mention other tools"
         server.unknown_fields.ignore(f"tools.{kind}", why)
     tools = tool_use_of(body, server.call_format)
     if body.continue_final_message:

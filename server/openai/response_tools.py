@@ -80,15 +80,13 @@ def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
-    """Return a namespace's functions, the first one with the description of the namespace, and the types of its other
-    tools.
-    """
-    space, told = _text(namespace, "name"), namespace.get("description")
+    """Return the functions of a namespace (the first with its description), and the types of its other tools."""
+    space, about = _text(namespace, "name"), namespace.get("description")
     found: list[dict[str, Any]] = []
     for one in _members(namespace):
         changed: dict[str, Any] = {"name": names.offered(space, one["name"])}
-        if told and not found:
-            changed["description"] = f"[{space}: {told}] {one.get('description') or ''}".rstrip()
+        if about and not found:
+            changed["description"] = f"[{space}: {about}] {one.get('description') or ''}".rstrip()
         found.append(_function(one, **changed))
     others = [one for one in namespace["tools"] if one.get("type") != "function"]
     return found + [{"type": one.get("type")} for one in others]

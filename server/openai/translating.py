@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from engine.api import RequestError
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.openai.fields import ChatRequest, SpeculationFields
 from server.openai.preparing import prepare_chat
 from server.serving.answering import AnswerWriter, answer

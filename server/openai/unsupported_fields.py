@@ -24,7 +24,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from engine.api import RequestError
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")

@@ -1,1 +1,1 @@
-"""Requests in flight: the engine's client, generations, answers, and what is observed of them."""
+"""Requests in flight: client of the engine, generations, answers, metrics, live page and traces."""

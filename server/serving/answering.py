@@ -1,8 +1,7 @@
-"""Sends a generation to the client in the shape of any API: whole, or as a stream of server-sent events.
+"""Sends a generation to the client in the format of any API: whole, or as a stream of server-sent events.
 
-A client that leaves ends its generation: a stream as its response ends, a whole
-answer by racing it against the disconnect. A stream begins only after admission, so errors
-before it are ordinary JSON errors.
+A disconnect ends the generation: a stream ends with its response, a whole answer is raced against the disconnect. A
+stream begins only after admission, so earlier errors are ordinary JSON errors.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ log = logging.getLogger("polydraft")
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LARGE = 2048
-"""Numbers and texts beside an answer's own text from which it is encoded in a thread: some milliseconds of work."""
+"""Number of logprobs and token ids from which an answer is encoded in a thread: some milliseconds of work."""
 _PIECE = 1 << 18
-"""Bytes of a large answer that are sent at once."""
+"""Maximum number of bytes that are sent at once."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -40,7 +39,7 @@ Event = dict[str, Any] | msgspec.Struct
 
 
 class AnswerWriter(ABC):
-    """Writes one generation in the shape of an API: as events while it runs, or as a whole answer at its end."""
+    """Writes one generation in the format of an API: as events while it runs, or as a whole answer at its end."""
 
     last_frame: ClassVar[bytes] = b""
     """Frame that ends every stream, also after an error."""
@@ -87,7 +86,7 @@ async def answer(
 
 
 def _in_pieces(parts: Sequence[bytes], headers: dict[str, str]) -> Response:
-    """JSON as a response; sent piece by piece if it is large, so that no call copies all of it."""
+    """Return a JSON response. A large one is sent in pieces, so that no call copies all of it."""
     length = sum(map(len, parts))
     if length <= _PIECE:
         return Response(b"".join(parts), media_type="application/json", headers=headers)
@@ -110,9 +109,9 @@ def _pieces_of(parts: Sequence[bytes]) -> Iterator[bytes | memoryview]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a generation, which ends with the response, whatever ends that.
+    """Server-sent events of a generation. The generation ends with the response in all cases.
 
-    The framework closes no generator whose frame could not be sent.
+    The framework does not close a generator whose frame could not be sent.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes | memoryview, None], deltas: AsyncGenerator[Delta, None]) -> None:
@@ -129,8 +128,9 @@ class EventStream(StreamingResponse):
 
 
 async def admitted(http: HttpRequest, server: Server, generation: Generation) -> AsyncGenerator[Delta, None] | None:
-    """The deltas of a generation that has been admitted; None when the client has left before. Raises what admission
-    raises."""
+    """Return the deltas of an admitted generation, or None if the client has left before. Raises the errors of
+    admission.
+    """
     deltas = generation.run(server.client, server.observer)
     try:
         if not generation.has_grammar:
@@ -147,12 +147,12 @@ async def admitted(http: HttpRequest, server: Server, generation: Generation) ->
 async def run_through(
     http: HttpRequest, server: Server, generation: Generation, take: Callable[[Delta], object] = lambda _: None
 ) -> bool:
-    """Run to the end, every delta given to `take`; False when the client has left before."""
+    """Run to the end and pass every delta to `take`. Returns False if the client has left before."""
     return await _before_leaving(http, asyncio.create_task(_all_deltas(server, generation, take)))
 
 
 async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
-    """Wait for some work, and cancel it if the client leaves first; whether it finished. Raises what it raises."""
+    """Wait for some work, and cancel it if the client leaves first. Returns whether it finished; raises its errors."""
     gone = asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +198,7 @@ async def _frames(
         last = writer.end()
     except Exception as error:
         if not isinstance(error, PolydraftError):
-            log.exception("a stream broke")
+            log.exception("a stream failed")
         last = writer.fail(error)
     yield _encoded(last) + writer.last_frame
 
@@ -212,7 +212,7 @@ def _encoded(events: Sequence[Event]) -> bytes:
 
 
 async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:
-    """The deltas, and None for every `keep_alive_s` seconds without one."""
+    """Yield the deltas, and None after every `keep_alive_s` seconds without one."""
     upcoming: asyncio.Future[Delta] | None = None
     try:
         while True:
@@ -229,7 +229,7 @@ async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float
 
 
 def speculation_headers(metrics: Metrics) -> dict[str, str]:
-    """Acceptance and speedup of a whole answer, as headers."""
+    """Return acceptance length and speedup of a whole answer as headers."""
     counted = metrics.speculative_decoding
     if counted is None:
         return {}

@@ -1,7 +1,6 @@
-"""One choice of an answer: takes each step's tokens, and releases the text that no stop string can still cut.
+"""One choice of an answer: takes each step's tokens and releases their text.
 
-The stop strings, the finish reason, the usage and the speculation counts all agree about where the answer ends.
-Not for: HTTP shapes.
+Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for: formats of APIs.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from server.openai.answers import DraftedStep
 from server.serving.statistics import Clock, SpeculationCount, drafters_of, kept_part
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
-from server.text.prompts import Prompt
+from server.text.prompts import ShownPrompt
 from server.text.reasoning import Reasoning, Thought
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 
-# Some chat templates (Mistral) take no other ids of calls back.
+# Some chat templates (Mistral) accept no other ids of calls.
 _ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tokens become text."""
+    """Options for turning tokens into text."""
 
     stops: Sequence[str] = ()
     include_stop: bool = False
@@ -40,11 +39,11 @@ class TextOptions:
     echo: bool = False
     """Begin with the prompt."""
     thoughts: Literal["none", "possible", "begun"] = "none"
-    """Whether the answer may hold thoughts between <think> tags, and whether the prompt has begun them."""
+    """Whether the answer may contain thoughts between <think> tags, and whether the prompt has begun them."""
     tools: ToolUse | None = None
     """Functions that the answer may call."""
     num_prompt_logprobs: int | None = None
-    """Report the prompt's tokens with this many of the likeliest ones."""
+    """Number of likeliest tokens that are reported for each token of the prompt."""
     reports_drafts: bool = False
     """Report the chains of every step."""
     reports_token_ids: bool = False
@@ -53,7 +52,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of a function call; id and name come with its first piece."""
+    """Piece of a function call; the first one has id and name."""
 
     index: int
     call_id: str | None
@@ -66,19 +65,19 @@ Part = str | Thought | CallPiece
 
 
 class Choice:
-    """One answer in the making."""
+    """One answer while it is generated."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, options: TextOptions, prompt: Prompt | None = None
+        self, request: Request, tokenizer: Tokenizer, options: TextOptions, prompt: ShownPrompt | None = None
     ) -> None:
-        """prompt: what is shown of it, if anything; it is read before the first tokens are added."""
+        """prompt: its shown part, if any; it is complete before the first tokens are added."""
         self.request = request
         self.num_tokens = 0
         self.num_cached = 0
         self.num_predicted = 0
         self.text = self.thoughts = ""
         self.num_thought = 0
-        """Tokens of thoughts."""
+        """Number of tokens of thoughts."""
         self.finish_reason: str | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
@@ -92,7 +91,7 @@ class Choice:
         self._skips_special = options.skip_special_tokens
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._cut = StopCut(options.stops, options.include_stop)
-        # One parser splits the released text, which lags because of stop strings; the other counts tokens as they come.
+        # One parser splits the released text, which lags because of stop strings; the other counts tokens at once.
         self._reasoning, self._counting = (
             None if options.thoughts == "none" else Reasoning(options.thoughts == "begun") for _ in range(2)
         )
@@ -103,33 +102,35 @@ class Choice:
 
     @property
     def calls(self) -> Sequence[Call]:
-        """The function calls of the answer."""
+        """Function calls of the answer."""
         return () if self._calls is None else self._calls.calls
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the answer; None where something else did, or nothing yet."""
+        """Stop string that has ended the answer; None if it runs or has ended otherwise."""
         return self._cut.found
 
     @property
     def num_mispredicted(self) -> int:
-        """Tokens of the prediction that did not come."""
+        """Number of predicted tokens that are not in the answer."""
         return max(0, len(self.request.prediction) - self.num_predicted)
 
     @property
     def num_reported(self) -> int:
-        """Numbers and texts that a whole answer reports beside its text."""
+        """Number of logprobs, token ids and drafted tokens that a whole answer reports."""
         logprobs = len(self.logprobs or ()) * (1 + (self.request.num_logprobs or 0))
         num_drafted = sum(len(chain) for step in self.drafts or () for chain in step.chains)
         return logprobs + len(self.token_ids or ()) + num_drafted + len(bytes(self.prompt_logprobs or b"")) // 64
 
     @property
     def prompt_logprobs(self) -> msgspec.Raw | None:
-        """Logprobs of the prompt as JSON, if they were asked for."""
+        """Logprobs of the prompt as JSON, if they were requested."""
         return None if self._prompt is None else self._prompt.by_place
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
-        """Take a step's tokens; (what to release, seconds per token since the last step, what the answer took)."""
+        """Take a step's tokens. Returns the parts to release, the seconds per token, and the part of the outcome in
+        the answer.
+        """
         self.num_cached = outcome.num_cached
         echoed = self._echo_prompt()
         text, num_kept = self._detokenize(outcome)
@@ -164,15 +165,15 @@ class Choice:
         return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_kept]))
 
     def _read(self, text: str) -> list[Part]:
-        """Thoughts, and what is in the text outside them."""
+        """Return the thoughts and the other parts of a text."""
         is_last = self.finish_reason is not None
         found = [text] if self._reasoning is None else self._reasoning.feed(text, is_last)
         thoughts = [part for part in found if isinstance(part, Thought)]
-        # Nothing is said before the thinking is over.
+        # All text follows the thoughts.
         return [*thoughts, *self._read_calls("".join(part for part in found if isinstance(part, str)))]
 
     def _read_calls(self, text: str) -> list[str | CallPiece]:
-        """Text outside calls and pieces of calls; an answer that is to have one call has ended with it."""
+        """Return the text outside calls and the pieces of calls. If only one call is allowed, it ends the answer."""
         if self._calls is None:
             return [text] if text else []
         found = self._calls.feed(text, self.finish_reason is not None)
@@ -187,7 +188,7 @@ class Choice:
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
     def _echo_prompt(self) -> str:
-        """The prompt's text, before the first tokens; its logprobs are taken. Empty if it is not echoed."""
+        """Return the prompt's text before the first tokens, and take its logprobs. Empty if it is not echoed."""
         if self._has_begun or self._prompt is None:
             return ""
         self._has_begun = True
@@ -202,14 +203,14 @@ class Choice:
             self._offset += len(logprobs[-1].text)
 
     def _spell(self, outcome: Outcome, num_kept: int) -> None:
-        """Take the logprobs of the tokens that belong to the answer."""
+        """Add the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
         for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
             self._add_logprob(self.logprobs, token, found)
 
     def _count(self, piece: str) -> None:
-        """Follow thoughts (their tags included) and calls token by token, to know which tokens belong to them."""
+        """Count the tokens of thoughts (with their tags) and calls."""
         parts: Sequence[str | Thought] = [piece]
         if self._counting is not None:
             was_inside = self._counting.is_inside
@@ -219,7 +220,7 @@ class Choice:
             self._counting_calls.feed("".join(part for part in parts if isinstance(part, str)), False)
 
     def _detokenize(self, outcome: Outcome) -> tuple[str, int]:
-        """(released text, tokens that belong to the answer); the token that ends it counts, without its text."""
+        """Return the released text and the number of tokens in the answer; the end token counts, without its text."""
         text = ""
         ended_by_token = outcome.finish_reason == "stop"
         for count, token in enumerate(outcome.token_ids, start=1):

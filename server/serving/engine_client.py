@@ -1,7 +1,7 @@
-"""The server's end of the engine: submits requests, hands out what each step gave, notices death.
+"""Client of the engine process: submits requests, distributes the results of each step, and detects its end.
 
-One task reads the engine's messages. An engine that ends takes every open request with it: each
-gets an `EngineStopped`, `is_alive` turns false, and the daemon exits.
+One task reads the engine's messages. If the engine ends, every open request gets an `EngineStopped`, `is_alive` turns
+false, and the daemon exits.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TOO_LATE = "the request took longer than this server lets one take (--request-t
 
 
 class Ticket:
-    """The requests of one HTTP call while they run: what comes back for any of them, in order."""
+    """Requests of one HTTP call while they run, and their results in order."""
 
     def __init__(self, requests: Sequence[Request], most_s: float = 0.0) -> None:
-        """most_s: what they may take from now on, 0 is any; who waits for more gets DeadlineExceeded then."""
+        """most_s: time limit from now on, 0 for none; after it, waiting raises DeadlineExceeded."""
         self.index_of = {request.request_id: index for index, request in enumerate(requests)}
         self.open_ids = set(self.index_of)
         self.arrivals: asyncio.Queue[StepPart | Exception] = asyncio.Queue()
@@ -65,26 +65,26 @@ class Ticket:
             self._is_decided.set()
 
     async def admitted(self) -> None:
-        """Wait until the grammars of all its requests can be followed; raises what is wrong with one."""
+        """Wait until the grammars of all requests are compiled; raises the error of a bad one."""
         async with self._in_time():
             await self._is_decided.wait()
         if self._error is not None:
             raise self._error
 
     def accept(self, request_id: str) -> None:
-        """A request's grammar can be followed."""
+        """Note that a request's grammar is compiled."""
         self._undecided.discard(request_id)
         if not self._undecided:
             self._is_decided.set()
 
     def fail(self, error: Exception) -> None:
-        """One of its requests cannot go on."""
+        """Fail: one of the requests cannot continue."""
         self._error = error
         self._is_decided.set()
         self.arrivals.put_nowait(error)
 
     async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
-        """(index of the request, its outcome, the step's stats) until all have ended."""
+        """Yield (index of the request, its outcome, the step's statistics) until all requests have ended."""
         while self.open_ids or not self.arrivals.empty():
             async with self._in_time():
                 part = await self.arrivals.get()
@@ -103,7 +103,7 @@ class Ticket:
 
 
 class EngineClient:
-    """Starts and talks to the engine process."""
+    """Starts the engine process and exchanges messages with it."""
 
     def __init__(
         self,
@@ -113,8 +113,9 @@ class EngineClient:
         request_timeout_s: float = 0.0,
         max_queued_tokens: int = 0,
     ) -> None:
-        """stall_timeout_s: with requests open, how long the engine may say nothing; request_timeout_s: how long a call
-        may take; max_queued_tokens: of prompts whose requests have no token yet. 0 is any."""
+        """stall_timeout_s: time without a message while requests are open; request_timeout_s: time limit of a call;
+        max_queued_tokens: prompt tokens of requests without a token yet. 0 means no limit.
+        """
         self.config = config
         self.max_open_requests = max_open_requests
         self.facts: EngineFacts | None = None
@@ -130,19 +131,19 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._max_queued_tokens = max_queued_tokens
         self._queued_tokens: dict[str, int] = {}
-        """Prompt tokens of the requests that have no token yet."""
+        """Number of prompt tokens of requests without a token yet."""
         self._waiting_since_s: float | None = None
-        """When the engine said its last word, or was asked first after it had no work; None while it has none."""
+        """Time of the engine's last message, or of the first request after it was idle; None while it is idle."""
         self._is_stalled = False
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs (loading counts)."""
+        """Whether the engine process runs, also while it loads."""
         return not self.ended.is_set()
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine has work and has said nothing for too long; also when its clients have left meanwhile."""
+        """Whether the engine has work and has been silent for too long, also if its clients have left meanwhile."""
         if self.facts is None or self._waiting_since_s is None:
             return False
         return 0 < self._stall_timeout_s < time.monotonic() - self._waiting_since_s
@@ -158,7 +159,7 @@ class EngineClient:
         return len(self._tickets)
 
     def ready_facts(self) -> EngineFacts:
-        """What the engine found out; raises EngineStopped while nothing can be served."""
+        """Return the engine's facts; raises EngineStopped while no request can be served."""
         if self.failure is not None or not self.is_alive:
             raise EngineStopped("the engine has stopped; the daemon is about to exit", "engine_stopped")
         if self.is_draining:
@@ -168,7 +169,7 @@ class EngineClient:
         return self.facts
 
     def launch(self) -> None:
-        """Start the process, which loads its models meanwhile; `start` or `kill` must follow."""
+        """Start the process, which begins to load its models; `start` or `kill` must follow."""
         log.info("starting the engine")
         self._folder = SocketFolder()
         inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in (INBOX, OUTBOX))
@@ -179,13 +180,13 @@ class EngineClient:
             socket.bind(address)
         try:
             self.process = start_process(self.config, inbox, outbox)
-        except BaseException:  # a signal that ends this process, too
+        except BaseException:  # also a signal that ends this process
             self._context.destroy(linger=0)
             self._folder.cleanup()
             raise
 
     def kill(self) -> None:
-        """End the process before anything is read from it."""
+        """Kill the process before anything is read from it."""
         self.process.kill()
         self.process.wait()
         self._context.destroy(linger=0)
@@ -193,7 +194,7 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start the task that reads from the process."""
-        # The event loop's own view of the sockets that were bound before there was one.
+        # Asynchronous wrappers of sockets that were bound before the event loop existed.
         self._to_engine, self._from_engine = (zmq.asyncio.Socket.from_socket(socket) for socket in self._bound)
         self._reader = asyncio.create_task(self._read())
 
@@ -202,7 +203,7 @@ class EngineClient:
         if self.process.poll() is None:
             self._send(Stop())
             try:
-                # An engine that still loads does not read its messages.
+                # A loading engine does not read its messages.
                 await asyncio.wait_for(self.ended.wait(), timeout=0 if self.facts is None else 5)
             except TimeoutError:
                 self.process.kill()
@@ -212,9 +213,9 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
-        """Run requests; leaving the block aborts those that have not ended.
+        """Submit requests; leaving the block aborts those that still run.
 
-        Raises EngineBusy when the queue has no room for all of them, RequestError when it never has.
+        Raises EngineBusy if the queue has no room for all of them, and RequestError if it never will.
         """
         self.ready_facts()
         self.check_count(len(requests))
@@ -235,7 +236,7 @@ class EngineClient:
                 self.abort(request_id)
 
     def check_count(self, num_answers: int) -> None:
-        """Raise RequestError for a call of more requests than may ever be open."""
+        """Raise RequestError for a call with more requests than may ever be open."""
         if num_answers > self.max_open_requests:
             raise RequestError(
                 f"the call asks for {num_answers} answers (prompts times n), but at most {self.max_open_requests} "
@@ -255,7 +256,7 @@ class EngineClient:
             )
 
     def abort(self, request_id: str) -> None:
-        """End one request early; nothing more arrives for it."""
+        """Abort one request; no more results arrive for it."""
         self._queued_tokens.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
@@ -271,7 +272,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if self.is_alive:
-            # Without a limit on the socket the send completes at once; the future needs no waiting.
+            # The socket's queue is unlimited, so the send completes at once.
             self._to_engine.send(encode(message))
 
     async def _read(self) -> None:
@@ -290,11 +291,15 @@ class EngineClient:
             self._end()
 
     def _note_stall(self) -> None:
-        """Say once that no step ends any more, or that steps end again."""
+        """Log once that steps no longer complete, or that they complete again."""
         if self.is_stalled and not self._is_stalled:
-            log.error("no step has ended for %.0f s; %d requests are open", self._stall_timeout_s, self.num_open)
+            log.error(
+                "engine stalled: no step has completed for %.0f s; %d requests are open",
+                self._stall_timeout_s,
+                self.num_open,
+            )
         elif self._is_stalled and not self.is_stalled:
-            log.warning("steps end again")
+            log.warning("engine recovered: steps complete again")
         self._is_stalled = self.is_stalled
 
     def _receive(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Runs the requests of one HTTP call: one `Delta` per choice and step. Not for: HTTP shapes."""
+"""Runs the requests of one HTTP call and yields one `Delta` per choice and step. Not for: formats of APIs."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.openai.answers import CompletionTokensDetails, DraftedStep, Metrics, PromptTokensDetails, Usage
 from server.serving.choice import Choice, Part, TextOptions
 from server.serving.engine_client import EngineClient
 from server.serving.observer import Observer
 from server.serving.statistics import Clock, GenerationState, SpeculationCount
 from server.text.logprobs import SpelledToken
-from server.text.prompts import Arrival, Prompt, with_prompts
+from server.text.prompts import Arrival, ShownPrompt, with_prompts
 from server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one choice."""
+    """Addition of one step to one choice."""
 
     index: int
     parts: Sequence[Part]
-    """Text, thoughts and pieces of function calls, in their order."""
+    """Text, thoughts and pieces of function calls, in order."""
     finish_reason: str | None
     logprobs: Sequence[SpelledToken] | None = None
-    """Of the step's tokens, where they were asked for."""
+    """Logprobs of the step's tokens, if they were requested."""
     token_ids: Sequence[int] | None = None
-    """The step's tokens, where they were asked for."""
+    """Token ids of the step, if they were requested."""
     prompt_token_ids: Sequence[int] | None = None
-    """The prompt's, with a choice's first ones."""
+    """Token ids of the prompt, in a choice's first delta."""
     drafts: Sequence[DraftedStep] | None = None
-    """What the step drafted, where that was asked for."""
+    """Drafts of the step, if they were requested."""
 
     @property
     def num_logprobs(self) -> int:
-        """Logprobs that it carries, with those of other tokens."""
+        """Number of its logprobs, with those of alternatives."""
         return len(self.logprobs) * (1 + len(self.logprobs[-1].top)) if self.logprobs else 0
 
     @property
@@ -49,7 +49,7 @@ class Delta:
 
 
 class Generation:
-    """All choices of one HTTP call, `num_choices` of them for each prompt."""
+    """Choices of one HTTP call, `num_choices` of them for each prompt."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Generation:
         num_choices: int,
         grammar_param: str | None = None,
     ) -> None:
-        """grammar_param: the field of the call that its grammar comes from."""
+        """grammar_param: field of the body that defines the grammar."""
         self._grammar_param = grammar_param
         self._tokenizer = tokenizer
         top = options.num_prompt_logprobs
         self._prompts = [
-            Prompt(request, tokenizer, options.echo, options.skip_special_tokens, top)
+            ShownPrompt(request, tokenizer, options.echo, options.skip_special_tokens, top)
             for request in (requests[::num_choices] if options.echo or top is not None else ())
         ]
         self.choices = [
@@ -75,13 +75,13 @@ class Generation:
         self.clock = Clock()
 
     async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
-        """Deltas of all choices as they come. Closing the iterator aborts what still runs."""
+        """Yield the deltas of all choices. Closing the iterator aborts the running requests."""
         call, early_end = this_call(), "abort"
         async with client.submit([choice.request for choice in self.choices]) as ticket, self._naming_its_field():
             await ticket.admitted()
             observer.begin(call, self.num_prompt_tokens_each, self.state)
             try:
-                # Admission succeeded: a stream may send its headers now.
+                # The requests are admitted: a stream may send its headers now.
                 yield Delta(-1, (), None)
                 async with aclosing(ticket.parts()) as parts, aclosing(self._read_prompts(parts)) as ready:
                     async for index, outcome, stats in ready:
@@ -108,7 +108,7 @@ class Generation:
 
     @asynccontextmanager
     async def _naming_its_field(self) -> AsyncIterator[None]:
-        """Errors of the grammar name the field that it comes from."""
+        """Name the field that defines the grammar in errors of the grammar."""
         try:
             yield
         except RequestError as error:
@@ -139,32 +139,32 @@ class Generation:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether its answers follow a grammar, which must be read before they begin."""
+        """Whether its answers follow a grammar, which must be compiled before they begin."""
         return any(choice.request.sampling.grammar for choice in self.choices)
 
     @property
     def num_prompt_tokens_each(self) -> list[int]:
-        """Tokens of each prompt."""
+        """Number of tokens of each prompt."""
         return [len(choice.request.prompt_token_ids) for choice in self.choices[:: self.num_choices]]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Number of tokens of all prompts, each counted once."""
         return sum(self.num_prompt_tokens_each)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of them whose K/V was there before the call."""
+        """Number of prompt tokens whose K/V was cached."""
         cached = [choice.num_cached for choice in self.choices]
         return sum(min(cached[i : i + self.num_choices]) for i in range(0, len(cached), self.num_choices))
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens of all answers so far."""
+        """Number of tokens of all answers so far."""
         return sum(choice.num_tokens for choice in self.choices)
 
     def speculation(self) -> SpeculationCount:
-        """The choices' speculation, summed."""
+        """Return the sum of the choices' speculation counts."""
         first = self.choices[0].speculation
         total = SpeculationCount(first.rule, max(choice.speculation.num_spec_tokens for choice in self.choices))
         for choice in self.choices:
@@ -172,7 +172,7 @@ class Generation:
         return total
 
     def state(self) -> GenerationState:
-        """What observers may know of the call as it is now."""
+        """Return the current state for observers."""
         request = self.choices[0].request
         return GenerationState(
             reasons=[choice.finish_reason for choice in self.choices],
@@ -188,7 +188,7 @@ class Generation:
         )
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return Usage(
             self.num_prompt_tokens,
             self.num_answer_tokens,
@@ -202,7 +202,7 @@ class Generation:
         )
 
     def metrics(self) -> Metrics:
-        """Times and speculation of the whole call, and of each choice if there are several."""
+        """Return times and speculation of the call, and of each choice if there are several."""
         metrics = self.clock.report(self.speculation().report())
         if len(self.choices) == 1:
             return metrics

@@ -14,7 +14,7 @@ _MOST_SHOWN = 32
 
 
 class Live:
-    """Totals that only grow, so that a page can tell rates, and the generations that run."""
+    """Totals that only grow, so that a page can compute rates, and the running generations."""
 
     def __init__(self) -> None:
         self._running: dict[Hashable, Callable[[], GenerationState]] = {}
@@ -28,7 +28,7 @@ class Live:
         self._stats = step.stats
 
     def take(self, outcome: Outcome, stats: StepStats) -> None:
-        """Count what an answer took of a step, as `SpeculationCount` does."""
+        """Count the part of a step that an answer has taken, as `SpeculationCount` does."""
         num_tokens = len(outcome.token_ids)
         self._num_tokens += num_tokens
         if outcome.draft_length:
@@ -48,7 +48,7 @@ class Live:
         self._running.pop(key, None)
 
     def state(self, num_blocks: int) -> dict[str, Any]:
-        """What a page asks for every second; num_blocks: of the K/V cache, 0 while the model loads."""
+        """Return the state that a page polls; num_blocks: of the K/V cache, 0 while the model loads."""
         stats = self._stats
         return {
             "time_s": time.monotonic(),

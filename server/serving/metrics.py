@@ -1,7 +1,7 @@
-"""The one Prometheus registry, in the HTTP process. Names and buckets: `docs/observability.md`.
+"""The Prometheus registry of the HTTP process. Names and buckets: `docs/observability.md`.
 
-Labels have a bounded number of values whatever clients ask for, and never hold a request id. The children of metrics
-that every step changes are looked up once: a step of the engine should cost the HTTP process microseconds.
+Labels have a bounded number of values for any requests, and never contain a request id. The children of metrics that
+change with every step are looked up once, so that a step costs the HTTP process microseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ITL_S = (
     0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
     0.5, 1, 2.5,
 )  # fmt: skip
-# No length is below 1. Prometheus interpolates in the lowest bucket from 0, so an empty bucket lies below it.
+# No length is below 1. Prometheus interpolates in the lowest bucket from 0, so an empty bucket precedes it.
 _ACCEPTANCE = (0.999, 1, 1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 _SPEEDUP = (0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -31,7 +31,7 @@ _GAP = (-0.05, 0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _SHAPE_SIZES = ((4, "{}"), (8, "5-8"), (16, "9-16"), (2**31, "17+"))
-"""Label of a number of chains or of a depth, by the largest number that it stands for."""
+"""Labels of numbers of chains and of depths, by the largest number that each stands for."""
 _LAST_POSITION = 16
 _ENDS = ("stop", "length", "tool_calls", "abort", "error")
 _REJECTIONS = ("queue_full", "rate_limited", "loading", "draining", "engine_stopped")
@@ -40,37 +40,37 @@ _Child = TypeVar("_Child", Counter, Gauge, Histogram)
 
 
 def size_label(size: int) -> str:
-    """The label of a number of chains or of a depth."""
+    """Return the label of a number of chains or of a depth."""
     return next(label.format(size) for most, label in _SHAPE_SIZES if size <= most)
 
 
 def position_label(position: int) -> str:
-    """The label of a position in a draft, counted from 0."""
+    """Return the label of a position in a draft, counted from 0."""
     return str(position) if position < _LAST_POSITION else f"{_LAST_POSITION}+"
 
 
 def num_reached(outcome: Outcome) -> int:
-    """At how many positions a drafted token was up for acceptance; a cut answer says nothing of what comes after it.
+    """Return the number of positions at which a drafted token was verified.
 
-    Chains shorter than the longest one count as if they were as long.
+    Positions after the end of an answer do not count. Chains shorter than the longest one count with its length.
     """
     was_cut = len(outcome.token_ids) <= outcome.num_accepted
     return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)
 
 
 class _Labelled(Generic[_Child]):
-    """A metric whose first labels are the model's name and the engine's number."""
+    """Metric whose first labels are the model's name and the engine's number."""
 
     def __init__(self, metric: _Child, values: tuple[str, ...]) -> None:
         self.of: Callable[..., _Child] = cache(lambda *more: metric.labels(*values, *more))
-        """The child of the values of its own labels, looked up once."""
+        """Return the child for the values of the other labels, looked up once."""
 
 
 class ServerMetrics:
-    """Every counter of the daemon; the methods are the only places that change them."""
+    """All metrics of the daemon. Only its methods change them."""
 
     def __init__(self, model_name: str, compat: bool) -> None:
-        """compat: whether the same values also appear under vLLM's names."""
+        """compat: whether the values also appear under vLLM's names."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._common = {"model_name": model_name, "engine": "0"}
@@ -167,11 +167,11 @@ class ServerMetrics:
         )
 
     def watch_engine(self, pid: Callable[[], int]) -> None:
-        """Publish the engine process's own CPU time, memory and files too."""
+        """Publish CPU time, memory and files of the engine process, too."""
         ProcessCollector(namespace="polydraft_engine", pid=pid, registry=self.registry)
 
     def ready(self, facts: EngineFacts) -> None:
-        """Publish what is served."""
+        """Publish facts about the model."""
         build = {"version": VERSION, "architecture": facts.architecture, "device": facts.device, "dtype": facts.dtype}
         cache_config = {"num_blocks": str(facts.num_blocks), "block_size": str(facts.block_size)}
         for name, text, labels in (
@@ -180,7 +180,7 @@ class ServerMetrics:
         ):
             self._add(Gauge, name, text, *labels).of(*labels.values()).set(1)
         self._num_blocks = facts.num_blocks
-        # A rate needs a series that was there before its first count.
+        # Rates need a series that exists before its first count.
         series: list[tuple[_Labelled[Any], Sequence[str]]] = [
             (self._step, PHASES),
             (self._success, _ENDS),
@@ -192,7 +192,7 @@ class ServerMetrics:
                 metric.of(value)
 
     def step(self, step: Step) -> None:
-        """Take the engine's own counts of a step."""
+        """Take the engine's counts of a step."""
         stats = step.stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
@@ -210,9 +210,9 @@ class ServerMetrics:
         self._count_taken()
 
     def take(self, outcome: Outcome) -> None:
-        """An answer has taken a step's tokens; outcome: what it took of them (`kept_part`).
+        """Count a step's tokens of an answer; outcome: the part that it has taken (`kept_part`).
 
-        Counted with the next step or scrape, those of all answers together.
+        The counts of all answers are published together, at the next step or scrape.
         """
         self._taken.append(outcome)
 
@@ -260,13 +260,13 @@ class ServerMetrics:
             self._drafter_counts[kind].of(name).inc(count)
 
     def start(self, prompt_lengths: Sequence[int]) -> None:
-        """A call's requests have been admitted; prompt_lengths: tokens of each of its prompts."""
+        """Count a call that has been admitted; prompt_lengths: number of tokens of each prompt."""
         self._prompt_tokens.inc(sum(prompt_lengths))
         for length in prompt_lengths:
             self._lengths["prompt_tokens"].observe(length)
 
     def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
-        """Tokens of an answer have arrived; `ttft_s` with the first of them."""
+        """Count tokens of an answer; `ttft_s` only with the first ones."""
         self._answer_tokens.inc(num_tokens)
         if ttft_s is not None:
             self._ttft.observe(ttft_s)
@@ -282,7 +282,7 @@ class ServerMetrics:
         acceptance_length: float | None,
         speedup: float | None,
     ) -> None:
-        """An answer has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
+        """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode, tpot."""
         self._success.of(reason).inc()
         self._lengths["generation_tokens"].observe(num_tokens)
         for name, seconds in times_s.items():
@@ -294,29 +294,33 @@ class ServerMetrics:
             self._speedup.observe(speedup)
 
     def end_call(self, answer_lengths: Sequence[int]) -> None:
-        """All answers of a call have ended; answer_lengths: tokens of each."""
+        """Count a call that has ended; answer_lengths: number of tokens of each answer."""
         self._lengths["max_num_generation_tokens"].observe(max(answer_lengths))
 
     def abort(self, num_answers: int, reason: str) -> None:
-        """Answers ended early: `abort` where their client left, `error` where the engine or the daemon ended them."""
+        """Count answers that ended early: `abort` if their client left, `error` if the engine or the daemon ended
+        them.
+        """
         if num_answers:
             self._success.of(reason).inc(num_answers)
 
     def error(self, status: int, rejection: str | None = None) -> None:
-        """An error answer to a POST was sent; rejection: why the request was not admitted, where that was the error."""
+        """Count an error response to a POST; rejection: reason why the request was not admitted, if that was the
+        error.
+        """
         self._errors.of(str(status)).inc()
         if rejection is not None:
             self._rejections.of(rejection).inc()
 
     def render(self, is_healthy: bool = True) -> bytes:
-        """The text exposition; is_healthy: whether /health is 200."""
+        """Return the metrics in Prometheus' text format; is_healthy: whether /health is 200."""
         self._count_taken()
         self._up.set(is_healthy)
         return generate_latest(self.registry)
 
 
 def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
-    """Drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; what was not copied is the draft model's."""
+    """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model has the rest."""
     counts = {part.name: (part.num_chains, part.num_nodes, part.num_accepted) for part in outcome.copied}
     total = (outcome.num_chains, outcome.num_nodes, outcome.num_accepted)
     drawn = tuple(whole - sum(parts) for whole, *parts in zip(total, *counts.values(), strict=True))

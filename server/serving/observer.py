@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import Outcome, StepStats, log_fields
-from server.http.calls import Call
+from server.http.current_call import HttpCall
 from server.serving.live import Live
 from server.serving.metrics import ServerMetrics
 from server.serving.statistics import GenerationState
@@ -27,7 +27,7 @@ class Observer:
         self._logs_requests = logs_requests
         self._tracing = tracing
 
-    def begin(self, call: Call, num_prompt_tokens: Sequence[int], read_state: ReadState) -> None:
+    def begin(self, call: HttpCall, num_prompt_tokens: Sequence[int], read_state: ReadState) -> None:
         """Note that a generation has been admitted; num_prompt_tokens: of each prompt."""
         call.is_generation = True
         self.metrics.start(num_prompt_tokens)
@@ -38,7 +38,7 @@ class Observer:
         self.metrics.take(outcome)
         self.live.take(outcome, stats)
 
-    def end(self, call: Call, read_state: ReadState, early_end: str) -> None:
+    def end(self, call: HttpCall, read_state: ReadState, early_end: str) -> None:
         """Report a generation that is over; early_end: the reason of choices that have none: `abort` or `error`."""
         self.live.end(call)
         state = read_state()

@@ -1,6 +1,6 @@
-"""The folder of the sockets between the HTTP process and the engine.
+"""Folder of the sockets between the HTTP process and the engine.
 
-A process that is killed while its model loads leaves it behind; the next one that starts removes it.
+A process that is killed while its model loads leaves it; the next start removes it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engine.api import ConfigError
 INBOX, OUTBOX = "inbox", "outbox"
 _PREFIX = "polydraft-"
 _LONGEST_SOCKET = 103
-"""Bytes in the path of a unix socket, on every system."""
+"""Maximum number of bytes in the path of a unix socket, on every system."""
 
 
 class SocketFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is locked as long as this process lives, in /tmp if the usual place has too long a name."""
+    """Folder that is locked while this process lives; in /tmp if the default path is too long."""
 
     def __init__(self) -> None:
-        """Raises ConfigError if there is no place for a folder."""
+        """Raises ConfigError if no folder can be created."""
         usual = tempfile.gettempdir()
         is_short = len(os.fsencode(usual)) <= _LONGEST_SOCKET - len(f"/{_PREFIX}12345678/{OUTBOX}")
         parent = usual if is_short else "/tmp"
@@ -38,7 +38,7 @@ class SocketFolder(tempfile.TemporaryDirectory[str]):
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder of sockets whose process has ended; any other is left as it is."""
+    """Remove a folder of sockets if its process has ended."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, number)

@@ -1,4 +1,4 @@
-"""Counts what speculation did for one answer, after every cut, and times it."""
+"""Counts of speculation and times of one answer, after every cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.api import MODEL, Outcome, StepStats
 from server.openai.answers import DrafterMetrics, Metrics, SpeculativeDecoding
 
 _OF_MS, _OF_RATIOS, _OF_SHARES = 2, 2, 3
-"""Decimals that figures of an answer keep: further ones are noise of the clock and of a few steps."""
+"""Decimals of an answer's figures; more would be noise."""
 
 
 def _rounded(value: float | None, decimals: int) -> float | None:
@@ -20,9 +20,9 @@ def _rounded(value: float | None, decimals: int) -> float | None:
 
 
 def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
-    """A step's outcome as far as it belongs to the answer, which takes its first `num_kept` tokens.
+    """Return the part of a step's outcome that belongs to the answer: its first `num_kept` tokens.
 
-    Answers and the daemon's counters count the same part, so that their sums agree.
+    Answers and the daemon's metrics count the same part, so that their sums agree.
     """
     num_accepted = left = min(outcome.num_accepted, num_kept)
     if num_kept == len(outcome.token_ids) and not outcome.copied:
@@ -37,14 +37,14 @@ def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
 
 
 def drafters_of(outcome: Outcome) -> list[str]:
-    """Name of the drafter of each reported chain; text drafters' chains come last, each with its own count."""
+    """Return the name of the drafter of each reported chain; chains of text drafters come last."""
     copied = [part.name for part in outcome.copied] if outcome.drafts else []
     return [MODEL] * (len(outcome.drafts) - len(copied)) + copied
 
 
 @dataclass
 class SpeculationCount:
-    """Speculative steps of one or more choices."""
+    """Counts of the speculative steps of one or more choices."""
 
     rule: str
     num_spec_tokens: int
@@ -54,16 +54,16 @@ class SpeculationCount:
     num_emitted: int = 0
     plain_s: float = 0.0
     calibrated_wall_s: float = 0.0
-    """Time of the steps that `plain_s` is known for."""
+    """Time of the steps with known `plain_s`."""
     wall_s: float = 0.0
     draft_s: float = 0.0
     bias: float = 0.0
     gaps: list[float] = field(default_factory=list)
     copied: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By text drafter: `chains`, `nodes`, `accepted`."""
+    """Counts by text drafter: `chains`, `nodes`, `accepted`."""
 
     def add_step(self, outcome: Outcome, stats: StepStats) -> None:
-        """Count a step, of which the answer takes all tokens (`kept_part`)."""
+        """Count a step whose tokens all belong to the answer (`kept_part`)."""
         num_kept = len(outcome.token_ids)
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
@@ -74,7 +74,7 @@ class SpeculationCount:
             self.accepted_per_step[outcome.num_accepted] += 1
             self.num_chains += outcome.num_chains
             self.num_nodes += outcome.num_nodes
-            # Copied chains may be longer than the drawn ones.
+            # Text drafts may be longer than the sampled chains.
             self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
             self.num_emitted += num_kept
             self.bias += outcome.bias
@@ -85,38 +85,38 @@ class SpeculationCount:
             self.gaps.append(outcome.gap)
 
     def merge(self, other: SpeculationCount) -> None:
-        """Add another choice's counts, all of them."""
+        """Add all counts of another choice."""
         for one in fields(self):
             if one.name not in ("rule", "num_spec_tokens"):
                 setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     @property
     def num_steps(self) -> int:
-        """Speculative steps."""
+        """Number of speculative steps."""
         return self.accepted_per_step.total()
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens in the answer."""
+        """Number of drafted tokens in the answer."""
         return sum(length * count for length, count in self.accepted_per_step.items())
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per speculative step, the bonus token included."""
+        """Mean number of tokens per speculative step, with the bonus token."""
         return self.num_emitted / self.num_steps if self.num_steps else None
 
     @property
     def speedup(self) -> float | None:
-        """Time plain decoding would have taken for the same tokens and prompts, over the time taken.
+        """Estimated time of plain decoding for the same tokens and prompts, divided by the measured time.
 
-        None where no step of it can be compared (`StepStats.plain_s`).
+        None if no step can be compared (`StepStats.plain_s`).
         """
         if not self.num_steps or not self.calibrated_wall_s:
             return None
         return self.plain_s / self.calibrated_wall_s
 
     def report(self) -> SpeculativeDecoding | None:
-        """The answer's `speculative_decoding`; None when it did not speculate."""
+        """Return the answer's `speculative_decoding`; None if it did not speculate."""
         if not self.num_steps:
             return None
         drafters = {
@@ -147,7 +147,7 @@ class SpeculationCount:
 
 
 class Clock:
-    """When things happened to one HTTP call."""
+    """Times of one HTTP call."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -157,7 +157,7 @@ class Clock:
         self.num_tokens = 0
 
     def add(self, outcome: Outcome, num_kept: int) -> float | None:
-        """Note a step's tokens; seconds per token since the last ones, None for the first."""
+        """Note a step's tokens. Returns the seconds per token since the last ones, None for the first."""
         now = time.perf_counter()
         gap = None
         if self.first_token is None:
@@ -170,11 +170,11 @@ class Clock:
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
+        """Time from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.started
 
     def times_s(self) -> dict[str, float | None]:
-        """Durations for the histograms of `ServerMetrics.finish`; None where there is none."""
+        """Return the durations for the histograms of `ServerMetrics.finish`; None for those that do not exist."""
         first, last, queue_s = self.first_token, self.last_token, self.queue_s
         if first is None or last is None or queue_s is None:
             return {}
@@ -188,7 +188,7 @@ class Clock:
         }
 
     def report(self, speculation: SpeculativeDecoding | None) -> Metrics:
-        """The answer's `metrics`."""
+        """Return the answer's `metrics`."""
         first, last = self.first_token, self.last_token
         end = last if last is not None else time.perf_counter()
         decode_s = None if first is None or last is None else last - first

@@ -1,4 +1,4 @@
-"""One OpenTelemetry span a generation, with the GenAI conventions' names, sent to a collector over OTLP (HTTP).
+"""Sends one OpenTelemetry span per generation, with the GenAI conventions' names, over OTLP (HTTP).
 
 Needs the extra `otel`. Spans have counts, times and settings, never text.
 """
@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from engine.api import ConfigError
-from server.http.calls import Call
+from server.http.current_call import HttpCall
 from server.serving.statistics import GenerationState
 from server.version import VERSION
 
@@ -37,7 +37,7 @@ _MOST_CLOSING_S = 2.0
 
 
 class Tracing:
-    """Sends spans in the background; a collector that does not answer costs no request anything."""
+    """Sends spans in the background; a collector that does not answer delays no request."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """endpoint: the collector's address for traces, such as http://localhost:4318/v1/traces."""
@@ -58,9 +58,9 @@ class Tracing:
         self._kind = SpanKind.SERVER
         self._model = model
 
-    def record(self, state: GenerationState, call: Call, facts: dict[str, Any]) -> None:
-        """Send the span of a generation that is over; it is a child of the caller's span, where there is one."""
-        # A proxy's prefix may stand before it.
+    def record(self, state: GenerationState, call: HttpCall, facts: dict[str, Any]) -> None:
+        """Send the span of a generation that has ended; it is a child of the client's span, if there is one."""
+        # The path may have a proxy's prefix.
         operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
         parent = self._propagator.extract({"traceparent": call.trace_parent}) if call.trace_parent else None
         end_ns = time.time_ns()
@@ -84,8 +84,8 @@ class Tracing:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send what is still to be sent, for at most two seconds."""
-        # The provider's own limits of time do not stop an export that is being repeated.
+        """Send the remaining spans, for at most two seconds."""
+        # The provider's time limits do not stop an export that is being retried.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_MOST_CLOSING_S)

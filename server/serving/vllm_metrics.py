@@ -22,14 +22,14 @@ _NAMES = frozenset(
 
 
 class VllmNames(Collector):
-    """Copies of the families of a registry that vLLM has as well."""
+    """Collector of copies of the metrics that vLLM has, too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._is_collecting = False
 
     def collect(self) -> Iterable[Metric]:
-        """The copies. The registry asks its collectors in turn, this one too: the inner call gives nothing."""
+        """Return the copies. The registry calls all collectors, also this one: the inner call returns nothing."""
         if self._is_collecting:
             return
         self._is_collecting = True

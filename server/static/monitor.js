@@ -27,17 +27,17 @@ export async function look(onState, onError) {
   }
 }
 
-function take(told) {
-  model = told.model;
+function take(news) {
+  model = news.model;
   byId("model").textContent = model;
-  byId("status").textContent = told.status;
-  byId("status").className = told.status === "ready" ? "good" : "";
-  if (told.about) showAbout(told.about);
-  byId("tile-requests").textContent = `${told.num_running} + ${told.num_waiting}`;
-  byId("tile-cache").textContent = `K/V cache: ${shown(100 * told.kv_cache_usage, 0, " %")} in use`;
-  remember({at: told.time_s, ...told.totals});
+  byId("status").textContent = news.status;
+  byId("status").className = news.status === "ready" ? "good" : "";
+  if (news.about) showAbout(news.about);
+  byId("tile-requests").textContent = `${news.num_running} + ${news.num_waiting}`;
+  byId("tile-cache").textContent = `K/V cache: ${shown(100 * news.kv_cache_usage, 0, " %")} in use`;
+  remember({at: news.time_s, ...news.totals});
   showFigures();
-  showRequests(told);
+  showRequests(news);
 }
 
 function showAbout(about) {
@@ -92,8 +92,8 @@ function showFigures() {
   drawChart(byId("chart-spec"), points, [["speedup", "line-1"], ["length", "line-2"]], SPAN_S);
 }
 
-function showRequests(told) {
-  const rows = told.requests.map(one => element("tr", "", null, ...[
+function showRequests(news) {
+  const rows = news.requests.map(one => element("tr", "", null, ...[
     one.rule + (one.num_choices > 1 ? ` (${one.num_choices} answers)` : ""),
     shown(one.num_prompt_tokens, 0), shown(one.num_tokens, 0), shown(one.age_s, 1, " s"),
     shown(one.ttft_s == null ? null : 1000 * one.ttft_s, 0, " ms"), shown(one.acceptance_length), shown(one.speedup, 2, "×"),
@@ -104,5 +104,5 @@ function showRequests(told) {
     rows.push(element("tr", "", null, cell));
   }
   byId("requests").replaceChildren(...rows);
-  byId("more").textContent = told.num_requests > told.requests.length ? `the first ${told.requests.length} of ${told.num_requests}` : "";
+  byId("more").textContent = news.num_requests > news.requests.length ? `the first ${news.requests.length} of ${news.num_requests}` : "";
 }

@@ -1,7 +1,7 @@
-"""Arguments that a format writes as plain text, as the values that their JSON schema admits.
+"""Types arguments that a format writes as plain text, by their JSON schema.
 
-A text becomes the JSON value that it spells if the schema admits that value, else a string. Of a schema, types, enum,
-const, references within it and combinations of schemas count; bounds and patterns do not decide between two types.
+A text becomes the JSON value that it spells if the schema admits that value, else a string. Types, enum, const,
+internal references and combinations of a schema are considered; bounds and patterns do not decide between two types.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 Schema = Mapping[str, Any] | bool
 
 _SPELLINGS = {"true": True, "false": False, "none": None, "null": None}
-"""Values that templates also write as Python does."""
+"""Values that some templates spell as Python does."""
 _MOST_STEPS = 200
-"""References and combinations that are followed for one value."""
+"""Maximum number of references and combinations that are followed for one value."""
 
 
 def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
-    """The value of an argument; parameters: the schema of the function's arguments."""
+    """Return the value of an argument; parameters: the schema of the function's arguments."""
     schemas = _Schemas(parameters)
     of_key = schemas.at(parameters, key)
     for value in _readings(text):
@@ -31,32 +31,32 @@ def as_value(text: str, key: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _readings(text: str) -> list[Any]:
-    """Values that a text may stand for besides itself, the likeliest first."""
+    """Yield the values that a text may stand for besides itself, the likeliest first."""
     readings: list[Any] = []
     with contextlib.suppress(ValueError, RecursionError):
         readings.append(json.loads(text, parse_constant=finite_number, parse_float=finite_number))
     if (spelled := text.strip().lower()) in _SPELLINGS and not readings:
-        # Only if the text itself is not admitted.
+        # Only if the schema does not admit the text itself.
         readings += [text, _SPELLINGS[spelled]]
     return readings
 
 
 def finite_number(text: str) -> float:
-    """A number as JSON writes it; raises ValueError for NaN and infinity, which Python's reader takes."""
+    """Return a JSON number. Raises ValueError for NaN and infinity, which Python's decoder accepts."""
     if not math.isfinite(number := float(text)):
         raise ValueError(text)
     return number
 
 
 class _Schemas:
-    """A schema with the references in it."""
+    """Schema with a resolver of its references."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_steps = 0
 
     def admit(self, schema: Any, value: Any) -> bool:
-        """Whether a schema admits a value, as far as this module looks."""
+        """Return whether a schema admits a value, as far as this module checks."""
         self._num_steps += 1
         if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
             return schema is not False
@@ -78,7 +78,7 @@ class _Schemas:
         )
 
     def at(self, schema: Any, key: str) -> Schema | None:
-        """The schema of a property; None if the schema does not know it."""
+        """Return the schema of a property; None if the schema does not define it."""
         self._num_steps += 1
         if not isinstance(schema, Mapping) or self._num_steps > _MOST_STEPS:
             return None
@@ -98,7 +98,7 @@ class _Schemas:
         return {"allOf": every} if every else None
 
     def _referred(self, reference: Any) -> Any:
-        """The schema that a reference within the root names; one that admits all if there is none."""
+        """Return the schema of an internal reference; an unrestricted one if it does not exist."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
         found: Any = self._root
@@ -119,7 +119,7 @@ def _schemas(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _is_of(value: Any, name: Any) -> bool:
-    """Whether a value is of a type of JSON schema."""
+    """Return whether a value has a type of JSON schema."""
     if isinstance(value, bool) or value is None:
         return bool(name == ("null" if value is None else "boolean"))
     if isinstance(value, int | float):
@@ -128,7 +128,7 @@ def _is_of(value: Any, name: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Equality of JSON: true is not 1."""
+    """Compare JSON values; true is not 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return bool(one == other)

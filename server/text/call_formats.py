@@ -1,7 +1,7 @@
-"""Formats in which models write calls, besides those that a tokenizer's response template describes.
+"""Formats in which models write calls, except those described by a tokenizer's response template.
 
-All but one write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`); `qwen3_coder` writes
-XML-like parameters (`xml_calls.py`).
+Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`). `qwen3_coder`
+writes XML-like parameters (`xml_calls.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _FENCE = "```"
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Marks around a call's JSON. Patterns are regular expressions that must match from where the last part ended."""
+    """Marks around a call's JSON. Patterns are regular expressions, matched at the end of the previous part."""
 
     opens: Mapping[str, str]
-    """Marks that begin a call, each with the pattern of what follows up to the object's first bracket."""
+    """Marks that begin a call, each with the pattern of the text up to the object's first bracket."""
     behind: str = ""
-    """Pattern of what follows the object; a group `more` stands for what follows up to another object's bracket."""
+    """Pattern of the text after the object; a group `more` matches the text up to the next object's bracket."""
     close: str | None = None
-    """Mark that ends a call whose JSON is broken."""
+    """Mark that ends a call whose JSON is invalid."""
     last: str | None = None
-    """Mark behind all calls."""
+    """Mark after all calls."""
     is_named: bool = field(default=False)
-    """Whether the opening pattern holds the function's name, so that the object is the arguments alone."""
+    """Whether the opening pattern contains the function's name and the object only the arguments."""
 
 
 def _deepseek(head: str, before_end: str) -> JsonFormat:
@@ -45,11 +45,11 @@ def _deepseek(head: str, before_end: str) -> JsonFormat:
 
 JSON_FORMATS: dict[str, JsonFormat] = {
     HERMES: JsonFormat({"<tool_call>": rf"{_SPACE}\{{"}, f"{_SPACE}</tool_call>", "</tool_call>"),
-    # Mistral's tokenizers up to version 7: one list of calls.
+    # Mistral's tokenizers up to version 7 use one list of calls.
     "mistral": JsonFormat(
         {"[TOOL_CALLS]": rf"{_SPACE}\[{_SPACE}\{{"}, rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\])", is_named=False
     ),
-    # From version 11 on: each call has its mark, name and arguments.
+    # From version 11 on each call has its mark, name and arguments.
     "mistral_v11": JsonFormat(
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
@@ -59,7 +59,7 @@ JSON_FORMATS: dict[str, JsonFormat] = {
 
 
 def named_in(chat_template: str) -> str | None:
-    """The format whose marks a chat template writes; None if it writes none of these."""
+    """Return the format whose marks a chat template contains, or None."""
     if "<function=" in chat_template and "<parameter=" in chat_template:
         return QWEN3_CODER
     if "tool▁call▁begin" in chat_template:
@@ -70,7 +70,7 @@ def named_in(chat_template: str) -> str | None:
 
 
 def call_marks(form: str | None) -> tuple[str, ...]:
-    """Text that a format's calls may begin with, the outermost first; nothing if that is not known."""
+    """Return the texts with which a format's calls may begin, the outermost first; empty if they are not known."""
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)
     return {QWEN3_CODER: ("<tool_call>",), LLAMA3_JSON: ("{",)}.get(form or "", ())

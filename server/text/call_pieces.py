@@ -1,6 +1,6 @@
-"""Function calls of one answer while they are read: text between them, names, and arguments piece by piece.
+"""State of the function calls of one answer: text between them, names, and arguments piece by piece.
 
-Not for: where a call begins and ends (`json_calls.py`, `xml_calls.py`, `template_calls.py`).
+Not for: finding the beginning and the end of a call (`json_calls.py`, `xml_calls.py`, `template_calls.py`).
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ _STRING_END = re.compile(r'["\\\x00-\x1f]')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""Characters that may stand outside strings and brackets: white space, separators, numbers, true, false and null."""
+"""Characters that JSON allows outside strings and brackets: white space, separators, numbers, true, false and null."""
 _CLOSER = {"{": "}", "[": "]"}
 
 
 @dataclass
 class Call:
-    """One function call, complete when the answer is."""
+    """Function call; complete when the answer is."""
 
     name: str
     _pieces: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> str:
-        """JSON, as far as the model has written it."""
+        """JSON text that the model has written so far."""
         return "".join(self._pieces)
 
     def add(self, arguments: str) -> None:
-        """More of the arguments."""
+        """Next piece of the arguments."""
         self._pieces.append(arguments)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """More of a call; its name comes with the first piece."""
+    """Piece of a call; the first one has the name."""
 
     index: int
     name: str | None
     arguments: str
 
 
-class Found:
-    """Text and pieces of calls that a piece of an answer gave, in their order."""
+class CallParts:
+    """Text and pieces of calls found in a piece of an answer, in order."""
 
     def __init__(self) -> None:
         self._parts: list[str | Piece] = []
 
     def say(self, text: str) -> None:
-        """Text outside calls."""
+        """Add text outside calls."""
         if text:
             self._parts.append(text)
 
     def call(self, piece: Piece) -> None:
-        """A piece of a call."""
+        """Add a piece of a call."""
         self._parts.append(piece)
 
     def parts(self) -> list[str | Piece]:
-        """The parts; texts that follow each other are one."""
+        """Return the parts, with adjacent texts joined."""
         result: list[str | Piece] = []
         texts: list[str] = []
         for part in [*self._parts, None]:
@@ -80,35 +80,36 @@ class Found:
 
 
 class Reader(Protocol):
-    """Takes an answer's text in pieces."""
+    """Reader of an answer's text, piece by piece."""
 
-    def feed(self, text: str, found: Found) -> None:
-        """More text."""
+    def feed(self, text: str, found: CallParts) -> None:
+        """Read a piece of text."""
 
-    def finish(self, found: Found) -> None:
-        """The answer has ended."""
+    def finish(self, found: CallParts) -> None:
+        """Read the end of the answer."""
 
 
 class _Object:
-    """The JSON object of one call while it is written. Marks in its strings are text, as it follows its strings."""
+    """Incremental parser of one call's JSON object. It tracks strings, so marks inside them are text."""
 
     def __init__(self, name: str | None) -> None:
-        """name: the function's, if the object is its arguments alone."""
+        """name: of the function, if the object has only its arguments."""
         self.pieces: list[str] = []
         self.name = name
         self.is_complete = self.is_broken = False
         self._open: list[str] = []
         self._in_string = self._is_escaped = False
         self._has_just_opened = self._in_arguments = False
-        """Whether an object has opened and nothing is in it; whether this is in the arguments."""
+        """Whether an object has opened and is still empty, and whether it is inside the arguments."""
         self._depth_outside = 0 if name is not None else 1
-        """Brackets that are open where the arguments end."""
+        """Number of open brackets at the end of the arguments."""
         self._head = ""
 
     def feed(self, text: str, position: int, found: list[str]) -> int:
-        """Read on from a position to the object's end, to what no JSON has, or to the end of the text.
+        """Read from a position to the object's end, to invalid JSON, or to the end of the text, and return that
+        position.
 
-        found: takes what it adds to the arguments, once the name is known. Returns the position behind it.
+        found: receives additions to the arguments once the name is known.
         """
         while position < len(text) and not self.is_complete and not self.is_broken:
             begin, in_string, in_arguments = position, self._in_string, self._in_arguments
@@ -132,7 +133,7 @@ class _Object:
         return end.end()
 
     def _outside(self, text: str, position: int) -> int:
-        """One bracket, the beginning of a string, or what stands between them."""
+        """Read one bracket, the beginning of a string, or the text between them."""
         character = text[position]
         has_just_opened, self._has_just_opened = self._has_just_opened, False
         if character == '"':
@@ -164,12 +165,12 @@ class _Object:
 
 
 def _escaped(control: re.Match[str]) -> str:
-    """A control character as JSON has it in a string; models write it as it is."""
+    """Return a control character as JSON escapes it; models write it unescaped."""
     return json.dumps(control[0])[1:-1]
 
 
 def _string(raw: str) -> str | None:
-    """A JSON string's value; None if it is not one after all."""
+    """Return a JSON string's value, or None if it is invalid."""
     try:
         value = json.loads(raw)
     except ValueError:
@@ -178,7 +179,7 @@ def _string(raw: str) -> str | None:
 
 
 def whole_call(raw: str) -> tuple[str, str] | None:
-    """(name, arguments) of a call in any order of keys; None if it is not one."""
+    """Return (name, arguments) of a call with its keys in any order; None if it is not a call."""
     try:
         value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
@@ -190,25 +191,25 @@ def whole_call(raw: str) -> tuple[str, str] | None:
 
 
 class Calls:
-    """The calls of one answer."""
+    """Calls of one answer."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self.calls: list[Call] = []
         self.num_ended = 0
-        """Calls that the model has completed."""
+        """Number of complete calls."""
         self._object: _Object | None = None
         self._is_announced = self._is_named = False
         self._waiting = ""
-        """Arguments that have not been passed on: a bracket alone does not show that this is a call."""
+        """Arguments that are held back: a bracket alone does not prove that this is a call."""
 
     def begin(self, name: str | None = None) -> None:
-        """A call's object may begin here; name: the function's, if the object is its arguments alone."""
+        """Begin a possible call's object; name: of the function, if the object has only its arguments."""
         self._object, self._is_announced, self._is_named = _Object(name), False, name is not None
         self._waiting = ""
 
-    def feed(self, text: str, position: int, found: Found) -> int:
-        """Read more of the object; returns the position behind what belongs to it."""
+    def feed(self, text: str, position: int, found: CallParts) -> int:
+        """Read more of the object and return the position after its part."""
         assert self._object is not None
         arguments: list[str] = []
         position = self._object.feed(text, position, arguments)
@@ -218,8 +219,8 @@ class Calls:
                 self.add("", found)
         return position
 
-    def add(self, arguments: str, found: Found) -> None:
-        """More arguments of the open call, whose name is known."""
+    def add(self, arguments: str, found: CallParts) -> None:
+        """Add arguments to the open call, whose name is known."""
         assert self._object is not None
         arguments, self._waiting = self._waiting + arguments, ""
         name = None if self._is_announced else self._object.name or ""
@@ -229,8 +230,8 @@ class Calls:
         self.calls[-1].add(arguments)
         found.call(Piece(len(self.calls) - 1, name, arguments))
 
-    def settle(self, found: Found) -> bool:
-        """Pass on a complete object that has not been, if it is a call; returns whether it is one."""
+    def settle(self, found: CallParts) -> bool:
+        """Report a complete object that was held back, if it is a call. Returns whether it is one."""
         assert self._object is not None
         if not self._is_announced and not self._is_named:
             whole = whole_call("".join(self._object.pieces))
@@ -239,8 +240,8 @@ class Calls:
                 self.add(whole[1], found)
         return self._is_announced
 
-    def end(self, found: Found, before: str = "") -> bool:
-        """The call is over; returns whether it was one. If not, it is text, and so is what stood before it."""
+    def end(self, found: CallParts, before: str = "") -> bool:
+        """End the call and return whether it was one. If not, it becomes text, together with the text before it."""
         assert self._object is not None
         is_complete = self._object.is_complete
         if not (is_complete and self.settle(found)) and not self._is_announced:
@@ -250,8 +251,8 @@ class Calls:
         self._object = None
         return self._is_announced
 
-    def whole(self, name: str, arguments: str, found: Found) -> None:
-        """A call that is known as a whole."""
+    def whole(self, name: str, arguments: str, found: CallParts) -> None:
+        """Add a complete call."""
         self.calls.append(Call(name, [arguments]))
         self.num_ended += 1
         found.call(Piece(len(self.calls) - 1, name, arguments))
@@ -268,10 +269,10 @@ class Calls:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the open call's object is no JSON."""
+        """Whether the open call's object is invalid JSON."""
         return self._object is not None and self._object.is_broken
 
     @property
     def is_announced(self) -> bool:
-        """Whether the open call has been passed on in part."""
+        """Whether a part of the open call has been reported."""
         return self._object is not None and self._is_announced

@@ -1,8 +1,8 @@
-"""Reads calls whose arguments are JSON, as they come. A call ends where its object does: marks in strings are text.
+"""Reads calls with JSON arguments incrementally.
 
-What only looked like a call is text as a whole: no JSON, an unknown name, a head that the format does not have. Reading
-goes on right behind what could not be understood. A call whose JSON breaks after its name has been passed on keeps what
-the model wrote up to the next end mark.
+A call ends with its object; marks inside strings are text. A region that is not a call becomes text as a whole:
+invalid JSON, an unknown name, a head that the format does not have. Reading continues right after it. If the JSON
+becomes invalid after the name has been reported, the call contains the model's text up to the next end mark.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from enum import Enum, auto
 import regex
 
 from server.text.call_formats import JsonFormat
-from server.text.call_pieces import Calls, Found
+from server.text.call_pieces import CallParts, Calls
 
 
 class _At(Enum):
     TEXT = auto()
     HEAD = auto()
-    """The text after a mark that begins a call."""
+    """In the text after a mark that begins a call."""
     OBJECT = auto()
     BROKEN = auto()
-    """In a call that has been passed on, and is no JSON after all."""
+    """In a call that has been reported and has become invalid JSON."""
     BEHIND = auto()
-    """The text after a call's object."""
+    """In the text after a call's object."""
 
 
 class JsonRegions:
-    """Calls between marks, and the text outside them."""
+    """Reader of calls between marks, and of the text outside them."""
 
     def __init__(self, calls: Calls, form: JsonFormat) -> None:
         self._calls, self._form = calls, form
@@ -39,13 +39,13 @@ class JsonRegions:
         self._behind = regex.compile(form.behind)
         self._at = _At.TEXT
         self._mark = self._before = ""
-        """The mark of the call that is read, and what has stood before its object since."""
+        """Mark of the current call, and the text between it and the object."""
         self._text, self._position = "", 0
         self._follows_call = False
-        """Whether only white space has come since the last call."""
+        """Whether only white space has followed the last call."""
 
-    def feed(self, text: str, found: Found) -> None:
-        """More text."""
+    def feed(self, text: str, found: CallParts) -> None:
+        """Read a piece of text."""
         self._text, self._position = self._text[self._position :] + text, 0
         steps = {
             _At.TEXT: self._say,
@@ -57,8 +57,8 @@ class JsonRegions:
         while self._position < len(self._text) and steps[self._at](found):
             pass
 
-    def finish(self, found: Found) -> None:
-        """The answer has ended. A part of a mark that is left is text, unless it would end a complete call."""
+    def finish(self, found: CallParts) -> None:
+        """Read the end of the answer. The beginning of a mark is text, unless the mark would end a complete call."""
         rest = self._text[self._position :]
         if self._at is _At.TEXT:
             found.say(rest)
@@ -69,8 +69,8 @@ class JsonRegions:
                 self._calls.add(rest, found)
             self._calls.end(found, self._before)
 
-    def _say(self, found: Found) -> bool:
-        """Text up to the next mark."""
+    def _say(self, found: CallParts) -> bool:
+        """Read text up to the next mark."""
         mark = self._find.search(self._text, self._position)
         end = len(self._text) - held(self._text, self._marks) if mark is None else mark.start()
         said = self._text[self._position : max(end, self._position)]
@@ -86,7 +86,7 @@ class JsonRegions:
             found.say(mark[0])
         return True
 
-    def _read_head(self, found: Found) -> bool:
+    def _read_head(self, found: CallParts) -> bool:
         head = self._heads[self._mark].match(self._text, self._position, partial=True)
         if head is None:
             found.say(self._mark)
@@ -98,12 +98,12 @@ class JsonRegions:
         return True
 
     def _begin(self, head: regex.Match[str], before: str) -> None:
-        """An object begins with the last character of a head."""
+        """Begin an object, at the last character of a head."""
         self._before, self._position = before + head[0][:-1], head.end() - 1
         self._calls.begin(head["name"] if self._form.is_named else None)
         self._at = _At.OBJECT
 
-    def _read_object(self, found: Found) -> bool:
+    def _read_object(self, found: CallParts) -> bool:
         self._position = self._calls.feed(self._text, self._position, found)
         if self._calls.is_complete:
             if self._form.behind and self._calls.settle(found):
@@ -117,11 +117,11 @@ class JsonRegions:
                 self._end(found)
         return True
 
-    def _end(self, found: Found) -> None:
+    def _end(self, found: CallParts) -> None:
         self._follows_call = self._calls.end(found, self._before)
         self._at = _At.TEXT
 
-    def _read_broken(self, found: Found) -> bool:
+    def _read_broken(self, found: CallParts) -> bool:
         close = self._form.close
         end = self._text.find(close, self._position) if close else -1
         if end < 0:
@@ -135,7 +135,7 @@ class JsonRegions:
         self._end(found)
         return True
 
-    def _read_behind(self, found: Found) -> bool:
+    def _read_behind(self, found: CallParts) -> bool:
         behind = self._behind.match(self._text, self._position, partial=True)
         if behind is not None and behind.partial:
             return False
@@ -149,7 +149,7 @@ class JsonRegions:
 
 
 def held(text: str, marks: Iterable[str]) -> int:
-    """Characters at the end of a text that may begin a mark."""
+    """Return the number of last characters of a text that may begin a mark."""
     sizes = [
         size for mark in marks for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])
     ]
@@ -157,9 +157,9 @@ def held(text: str, marks: Iterable[str]) -> int:
 
 
 class JsonAnswer:
-    """llama3_json: an answer that begins with { (or <|python_tag|>) is calls with ; between them, any other is text.
+    """Reader of llama3_json: an answer that begins with { (or <|python_tag|>) contains calls separated by ;.
 
-    From the first object that is no call on, an answer is text.
+    Any other answer is text. From the first object on that is not a call, the rest is text.
     """
 
     _TAG = "<|python_tag|>"
@@ -167,13 +167,13 @@ class JsonAnswer:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._start: str | None = ""
-        """Text that came before it is known what the answer is; None from then on."""
+        """Text before the type of the answer is known; None afterwards."""
         self._is_text = False
         self._between = ""
-        """Text before an object; it is said if the object is no call."""
+        """Text before an object; it is part of the answer if the object is not a call."""
 
-    def feed(self, text: str, found: Found) -> None:
-        """More text."""
+    def feed(self, text: str, found: CallParts) -> None:
+        """Read a piece of text."""
         position = 0
         if self._start is not None:
             text = self._start + text
@@ -197,15 +197,15 @@ class JsonAnswer:
                 found.say(self._between)
         found.say(text[position:])
 
-    def _in_call(self, text: str, position: int, found: Found) -> int:
+    def _in_call(self, text: str, position: int, found: CallParts) -> int:
         position = self._calls.feed(text, position, found)
         if self._calls.is_complete or self._calls.is_broken:
             self._is_text = not self._calls.end(found, self._between) or self._calls.num_ended < len(self._calls.calls)
             self._between = ""
         return position
 
-    def finish(self, found: Found) -> None:
-        """The answer has ended."""
+    def finish(self, found: CallParts) -> None:
+        """Read the end of the answer."""
         if self._calls.is_open:
             self._calls.end(found, self._between)
         elif not self._is_text and not self._calls.calls:

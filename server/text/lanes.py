@@ -1,4 +1,4 @@
-"""Threads for work on texts: short texts never wait for long ones, and the text that waits is bounded."""
+"""Threads for work on texts. Short texts never wait for long ones, and the amount of waiting text is bounded."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from engine.api import EngineBusy
 
 LONG = 1 << 16
-"""Characters from which a text is long: some milliseconds of work."""
+"""Characters from which a text counts as long: some milliseconds of work."""
 
 
 class Lane:
-    """Some threads, and a bound on the text that they have not finished."""
+    """Thread pool with a bound on its unfinished text."""
 
     def __init__(self, name: str, num_threads: int, most: int) -> None:
-        """most: characters of all texts together; a text that is alone may be longer."""
+        """most: characters of all texts together; a single text may be longer."""
         self.executor: Executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self.num_waiting = 0
-        """Characters of texts that wait or are worked on."""
+        """Characters of texts that wait or are in progress."""
         self._most = most
 
     @contextmanager
     def room(self, size: int) -> Iterator[Executor]:
-        """Threads for a text of `size` characters while the block runs; raises EngineBusy if too much text waits."""
+        """Reserve the pool for a text of `size` characters; raises EngineBusy if too much text waits."""
         if self.num_waiting and self.num_waiting + size > self._most:
             raise EngineBusy(
                 f"{self.num_waiting} characters of text wait to be tokenized and this request adds {size}, the limit "
@@ -42,7 +42,7 @@ class Lane:
 
 
 class Lanes:
-    """Two threads for short texts, one for long ones, one for large answers, which are never refused."""
+    """Two threads for short texts, one for long texts, and one for large answers, which are never refused."""
 
     def __init__(self, most: int) -> None:
         """most: characters that may wait in each lane."""
@@ -51,7 +51,7 @@ class Lanes:
         self.answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
     def of(self, size: int) -> Lane:
-        """The lane of texts of `size` characters."""
+        """Return the lane of texts of `size` characters."""
         return self.long if size >= LONG else self.short
 
     def close(self) -> None:

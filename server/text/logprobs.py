@@ -1,7 +1,7 @@
-"""Log probabilities of an answer's tokens in OpenAI's shapes.
+"""Log probabilities of an answer's tokens in OpenAI's formats.
 
-They are those of the target model's own law, before temperature, filters, bias and penalties, so they do not depend on
-how the answer was sampled, nor on speculation.
+They are those of the target model's distribution before temperature, filters, bias and penalties. They do not depend
+on sampling or on speculation.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from server.openai.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogp
 from server.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0
-"""What OpenAI writes for a probability of 0; JSON has no infinity."""
+"""OpenAI's value for a probability of 0; JSON has no infinity."""
 _PER_SLICE = 64
-"""Tokens with their alternatives that are encoded in one call."""
+"""Number of tokens (with their alternatives) per call of the encoder."""
 
 
 @dataclass(frozen=True)
 class SpelledToken:
-    """An emitted token with its logprob, and the likeliest tokens instead."""
+    """Emitted token with its logprob, and the likeliest tokens at its position."""
 
     text: str
     raw: bytes
     logprob: float | None
-    """None for the first token of a prompt: nothing is before it."""
+    """Log probability; None for the first token of a prompt."""
     top: tuple[tuple[str, bytes, float], ...]
     offset: int
-    """Characters of the answer before it."""
+    """Number of characters of the answer before it."""
 
 
 def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: int) -> SpelledToken:
-    """A token as the client reads it; without a logprob for the first token of a prompt."""
+    """Return a token with its text; without a logprob for the first token of a prompt."""
     if found is None:
         return SpelledToken(*tokenizer.spell(token), None, (), offset)
     top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in found.top)
@@ -45,7 +45,7 @@ def spell(tokenizer: Tokenizer, token: int, found: TokenLogprob | None, offset: 
 
 
 def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
-    """`logprobs` of a chat choice or chunk."""
+    """Return `logprobs` of a chat choice or chunk."""
     entries = (
         ChatTokenLogprob(
             token.text,
@@ -59,7 +59,7 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
-    """`logprobs` of a completion choice or chunk: the emitted token is among the likeliest, as one more if need be."""
+    """Return `logprobs` of a completion choice or chunk. The emitted token is always among the likeliest ones."""
     return CompletionLogprobs(
         [token.text for token in tokens],
         [token.logprob for token in tokens],
@@ -69,7 +69,7 @@ def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
 
 
 def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
-    """Logprobs by text; of tokens that are spelled alike the emitted one counts, else the likeliest."""
+    """Return logprobs by text. Among tokens with the same text the emitted one counts, else the likeliest."""
     ranked: dict[str, float] = {}
     for text, _, score in token.top:
         ranked.setdefault(text, score)
@@ -80,8 +80,9 @@ def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], found: Iterable[TokenLogprob], num_top: int
 ) -> msgspec.Raw:
-    """`prompt_logprobs` of a choice: null for the first token; of every other one by id, with the likeliest ones in its
-    place, in vLLM's shape."""
+    """Return `prompt_logprobs` of a choice in vLLM's format: null for the first token, then for each token the
+    logprobs by id, with the likeliest tokens at its position.
+    """
 
     def place_of(token: int, one: TokenLogprob) -> dict[str, PromptLogprob]:
         ranked = {other: (score, rank) for rank, (other, score) in enumerate(one.top[:num_top], start=1)}

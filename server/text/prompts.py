@@ -1,4 +1,4 @@
-"""A prompt as its answers show it: echoed, and with its logprobs. Read once for all answers to it."""
+"""A prompt as its answers show it: echoed, and with its logprobs. It is decoded once for all its answers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from server.text.logprobs import SpelledToken, prompt_logprobs, spell
 from server.text.tokenizer import Tokenizer
 
 Arrival = tuple[int, Outcome, StepStats]
-"""(number of the answer, its outcome, the step's stats)."""
+"""Number of the answer, its outcome, the step's statistics."""
 
 
-class Prompt:
-    """One prompt of a call. Its logprobs come with the first outcome of the first request that answers it."""
+class ShownPrompt:
+    """Prompt of a call. Its logprobs arrive with the first outcome of its first request."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, echo: bool, skips_special: bool, num_top: int | None
     ) -> None:
-        """request: the first that answers it. num_top: the likeliest tokens that are reported by place, None: nothing
-        is."""
+        """request: the first one with this prompt. num_top: number of likeliest tokens per position; None reports
+        nothing.
+        """
         self.text = ""
-        """Its text, if it is echoed."""
+        """Text, if it is echoed."""
         self.tokens: list[SpelledToken] = []
-        """Its tokens, if it is echoed with logprobs."""
+        """Tokens, if it is echoed with logprobs."""
         self.num_characters = 0
-        """Characters of those tokens that are shown."""
+        """Number of shown characters of these tokens."""
         self.by_place: msgspec.Raw | None = None
-        """`prompt_logprobs` as JSON, if they were asked for."""
+        """`prompt_logprobs` as JSON, if they were requested."""
         self._request = request
         self._tokenizer = tokenizer
         self._echo = echo
@@ -38,7 +39,7 @@ class Prompt:
         self._num_top = num_top
 
     def read(self, found: Sequence[msgspec.Raw]) -> None:
-        """Take the logprobs that the engine has sent (`Outcome.prompt_logprobs`)."""
+        """Read the logprobs that the engine has sent (`Outcome.prompt_logprobs`)."""
         prompt = self._request.prompt_token_ids
         if self._num_top is not None:
             self.by_place = prompt_logprobs(self._tokenizer, prompt, read_logprobs(found), self._num_top)
@@ -57,9 +58,9 @@ class Prompt:
 
 
 async def with_prompts(
-    parts: AsyncIterator[Arrival], prompts: Sequence[Prompt], num_answers: int, tokenizer: Tokenizer
+    parts: AsyncIterator[Arrival], prompts: Sequence[ShownPrompt], num_answers: int, tokenizer: Tokenizer
 ) -> AsyncGenerator[Arrival, None]:
-    """The parts, each after its prompt has been read; answers may have to wait for the first one to their prompt."""
+    """Yield each part after its prompt has been read; answers may wait for the first one with the same prompt."""
     unread: dict[int, list[Arrival]] = {number: [] for number in range(len(prompts))}
     async for part in parts:
         number, answer = divmod(part[0], num_answers)

@@ -1,9 +1,9 @@
-"""Separates what a model thinks, between <think> and </think>, from what it says.
+"""Separates a model's thoughts, between <think> and </think>, from its answer.
 
-The tags are those of Qwen3, DeepSeek-R1 and their kin. A chat template may have opened the thinking already, so that
-only the closing tag is in the answer.
+Qwen3, DeepSeek-R1 and similar models use these tags. If the chat template has opened the thoughts, the answer has only
+the closing tag.
 
-Not for: whether a model thinks at all, which its chat template decides (`thinking_variables`).
+Not for: whether a model thinks, which its chat template decides (`thinking_variables`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 @dataclass(frozen=True)
 class Thought:
-    """Text that the model thinks."""
+    """Text of a thought."""
 
     text: str
 
 
 class _State(Enum):
     START = auto()
-    """Nothing but white space, or a part of the opening tag, has come."""
+    """Only white space or a part of the opening tag has arrived."""
     INSIDE = auto()
     BEHIND = auto()
-    """The thinking is over, and only white space has come since."""
+    """The thoughts have ended, and only white space has followed."""
     OUTSIDE = auto()
 
 
 class Reasoning:
-    """Follows one answer's text, in pieces of any size. White space next to a tag is dropped."""
+    """Parser of one answer's text, in pieces of any size. White space next to a tag is dropped."""
 
     def __init__(self, starts_inside: bool) -> None:
-        """starts_inside: the prompt has opened the thinking."""
+        """starts_inside: the prompt has opened the thoughts."""
         self._state = _State.INSIDE if starts_inside else _State.START
         self._is_blank = True
-        """Whether the thinking has been white space so far."""
+        """Whether the thoughts have been white space so far."""
         self._held = ""
 
     @property
@@ -50,7 +50,7 @@ class Reasoning:
         return self._state is _State.INSIDE
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
-        """What more text gives; with the last piece nothing stays held back."""
+        """Return the parts found in a piece of text; the last piece releases everything."""
         self._held += text
         parts: list[str | Thought] = []
         while self._advance(parts):
@@ -61,7 +61,7 @@ class Reasoning:
         return parts
 
     def _advance(self, parts: list[str | Thought]) -> bool:
-        """Release what is certain; whether the state has changed, so that there may be more."""
+        """Release the text whose type is known. Returns whether the state has changed, so that more may follow."""
         before = self._state
         if self._state is _State.START:
             start = self._held.lstrip()
@@ -96,27 +96,27 @@ class Reasoning:
 
 
 def thinks(setting: str, chat_template: str) -> bool:
-    """Whether answers may hold thoughts: as the setting says, else whether the chat template knows the tags."""
+    """Return whether answers may contain thoughts, by the setting or else by the tags in the chat template."""
     return CLOSE in chat_template or OPEN in chat_template if setting == "auto" else setting != "none"
 
 
 def is_open(prompt_end: str) -> bool:
-    """Whether a prompt that ends so has opened the thinking."""
+    """Return whether a prompt with this end has opened the thoughts."""
     return prompt_end.rstrip().endswith(OPEN)
 
 
 def is_closed(prompt_end: str) -> bool:
-    """Whether a prompt that ends so has closed the thinking, so that the answer has none."""
+    """Return whether a prompt with this end has closed the thoughts, so that the answer has none."""
     return prompt_end.rstrip().endswith(CLOSE)
 
 
 def knows_thinking(chat_template: str) -> bool:
-    """Whether a chat template reads one of the variables that switch thinking on or off."""
+    """Return whether a chat template reads a variable that switches thinking on or off."""
     return any(re.search(rf"\b{name}\b", chat_template) for name in _VARIABLES)
 
 
 def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:
-    """Variables by which chat templates switch thinking on or off; nothing if neither is asked for."""
+    """Return the variables that switch thinking on or off in chat templates; none if nothing is requested."""
     if is_wanted is None and effort is None:
         return {}
     is_on = effort != "none" if is_wanted is None else is_wanted

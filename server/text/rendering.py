@@ -1,10 +1,11 @@
-"""A conversation through a chat template, with nothing that was sent lost on the way.
+"""Renders a conversation with a chat template, and checks that no part of it is lost.
 
-Chat templates differ in what they take: arguments as an object or as text, ids of nine letters and digits, one call in
-a message. The first form that the template takes is used. Then a copy of the conversation, with another word for each
-part, shows which parts the template leaves out. A system prompt goes into the user's last message, a text beside calls
-before the calls; anything else is refused by name.
-Not for: thoughts. Most templates leave those of earlier turns out, as they are meant to.
+Templates differ in what they accept: arguments as an object or as text, ids of nine letters and digits, one call per
+message. The first variant that the template accepts is used. Then a copy of the conversation, with a marker word in
+each part, shows which parts the template omits. An omitted system prompt moves into the user's last message, omitted
+text next to calls moves before the calls, and any other omitted part is refused by name.
+
+Not for: thoughts. Most templates omit those of earlier turns on purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger("polydraft.rendering")
 Messages = list[dict[str, Any]]
 Objects = Sequence[dict[str, Any]]
 Render = Callable[[Messages, Objects, Objects], str]
-"""Text of messages, tools and documents; raises whatever the template raises."""
+"""Renders messages, tools and documents; raises the template's errors."""
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
@@ -38,10 +39,10 @@ _LETTERS = string.ascii_letters + string.digits
 def render_conversation(
     render: Render, messages: Objects, tools: Objects, documents: Objects, marks: Sequence[str]
 ) -> str:
-    """The prompt of a conversation; raises RequestError for what the template refuses or does not show, with the code
-    TEMPLATE_FAILED for a mistake in the template.
+    """Return the prompt of a conversation.
 
-    marks: text that the model's calls may begin with, for text that stands before them.
+    Raises RequestError for parts that the template refuses or omits, with the code TEMPLATE_FAILED for a mistake in
+    the template. marks: texts with which the model's calls may begin; text before calls is inserted before them.
     """
     taken, text = _taken(render, _forms(list(messages)), tools, documents)
     missing = _missing(render, taken, tools, documents)
@@ -59,20 +60,20 @@ def render_conversation(
 
 
 def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents: Objects) -> tuple[Messages, str]:
-    """The messages in the first form that the template takes, and the prompt."""
+    """Return the messages in the first variant that the template accepts, and the prompt."""
     errors: list[Exception] = []
     for form in forms:
         try:
             text = render(form, tools, documents)
             text.encode()
-        except Exception as error:  # templates raise errors of jinja2's and of any other kind
+        except Exception as error:  # templates raise jinja2's errors and any others
             errors.append(error)
         else:
             return form, text
     refused = next((one for one in errors if _failed_line(one) is None), None)
     if refused is not None:
         raise RequestError(f"the chat template refuses these messages: {refused}", "messages") from refused
-    # Its message may quote the conversation.
+    # The message may quote the conversation.
     fault = f"{type(errors[0]).__name__} on line {_failed_line(errors[0])}"
     log.warning("the chat template fails (%s); correct it, or choose another by --chat-template", fault)
     told = f"the chat template of this model fails ({fault}); the operator has to correct it"
@@ -80,7 +81,9 @@ def _taken(render: Render, forms: Iterable[Messages], tools: Objects, documents:
 
 
 def _failed_line(error: Exception) -> int | None:
-    """Line of a mistake in the template; None for an error that it raises on purpose, or that does not come from it."""
+    """Return the line of a mistake in the template. None for errors that it raises on purpose or that come from
+    elsewhere.
+    """
     if type(error) is TemplateError:
         return None
     if isinstance(error, TemplateSyntaxError):
@@ -112,7 +115,7 @@ def _forms(messages: Messages) -> Iterator[Messages]:
 
 
 def _short_id(call_id: str) -> str:
-    """Nine letters and digits for any id, the same for the same one."""
+    """Return nine letters and digits for an id, always the same ones."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
@@ -145,7 +148,7 @@ def _with_arguments_as_text(messages: Messages) -> Messages:
 
 
 def _with_one_call_a_turn(messages: Messages) -> Messages:
-    """Each call in a message, followed by its result."""
+    """Return the messages with one call in each, followed by its result."""
     result: Messages = []
     number = 0
     while number < len(messages):
@@ -165,7 +168,7 @@ def _with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """System prompts at the beginning as one, later ones said by the user."""
+    """Return the messages with one system prompt at the beginning; later ones become the user's."""
     begin = next((number for number, one in enumerate(messages) if one["role"] != "system"), len(messages))
     first = [{**messages[0], "content": _joined(one["content"] for one in messages[:begin])}] if begin else []
     later = [{**one, "role": "user"} if one["role"] == "system" else one for one in messages[begin:]]
@@ -173,7 +176,9 @@ def _with_one_system_prompt(messages: Messages) -> Messages:
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
-    """Neighbouring texts of one role as one; what the user says beside results of calls, in the last of them."""
+    """Return the messages with adjacent texts of one role joined; user text after results of calls joins the last
+    result.
+    """
     result: Messages = []
     for message in messages:
         last = result[-1] if result else {"role": ""}
@@ -191,7 +196,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def _missing(render: Render, messages: Messages, tools: Objects, documents: Objects) -> list[tuple[str, int]]:
-    """(kind, number) of the parts that the template does not show; nothing if it refuses the copy."""
+    """Return (type, number) of the parts that the template omits; empty if it refuses the copy."""
     words = (f"Word{number:06d}" for number in itertools.count())
     parts: list[tuple[str, int, list[str]]] = []
 
@@ -216,11 +221,11 @@ def _missing(render: Render, messages: Messages, tools: Objects, documents: Obje
         parts.append(("documents", number, [one for one in marked_documents[-1].values() if isinstance(one, str)]))
     try:
         text = render(copies, marked_tools, marked_documents)
-    except Exception:  # a template that looks at what the parts say
+    except Exception:  # the template depends on the content
         return []
     found = [(kind, number) for kind, number, some in parts if some and not any(one in text for one in some)]
     if any(f"{{'{some[0]}': " in text for kind, _, some in parts if kind == "tool_calls"):
-        # An object that the template writes as Python does.
+        # The template writes the object in Python's syntax.
         found.append(("python", 0))
     return [one for one in found if one[0] != "name" or _tells_apart(messages, one[1])]
 
@@ -239,13 +244,13 @@ def _marked_document(document: dict[str, Any], words: Iterator[str]) -> dict[str
 
 
 def _tells_apart(messages: Messages, number: int) -> bool:
-    """Whether a name tells one participant from another in the same role."""
+    """Return whether a name distinguishes participants of the same role."""
     role = messages[number]["role"]
     return len({one["name"] for one in messages if one["role"] == role and "name" in one}) > 1
 
 
 def _with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
-    """System prompts that the template leaves out, before the last message of the user."""
+    """Return the messages with omitted system prompts inserted before the user's last message."""
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise _refusal("content", system[0])
@@ -259,7 +264,7 @@ def _with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
 def _with_texts(
     render: Render, messages: Messages, tools: Objects, documents: Objects, numbers: Sequence[int], marks: Sequence[str]
 ) -> str:
-    """The prompt, with the texts of some messages before their calls, where the model wrote them."""
+    """Return the prompt with the texts of some messages inserted before their calls, their original position."""
     marked = copy.deepcopy(messages) if numbers else messages
     names: dict[str, tuple[int, str]] = {}
     for number in numbers:

@@ -1,6 +1,6 @@
-"""Cuts an answer at its stop strings, also when one spans several tokens or accepted runs.
+"""Cuts an answer at its stop strings, also if one spans several tokens or steps.
 
-No character of a stop string is ever released: text that may become one is held back.
+Text that may become a stop string is held back, so no character of one is ever released.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 
 class StopCut:
-    """Feeds on text, releases what is certain to belong to the answer."""
+    """Filter that releases text once it certainly belongs to the answer."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.found: str | None = None
-        """The stop string that has ended the answer."""
+        """Stop string that has ended the answer."""
 
     @property
     def is_cut(self) -> bool:
@@ -24,9 +24,9 @@ class StopCut:
         return self.found is not None
 
     def feed(self, text: str, looks: bool = True) -> str:
-        """Text that may be released now; after the first stop string nothing more.
+        """Take a piece of text and return the text to release; nothing after the first stop string.
 
-        looks: False for text in which a stop string does not count (before min_tokens).
+        looks: False for text in which stop strings do not count (before min_tokens).
         """
         if self.is_cut:
             return ""
@@ -35,18 +35,18 @@ class StopCut:
             return self._release(len(self._held))
         hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
-            # The stop string that is complete first ends the answer; the longer one where two end together.
+            # The first complete stop string ends the answer, the longer one if two end together.
             at, stop = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self.found = stop
             return self._release(at + len(stop) if self._include else at)
         return self._release(len(self._held) - self._num_pending())
 
     def finish(self) -> str:
-        """What was held back, once the answer has ended without a stop string."""
+        """Return the text held back, after the answer has ended without a stop string."""
         return "" if self.is_cut else self._release(len(self._held))
 
     def _num_pending(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix of the text that begins a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             tail = self._held[-length:]

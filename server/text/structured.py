@@ -1,6 +1,6 @@
-"""From `response_format` and `structured_outputs` to a grammar that the engine follows.
+"""Translates `response_format` and `structured_outputs` to a grammar for the engine.
 
-Text only: whether a grammar can be followed is found out where it cannot harm other requests, in a process of its own.
+This is text processing only. A separate process compiles the grammar, so that a bad one cannot harm other requests.
 Not for: masks (`engine.sampling.grammar`).
 """
 
@@ -18,28 +18,28 @@ from engine.api import RequestError
 from server.openai.fields import GenerationFields
 from server.openai.unsupported_fields import UNKNOWN
 
-# vLLM's older names of the kinds of `structured_outputs`.
+# vLLM's older names of `structured_outputs`.
 _OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-# An escaped character stays as it is; a slash or the end of a line would end the literal.
+# Escaped characters are unchanged; a slash or a line break would end the literal.
 _IN_LITERAL = re.compile(r"\\[\n\r]|\\.|/|[\n\r]")
 _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 # Keys of `response_format` by its type, and those of `json_schema` in it.
 _FORMAT_KEYS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 _JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
-# What vLLM says of the white space in JSON.
+# vLLM's options for white space in JSON.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 LONGEST_GRAMMAR = 1 << 16
-"""Characters."""
+"""Maximum number of characters."""
 
 
-# White space in JSON is free by the grammar, and a model at temperature 1 fills its answer with it.
+# The grammar would allow any white space, and models at temperature 1 fill answers with it.
 _COMPACT = {"whitespace_flexible": False}
 _FLEXIBLE = {"whitespace_flexible": True}
 
 
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""Formats of strings that llguidance follows."""
-# Keys of a schema that hold schemas: by name; one, or a list of them.
+"""Formats of strings that llguidance supports."""
+# Keys of a schema that contain schemas: by name; one, or a list.
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMAS = frozenset(
     {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"}
@@ -48,7 +48,7 @@ _SCHEMAS = frozenset(
 )
 
 
-# Keys beside which an object's properties may not be all of them.
+# Keys with which an object may have properties that are not listed.
 _PARTS = frozenset(
     {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "dependentSchemas"}
 )
@@ -56,18 +56,18 @@ _PARTS = frozenset(
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must follow."""
+    """Structure that an answer must have."""
 
     grammar: str = ""
-    """As the engine reads it; "" for none."""
+    """Grammar in the engine's format; "" for none."""
     param: str | None = None
-    """The field that asked for it."""
+    """Field that requested it."""
     rule: str = ""
-    """The same as the right side of a rule in Lark, to be one of several choices; "" for grammars of the client's."""
+    """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of clients."""
 
 
 def structure_of(body: GenerationFields) -> Structure:
-    """The structure a body asks for; raises RequestError for one that cannot be read."""
+    """Return the structure that a body requests; raises RequestError for an invalid one."""
     wanted: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
         wanted += _of_response_format(body.response_format)
@@ -110,7 +110,7 @@ def _of_response_format(value: Any) -> list[tuple[str, str, Any]]:
 
 
 def _refuse_odd(value: dict[str, Any], known: Sequence[str], where: str) -> None:
-    """Raise RequestError for a key that an object does not have."""
+    """Raise RequestError for an unknown key of an object."""
     if odd := next((key for key in value if key not in known and value[key] is not None), None):
         param = f"{where}.{odd}"
         raise RequestError(f"Unrecognized request argument supplied: {param}", param, UNKNOWN)
@@ -128,7 +128,7 @@ def _of_kinds(value: Any, param: str) -> list[tuple[str, str, Any]]:
 
 
 def _with_whitespace(value: Any, kind: str, options: Mapping[str, Any], param: str) -> Any:
-    """A schema with vLLM's options of white space in it."""
+    """Return a schema with vLLM's options of white space inserted."""
     compact, pattern = (options[name] for name in _OPTIONS)
     if compact is None and pattern is None:
         return value
@@ -142,7 +142,7 @@ def _with_whitespace(value: Any, kind: str, options: Mapping[str, Any], param: s
 
 
 def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
-    """The grammar of one kind, as llguidance reads it, and as the right side of a rule."""
+    """Return a grammar in llguidance's format, and as the right side of a rule."""
     if kind == "json":
         schema = compact(_schema_of(value, param))
         return json.dumps({"grammars": [{"json_schema": schema}]}), f"%json {json.dumps(schema)}"
@@ -159,17 +159,19 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
 
 
 def compact(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """A schema whose JSON has no white space between its parts, unless it says otherwise; without formats that the
-    grammar library does not know, as a format that is not known says nothing."""
+    """Return a schema whose JSON has no white space between its parts, unless it says otherwise.
+
+    Formats that the grammar library does not support are removed, as JSON schema ignores unknown formats.
+    """
     return {"x-guidance": _COMPACT, **_without_formats(schema)} if isinstance(schema, dict) else schema
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """A schema of arguments whose objects have the properties that it names, and no others unless it says so.
+    """Return a schema of arguments whose objects allow no properties besides the listed ones, unless it says so.
 
-    Without this a model may go on with invented names. Objects without any named property stay open, except for the
-    root. So do those that are put together from parts (`allOf`, a reference beside properties), and definitions where
-    there are such: a part that was closed would forbid the properties of the others.
+    Without this, a model may invent names. Objects without listed properties remain open, except for the root. Objects
+    that are combined from parts (`allOf`, a reference next to properties) remain open, and so do definitions in such
+    schemas: a closed part would forbid the properties of the other parts.
     """
     result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
     return result
@@ -194,7 +196,7 @@ def _closed(schema: Any, is_root: bool, with_definitions: bool) -> Any:
 
 
 def _has_parts(schema: Any) -> bool:
-    """Whether an object in a schema is put together from several parts."""
+    """Return whether a schema contains an object that is combined from several parts."""
     if isinstance(schema, list):
         return any(map(_has_parts, schema))
     if not isinstance(schema, dict):
@@ -206,7 +208,7 @@ def _has_parts(schema: Any) -> bool:
 
 
 def _without_formats(schema: Any) -> Any:
-    """A schema, and those inside it, without formats that are not known."""
+    """Return a schema without unknown formats, also in nested schemas."""
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if key != "format" or value in _FORMATS}
@@ -219,7 +221,7 @@ def _without_formats(schema: Any) -> Any:
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
-    """A schema, which may come as text."""
+    """Return a schema that is given as an object or as text."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -231,5 +233,5 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _lark_literal(regex: str) -> str:
-    """A regular expression as a literal of Lark; what would end the literal is escaped."""
+    """Return a regular expression as a literal of Lark, with escapes for characters that would end it."""
     return f"/{_IN_LITERAL.sub(lambda found: _ESCAPES.get(found[0], found[0]), regex)}/"

@@ -1,4 +1,4 @@
-"""Reads calls as a tokenizer's own response template describes them, with transformers' parser of such templates."""
+"""Reads calls described by a tokenizer's response template, with transformers' parser."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from server.text.call_pieces import Calls, Found, whole_call
+from server.text.call_pieces import CallParts, Calls, whole_call
 
 _QUOTED = re.compile(r"[^\w\s\"\\]")
 
 
 class TemplateRegions:
-    """Calls in the regions that the parser finds, and the text outside them."""
+    """Reader of calls in the regions that the parser finds, and of the text outside them."""
 
     def __init__(self, calls: Calls, template: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -25,16 +25,16 @@ class TemplateRegions:
         self._fields = load_response_template(template).fields
         self._field = self._fields["tool_calls"]
         self._raw: list[str] = []
-        """Characters that have not been given as text or as a call."""
+        """Characters that have not been reported as text or as a call."""
         self._seen: list[str] = []
-        """The same as the parser sees them."""
+        """The same characters as the parser sees them."""
         self._num_fed = 0
         self._in_region = self._in_string = self._is_escaped = False
         self._is_over = False
-        """Whether the parser could not read on: the rest is text."""
+        """Whether the parser has failed; the rest is text."""
 
-    def feed(self, text: str, found: Found) -> None:
-        """More text. The parser may fail: character by character it is known what it has read before."""
+    def feed(self, text: str, found: CallParts) -> None:
+        """Read a piece of text, character by character: if the parser fails, the position is known."""
         for number, character in enumerate(text):
             if self._is_over:
                 found.say(text[number:])
@@ -44,19 +44,19 @@ class TemplateRegions:
             if not self._in_string:
                 self._take(lambda: self._parser.feed(self._not_fed()), found)
 
-    def finish(self, found: Found) -> None:
-        """The answer has ended."""
+    def finish(self, found: CallParts) -> None:
+        """Read the end of the answer."""
         if not self._is_over:
             self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], found)
 
     def _not_fed(self) -> str:
-        """Characters that the parser is to see next; a string of JSON is fed as a whole, which keeps it linear."""
+        """Yield the parser's next characters; a JSON string is fed at once, so that the time is linear."""
         seen = "".join(self._seen[self._num_fed :])
         self._num_fed = len(self._seen)
         return seen
 
     def _shown(self, character: str) -> str:
-        """A character as the parser is to see it: in a string of JSON the marks that it looks for are spelled out."""
+        """Return a character for the parser; in JSON strings its marks are escaped."""
         if not self._in_region or self._field.content != "json":
             return character
         if not self._in_string:
@@ -68,7 +68,7 @@ class TemplateRegions:
         self._in_string, self._is_escaped = character != '"', character == "\\"
         return json.dumps(character)[1:-1] if ord(character) > 127 else _QUOTED.sub(_spelled, character)
 
-    def _take(self, step: Callable[[], list[dict[str, Any]]], found: Found) -> None:
+    def _take(self, step: Callable[[], list[dict[str, Any]]], found: CallParts) -> None:
         try:
             for event in step():
                 self._event(event, found)
@@ -76,7 +76,7 @@ class TemplateRegions:
             self._is_over = True
             found.say("".join(self._raw))
 
-    def _event(self, event: dict[str, Any], found: Found) -> None:
+    def _event(self, event: dict[str, Any], found: CallParts) -> None:
         kind, region = event["type"], event["field"]
         if region == "content" and kind == "region_chunk":
             self._give(len(event["text"]), found)
@@ -86,31 +86,31 @@ class TemplateRegions:
             self._in_region = False
             self._close(event["value"], found)
         elif region != "content" and kind == "region_close":
-            # Fields that are neither are no business of this reader.
+            # This reader ignores other fields.
             self._give(self._region(self._fields[region])[0], found)
 
-    def _close(self, value: Any, found: Found) -> None:
+    def _close(self, value: Any, found: CallParts) -> None:
         values = value if isinstance(value, list) else [value]
         calls = [whole_call(json.dumps(one.get("function", one))) for one in values]
         length, is_closed = self._region(self._field)
-        # Cut in the middle, arguments that are no JSON look like fewer of them.
+        # Truncated arguments that are not JSON would look like fewer arguments.
         is_cut = not is_closed and self._field.content != "json"
         if is_cut or any(call is None or call[0] not in self._calls.names for call in calls):
             self._give(length, found)
             return
-        self._give(length, Found())
+        self._give(length, CallParts())
         for call in calls:
             assert call is not None
             self._calls.whole(*call, found)
 
-    def _give(self, length: int, found: Found) -> None:
-        """Say the first characters that have not been given."""
+    def _give(self, length: int, found: CallParts) -> None:
+        """Report the first unreported characters as text."""
         found.say("".join(self._raw[:length]))
         del self._raw[:length], self._seen[:length]
         self._num_fed -= length
 
     def _region(self, field: Any) -> tuple[int, bool]:
-        """(characters of the region that has just ended, whether a mark has ended it): the parser has read further."""
+        """Return the length of the region that has just ended, and whether a mark has ended it."""
         seen = "".join(self._seen)
         begin = field.open_re and field.open_re.search(seen)
         end = begin and field.close_re and field.close_re.search(seen, begin.end())

@@ -1,8 +1,8 @@
-"""A bound on the characters that one token can stand for, read from a tokenizer's own description.
+"""Bound on the number of characters per token, derived from a tokenizer's description.
 
-A text longer than the context times this bound is refused before it is encoded. The bound holds for every text or does
-not exist: a tokenizer that drops or joins characters without limit (white space that is removed, runs of unknown
-characters that become one token) has none.
+A text longer than the context times this bound is refused before it is encoded. The bound holds for every text. A
+tokenizer that drops or joins characters without limit (removed white space, runs of unknown characters that become one
+token) has no bound.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Most characters that become one: Unicode's composed characters come from at most four.
+# At most four characters become one of Unicode's composed characters.
 _COMPOSED = 4
 _NORMALIZERS = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
@@ -18,9 +18,9 @@ _BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def longest_token(described: Mapping[str, Any]) -> int | None:
-    """Most characters of a text that one token stands for; None where there is no bound.
+    """Return the maximum number of characters per token, or None if there is no bound.
 
-    described: the tokenizer as JSON has it (`tokenizer.json`).
+    described: content of `tokenizer.json`.
     """
     model, added = described["model"], described["added_tokens"]
     shrinks = _shrinking(described["normalizer"])
@@ -36,7 +36,7 @@ def longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """The steps of a sequence of steps, or the one step."""
+    """Return the steps of a sequence, or the single step."""
     if step is None:
         return ()
     if step["type"] == "Sequence":
@@ -45,7 +45,7 @@ def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Most characters of a text for one that the normalizer makes of them; None where there is no bound."""
+    """Return the maximum number of characters that the normalizer turns into one; None if there is no bound."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Replace":
@@ -61,7 +61,7 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _knows_every_character(model: Mapping[str, Any], splits: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a character outside the vocabulary becomes at least one token by itself."""
+    """Return whether each character outside the vocabulary becomes at least one token."""
     vocab = model["vocab"] if model["type"] == "BPE" else {piece for piece, _ in model["vocab"]}
     if model.get("byte_fallback") and all(piece in vocab for piece in _BYTES):
         return True
@@ -73,7 +73,7 @@ def _knows_every_character(model: Mapping[str, Any], splits: Sequence[Mapping[st
 
 
 def byte_characters() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary: visible Latin-1 itself, the others from U+0100 on."""
+    """Return the byte of each character of a byte-level vocabulary: visible Latin-1 itself, others from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

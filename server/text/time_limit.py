@@ -14,15 +14,15 @@ Result = TypeVar("Result")
 
 _AGAIN_S = 0.05
 _ENDING: set[asyncio.Task[None]] = set()
-"""Held here, because a loop holds its tasks only weakly."""
+"""References to running tasks; the event loop has only weak ones."""
 
 
 class TookTooLong(BaseException):
-    """A call ran into its time limit. No `Exception`, because libraries catch those and go on: jinja does."""
+    """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch those and continue."""
 
 
 class _Call:
-    """One call, made in any thread; another thread can end it."""
+    """Call in some thread that another thread can end."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -42,27 +42,27 @@ class _Call:
             self._leave()
 
     def _leave(self) -> None:
-        """From here on nothing is raised any more: what runs next in this thread is not the call."""
+        """Forbid further exceptions: the thread's next work is not this call."""
         while self._thread is not None:
             try:
                 with self._lock:
                     thread, self._thread = self._thread, None
                     _raise_in(thread, None)
-            except TookTooLong:  # has come while the lock was waited for
+            except TookTooLong:  # arrived while waiting for the lock
                 continue
 
     def seconds_run(self) -> float:
-        """How long it has run; 0 where it waits for a thread."""
+        """Time that it has run; 0 if it waits for a thread."""
         with self._lock:
             return 0.0 if self._thread is None else time.monotonic() - self._began_s
 
     def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether it is running."""
         with self._lock:
             return self._thread is not None
 
     def end(self) -> None:
-        """Raise TookTooLong in its thread, where it has begun or once it begins."""
+        """Raise TookTooLong in its thread, now or once it begins."""
         with self._lock:
             self._is_ended = True
             if self._thread is not None:
@@ -70,13 +70,13 @@ class _Call:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, between two instructions of the interpreter; None: not what waits to be raised."""
+    """Raise an error in a thread, between two instructions of the interpreter; None cancels a pending one."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 async def _end(limited: _Call) -> None:
-    """End a call. What is raised within a finaliser is lost, so it is raised again until the call has ended."""
+    """End a call. Errors inside finalizers are lost, so the error is raised again until the call has ended."""
     limited.end()
     while limited.is_running():
         await asyncio.sleep(_AGAIN_S)
@@ -84,11 +84,11 @@ async def _end(limited: _Call) -> None:
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
-    """The result of `call(*args)` in the pool; TookTooLong after so many seconds in its thread.
+    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` in its thread.
 
-    The interpreter looks for the exception between its instructions: loops in Python (and so in templates) end, one
-    long call into a library ends afterwards. Waiting for a thread does not count. A caller that is cancelled ends the
-    call as well.
+    The interpreter checks for the exception between its instructions. Loops in Python (and so in templates) end at
+    once, a long call into a library ends afterwards. Waiting for a thread does not count. Cancelling the caller ends
+    the call, too.
     """
     limited = _Call(call)
 

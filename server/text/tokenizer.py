@@ -1,8 +1,7 @@
-"""Text to tokens and back, in a few threads so that the event loop never waits for it.
+"""Encodes and decodes text in a few threads, so that the event loop never waits.
 
-Built on the tokenizers library and transformers' chat templates; neither loads torch. Long texts go through the calls
-of the library that release the interpreter's lock: `encode` and `decode` hold it for all of their time, their batched
-counterparts do not.
+Uses the tokenizers library and transformers' chat templates; neither loads torch. Long texts use the library's batched
+calls, which release the interpreter's lock; `encode` and `decode` hold it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Result = TypeVar("Result")
 
 _CHAT_LIMIT_S = 10.0
 _MOST_WAITING = 1 << 24
-"""Characters of text that may wait for a lane's threads."""
+"""Maximum number of characters that may wait for a lane's threads."""
 _REPLACEMENT = "\ufffd"
 _encoder = msgspec.json.Encoder()
 _BYTE_OF_CHARACTER = byte_characters()
@@ -44,50 +43,50 @@ class GenerationDefaults:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template."""
+    """Tokenizer and chat template of a model."""
 
     def __init__(self, name: str, chat_template: str | None = None, revision: str | None = None) -> None:
-        """Load from a folder, or of a hub name this revision; raises ConfigError when there is none."""
+        """Load from a folder, or a revision of a hub name; raises ConfigError if there is none."""
         from transformers import PreTrainedTokenizerFast
 
         check_source(name, revision, is_model=False)
         try:
             self._fast: Any = PreTrainedTokenizerFast.from_pretrained(name, revision=revision)
-        except Exception as error:  # the hub client and the parser raise many kinds
+        except Exception as error:  # the hub client and the parser raise many types
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{name}: no tokenizer could be loaded ({reason}); see --tokenizer") from error
         if chat_template is not None:
             self._fast.chat_template = chat_template
         self._backend = self._fast.backend_tokenizer
-        # A tokenizer's file may ask for either, and encoding would then shorten a prompt without a word.
+        # A tokenizer's file may request either, and encoding would then change a prompt silently.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # Also those that have no role of their own: decoding leaves them out as well.
+        # Also those without a role: decoding omits them as well.
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
         self._lanes = Lanes(_MOST_WAITING)
         self._spelled: dict[int, tuple[str, bytes]] = {}
-        """Text and bytes of tokens, at most the vocabulary's."""
+        """Cache of the texts and bytes of tokens."""
 
     async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
         """Run a method of this tokenizer in its threads.
 
-        size: characters that it works on, or items for which it takes as long. Raises EngineBusy if too many wait.
+        size: number of characters, or of items that take as long. Raises EngineBusy if too many wait.
         """
         with self._lanes.of(size).room(size) as executor:
             return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
 
     async def run_answer(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run what makes a large answer of tokens in a thread for that alone."""
+        """Run the encoding of a large answer in its own thread."""
         return await asyncio.get_running_loop().run_in_executor(self._lanes.answers, call, *args)
 
     async def run_encode(
         self, text: str, add_special_tokens: bool, most: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text, encoded in the threads.
+        """Return the token ids of a text, encoded in the threads.
 
-        Raises RequestError that names `param` for a text of more than `most` tokens: before it is encoded if the
-        number of its characters shows that.
+        Raises a RequestError about `param` for a text of more than `most` tokens, before encoding if the number of
+        characters proves it.
         """
         if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
             raise _too_long(most, f"{len(text)} characters", param)
@@ -100,10 +99,10 @@ class Tokenizer:
         most: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Token ids of the text that `render_chat` returns, which runs in the threads for a limited time.
+        """Return the token ids of a rendered chat; rendering runs in the threads for a limited time.
 
-        Loops of a template may be long for what a client sends; the time of a long text's tokens does not count.
-        Raises RequestError for more than `most` tokens.
+        A client's values may cause long loops in a template. Encoding does not count. Raises RequestError for more
+        than `most` tokens.
         """
         size = len(_encoder.encode([messages, args, options]))
         try:
@@ -117,20 +116,22 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Most characters of a text that one token stands for; None if this tokenizer has no bound."""
+        """Maximum number of characters per token; None if this tokenizer has no bound."""
         return longest_token(msgspec.json.decode(self._backend.to_str()))
 
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text; raises RequestError that names `param` if there are more than `most`."""
+        """Return the token ids of a text; raises a RequestError about `param` if there are more than `most`."""
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoded) > most:
             raise _too_long(most, f"{len(encoded)} tokens", param)
         return list(encoded.ids)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of words, at the beginning of a text and after a space; words without tokens are left out."""
+        """Return the token ids of words, at the beginning of a text and after a space; words without tokens are
+        omitted.
+        """
         spelled = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         return tuple(dict.fromkeys(tuple(ids) for text in spelled if (ids := self.encode(text, False))))
 
@@ -144,11 +145,11 @@ class Tokenizer:
         documents: Sequence[dict[str, Any]] = (),
         call_marks: Sequence[str] = (),
     ) -> str:
-        """A conversation through the model's chat template.
+        """Render a conversation with the model's chat template.
 
-        continue_final_message: leave the last message open. variables: more of them for the template.
-        tools: functions that the model may call. documents: texts to answer from. call_marks: text that the model's
-        calls may begin with. RequestError if the template does not show what was sent.
+        continue_final_message: leave the last message open. variables: additional ones for the template. tools:
+        functions that the model may call. documents: texts to answer from. call_marks: texts with which the model's
+        calls may begin. Raises RequestError if the template omits a part of the conversation.
         """
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
@@ -180,34 +181,34 @@ class Tokenizer:
             raise RequestError(told, "chat_template_kwargs") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
         return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is none of the text's, such as one that ends it."""
+        """Return whether a token is special, such as one that ends a text."""
         return token in self._special
 
     def token_of(self, text: str) -> int | None:
-        """The token that is a text; None if there is none."""
+        """Return the token with this text, or None."""
         token: int | None = self._backend.token_to_id(text)
         return token
 
     def has_special(self, text: str) -> bool:
-        """Whether a text is one of the special tokens."""
+        """Return whether a text is a special token."""
         token = self.token_of(text)
         return token is not None and token in self._special
 
     def token_text(self, token: int) -> str:
-        """The vocabulary's own spelling of a token."""
+        """Return a token's spelling in the vocabulary."""
         return str(self._backend.id_to_token(token))
 
     @cached_property
     def _before(self) -> list[int]:
-        """A token of plain text to decode others behind: many decoders drop the space that a text begins with."""
+        """Token of plain text to decode others after it, because many decoders drop a leading space."""
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
     def _decode_behind(self, token: int) -> str:
-        """A token's text in the middle of a text."""
+        """Return a token's text in the middle of a text."""
         before = str(self._backend.decode(self._before, skip_special_tokens=False))
         both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
         if both.startswith(before):
@@ -215,7 +216,7 @@ class Tokenizer:
         return str(self._backend.decode([token], skip_special_tokens=False))
 
     def spell(self, token: int) -> tuple[str, bytes]:
-        """A token's text behind others, and its bytes, which may be a part of a character."""
+        """Return a token's text after other tokens, and its bytes, which may be a part of a character."""
         spelled = self._spelled.get(token)
         if spelled is None:
             spelled = self._spelled[token] = self._new_spelling(token)
@@ -233,11 +234,13 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the tokenizer knows."""
+        """Number of tokens in the vocabulary."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def describe(self) -> dict[str, Any]:
-        """What a client needs to do the same: class, size, special tokens (by name, as vLLM has it), chat template."""
+        """Return class, size, special tokens (by name, as in vLLM) and chat template, for clients that tokenize
+        themselves.
+        """
         named = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: getattr(self._fast, name, None) for name in named}
         return {
@@ -250,17 +253,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, "" where there is none."""
+        """Chat template; "" if there is none."""
         return str(self._fast.chat_template or "")
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """How the model's answers are read (transformers), where its tokenizer says so."""
+        """Template for parsing the model's answers (transformers), if its tokenizer has one."""
         found = getattr(self._fast, "response_template", None)
         return found if isinstance(found, dict) else None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new incremental decoder of tokens that follow others."""
+        """Return a new incremental decoder of tokens that follow others."""
         return Detokenizer(self._backend, self._before, skip_special_tokens)
 
     def close(self) -> None:
@@ -274,10 +277,10 @@ def _too_long(most: int, length: str, param: str) -> RequestError:
 
 
 class Detokenizer:
-    """Text of one answer, token by token; a partial UTF-8 character is held back."""
+    """Incremental decoder of one answer; holds back partial UTF-8 characters."""
 
     def __init__(self, backend: Any, before: Sequence[int], skip_special_tokens: bool) -> None:
-        """before: tokens of plain text that the answer follows, so that a space it begins with is kept."""
+        """before: tokens of plain text before the answer, so that a leading space is decoded."""
         self._backend = backend
         self._before = before
         self._skips_special = skip_special_tokens
@@ -290,12 +293,12 @@ class Detokenizer:
         return stream
 
     def step(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        """Return the text that `token` completes; empty while a character is incomplete."""
         try:
             return self._stream.step(self._backend, token) or ""
-        except Exception as error:  # the library has no class of its own for it
+        except Exception as error:  # the library has no class for it
             if "Invalid prefix" not in str(error):
                 raise
-            # Bytes that are no character change how those before them are decoded: begin anew behind them.
+            # Invalid bytes change the decoding of earlier ones, so decoding starts again after them.
             self._stream = self._new_stream()
             return _REPLACEMENT + (self._stream.step(self._backend, token) or "")

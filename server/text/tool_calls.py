@@ -1,7 +1,7 @@
-"""Reads function calls out of an answer as it comes: text outside them, names, and arguments piece by piece.
+"""Reads function calls from an answer incrementally: text outside them, names, and arguments piece by piece.
 
-A call of the formats with JSON is announced as soon as its name is known, and its arguments are passed on as the model
-writes them. What only looked like a call (no JSON, an unknown name) is given back as text.
+In JSON formats a call is reported as soon as its name is known, and its arguments while the model writes them. A
+region that is not a call (invalid JSON, an unknown name) becomes text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, QWEN3_CODER
-from server.text.call_pieces import Call, Calls, Found, Piece, Reader
+from server.text.call_pieces import Call, CallParts, Calls, Piece, Reader
 from server.text.json_calls import JsonAnswer, JsonRegions
 from server.text.template_calls import TemplateRegions
 from server.text.tools import ToolUse
@@ -28,40 +28,40 @@ def _reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None
 
 
 class ToolCalls:
-    """The calls and the text of one answer."""
+    """Reader of the calls and the text of one answer."""
 
     def __init__(self, use: ToolUse, response_template: dict[str, Any] | None) -> None:
         self._calls = Calls(use.names)
         self._most = None if use.parallel else 1
         self._held = ""
-        """White space behind a call: only text makes it text."""
+        """White space after a call; it becomes text if text follows."""
         self._is_behind_call = False
         self._reader = _reader(self._calls, use, response_template)
 
     @property
     def calls(self) -> list[Call]:
-        """The calls so far."""
+        """Calls so far."""
         return self._calls.calls[: self._most]
 
     @property
     def are_complete(self) -> bool:
-        """Whether there are calls, and the model has completed all of them."""
+        """Whether there are calls and all are complete."""
         return bool(self.calls) and self._calls.num_ended >= len(self.calls)
 
     @property
     def is_over(self) -> bool:
-        """Whether the one call that is allowed has been made: the answer ends with it."""
+        """Whether the only allowed call is complete, which ends the answer."""
         return self._most is not None and self._calls.num_ended >= self._most
 
     def feed(self, text: str, is_last: bool) -> list[str | Piece]:
-        """What more text of the answer gives: text outside calls, and pieces of calls."""
-        found = Found()
+        """Return the text outside calls and the pieces of calls in a piece of the answer."""
+        found = CallParts()
         self._reader.feed(text, found)
         if is_last:
             self._reader.finish(found)
         new = found.parts()
         if self.is_over:
-            # Whatever stands behind the last piece of the one call.
+            # Text after the last piece of the only call.
             is_last_call = [isinstance(part, Piece) and part.index < (self._most or 0) for part in new]
             del new[max((n + 1 for n, is_of_call in enumerate(is_last_call) if is_of_call), default=0) :]
         parts: list[str | Piece] = []

@@ -1,11 +1,11 @@
-"""Function tools of a chat request: what the model is told of them, and what its answer must follow.
+"""Function tools of a chat request: their description for the template, and the grammar of an answer.
 
 Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json` (the answer is JSON
-with name and parameters; Llama 3), those of `call_formats.py` (Mistral, Qwen3-Coder, DeepSeek), and whatever a
-tokenizer's `response_template` describes (transformers). Forced calls and strict tools are followed by a grammar in the
-first two.
+with name and parameters; Llama 3), those of `call_formats.py` (Mistral, Qwen3-Coder, DeepSeek), and those that a
+tokenizer's `response_template` describes (transformers). A grammar enforces forced calls and strict tools in the first
+two.
 
-Not for: reading calls out of an answer (`tool_calls.py`).
+Not for: reading calls from an answer (`tool_calls.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE, nam
 from server.text.structured import LONGEST_GRAMMAR, Structure, closed, compact
 
 PARTIAL_JSON = "partial_json"
-"""Name of arguments that are no JSON, in an object that holds nothing else."""
+"""Key of arguments that are not JSON, in an object with this key alone."""
 _GRAMMARS = {
     HERMES: {
         "call": 'call: "<tool_call>\\n" body "\\n</tool_call>"',
@@ -45,15 +45,15 @@ _ARGUMENTS = {HERMES: "arguments", LLAMA3_JSON: "parameters"}
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request."""
+    """Tools of one request."""
 
     tools: tuple[Tool, ...]
-    """Those the model may call."""
+    """Functions that the model may call."""
     format: str
     parallel: bool
-    """Whether one answer may hold several calls."""
+    """Whether an answer may have several calls."""
     forced: bool
-    """Whether it must hold one."""
+    """Whether an answer must have a call."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -61,14 +61,14 @@ class ToolUse:
         return frozenset(tool.function.name for tool in self.tools)
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The tools as chat templates want them."""
+        """Return the tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def structure(self, answer: Structure) -> Structure:
-        """Return what the answer must follow; nothing if the model is free.
+        """Return the structure of the answer; an empty one if the model is unrestricted.
 
-        answer: what an answer without calls must follow. It is one choice, and calls are the other; an answer that must
-        call has no such choice.
+        answer: structure of an answer without calls. Calls are the alternative, or the only option if a call is
+        forced.
         """
         bound = bool(answer.grammar) and not self.forced
         if not bound and not self.forced and not any(tool.function.strict for tool in self.tools):
@@ -98,7 +98,7 @@ class ToolUse:
         return Structure(lark, "tools")
 
     def _rules(self, tool: Tool, number: int) -> str:
-        """The grammar of a call's JSON. The arguments' schema is a root of its own, to which its references refer."""
+        """Return the grammar of a call's JSON. The arguments' schema is a separate root, for its references."""
         function, key = tool.function, _ARGUMENTS[self.format]
         followed = self.forced or bool(function.strict)
         schema = compact(closed({"type": "object", **((function.parameters if followed else None) or {})}, followed))
@@ -107,7 +107,7 @@ class ToolUse:
 
 
 def format_of(setting: str, chat_template: str, response_template: dict[str, Any] | None) -> str | None:
-    """How the model writes calls: as the setting says, else by its templates; None where that cannot be told."""
+    """Return the format of the model's calls, from the setting or else from its templates; None if it is unknown."""
     if setting != "auto":
         return setting
     if response_template is not None and "tool_calls" in response_template.get("fields", {}):
@@ -127,12 +127,12 @@ def functions_of(tools: Sequence[AnyTool] | None) -> list[Tool]:
 
 
 def other_kinds(tools: Sequence[AnyTool] | None) -> list[str]:
-    """Return the types of the other tools, fit for a log."""
+    """Return the types of the other tools, in a form that is safe in logs."""
     return sorted({shown(tool.type) for tool in tools or () if not isinstance(tool, Tool)})
 
 
 def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
-    """The tools that a body's answer may call; None where it may call none. Raises RequestError."""
+    """Return the tools that a body's answer may call; None if there are none. Raises RequestError."""
     functions = functions_of(body.tools)
     names = [tool.function.name for tool in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -162,7 +162,7 @@ def tool_use_of(body: ChatRequest, format_name: str | None) -> ToolUse | None:
 
 
 def plain_text(content: str | list[TextPart], param: str) -> str:
-    """The text of a content; raises RequestError for parts that are not text."""
+    """Return the text of a content; raises RequestError for parts that are not text."""
     if isinstance(content, str):
         return content
     for part in content:
@@ -174,12 +174,14 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
-    """The `number`-th message as chat templates want it; raises RequestError where its parts do not fit its role."""
+    """Return the `number`-th message in the format of chat templates; raises RequestError for parts that its role
+    forbids.
+    """
     if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
         raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
     text = plain_text(message.content or "", "messages")
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    # Templates that know names use them; the others ignore the key.
+    # Templates without support for names ignore the key.
     if message.name:
         result["name"] = message.name
     if thought := message.reasoning_content or message.reasoning:
@@ -201,9 +203,9 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
 
 
 def _arguments(call: MadeCall) -> dict[str, Any]:
-    """A call's arguments, which travel as a string, as the object that templates want.
+    """Return a call's arguments, which are sent as a string, as an object for templates.
 
-    Arguments that are no JSON, such as those of a call that the length has cut or those with NaN, are one text in it.
+    Arguments that are not JSON, for example truncated ones or those with NaN, become one text in the object.
     """
     if nests_too_deeply(call.function.arguments):
         raise RequestError(f"messages: arguments of call {call.id!r} are nested too deeply", "messages")

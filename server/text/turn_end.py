@@ -1,6 +1,6 @@
-"""The token with which a chat template ends the assistant's turns, compared at start with the end tokens.
+"""Compares the token that ends the assistant's turns in the chat template with the model's end tokens, at start.
 
-Not for: ending answers. A template may end each message of a turn with a token that also comes before an answer.
+Not for: ending answers. A template may end each message of a turn with a token that also precedes an answer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _ANSWER = "polydraft-answer"
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a chat template that no messages can be rendered with."""
+    """Raise ConfigError for a chat template that cannot render any messages."""
     _rendered(tokenizer)
 
 
 def turn_remark(tokenizer: Tokenizer, ends: Collection[int]) -> str | None:
-    """Return a remark if the chat template ends turns with a special token that does not end answers."""
+    """Return a warning if the chat template ends turns with a special token that does not end answers."""
     _, found, rest = (_rendered(tokenizer) or "").rpartition(_ANSWER)
     tokens = tokenizer.encode(rest.lstrip(), False) if found else []
     if not tokens or tokens[0] in ends or not tokenizer.is_special(tokens[0]):
@@ -33,7 +33,7 @@ def turn_remark(tokenizer: Tokenizer, ends: Collection[int]) -> str | None:
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """A short conversation; None for a template that refuses it."""
+    """Return a rendered short conversation; None if the template refuses it."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]

@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A call is passed on when it is complete. A value may quote tags: it ends only at a closing tag that another parameter or
-the function's end follows, and a whole call that it quotes is a part of it. Two things cannot be told apart from the
-end: a value with the end of a call in it and without its beginning, and one with the end of a parameter in it, directly
-before the beginning of another.
+A call is reported when it is complete. A value may contain tags: it ends only at a closing tag before another parameter
+or before the function's end, and a whole call inside it is a part of it. Two values are ambiguous: one that contains
+the end of a call without its beginning, and one that contains the end of a parameter directly before the beginning of
+another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import Enum, auto
 from typing import Any
 
 from server.text.argument_types import as_value
-from server.text.call_pieces import Calls, Found
+from server.text.call_pieces import CallParts, Calls
 from server.text.json_calls import held
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -37,19 +37,19 @@ _LONGEST_TAG = 212
 
 class _At(Enum):
     FUNCTION = auto()
-    """The text after the first tag."""
+    """In the text after the first tag."""
     PARAMETERS = auto()
     """Between parameters."""
     VALUE = auto()
     END = auto()
-    """The text after the function's end."""
+    """In the text after the function's end."""
 
 
 class _Region:
-    """One call, tag by tag."""
+    """Parser of one call, tag by tag."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any]], quotes: bool) -> None:
-        """parameters: schemas of the functions' arguments by name. quotes: whether values may quote whole calls."""
+        """parameters: schemas of the functions' arguments by name. quotes: whether values may contain whole calls."""
         self._parameters, self._quotes = parameters, quotes
         self.raw: list[str] = []
         self.name = ""
@@ -60,9 +60,9 @@ class _Region:
         self._since_end: list[str] | None = None
         """Text since a tag that may have ended the value of `_key`."""
         self._depth = 0
-        """Calls that the value quotes and that have not ended in it."""
+        """Number of quoted calls in the value that have not ended."""
         self._last = ""
-        """The last tag, if only white space has come since."""
+        """The last tag, if only white space has followed."""
 
     def text(self, text: str) -> bool:
         """Read the text between tags; return whether this may still be a call."""
@@ -77,7 +77,7 @@ class _Region:
         return not text.strip()
 
     def _back_to_value(self) -> bool:
-        """The tags since the last closing one were quoted; returns whether there was one."""
+        """Treat the tags since the last closing one as quoted. Returns whether there was one."""
         if self._since_end is None:
             return False
         self._values[self._key] += self._since_end
@@ -85,7 +85,7 @@ class _Region:
         return True
 
     def tag(self, tag: re.Match[str]) -> bool:
-        """A tag; returns whether this may still be a call."""
+        """Read a tag; return whether this may still be a call."""
         if not self._tag(tag[0], tag["name"]):
             if not self._back_to_value():
                 return False
@@ -126,7 +126,7 @@ class _Region:
         self._values[self._key].append(tag)
 
     def arguments(self) -> str:
-        """The arguments as JSON."""
+        """Return the arguments as JSON."""
         texts = {key: "".join(pieces) for key, pieces in self._values.items()}
         schema = self._parameters[self.name]
         values = {key: as_value(text.removeprefix("\n").removesuffix("\n"), key, schema) for key, text in texts.items()}
@@ -134,7 +134,7 @@ class _Region:
 
 
 class XmlRegions:
-    """Calls between tags, and the text outside them."""
+    """Reader of calls between tags, and of the text outside them."""
 
     def __init__(self, calls: Calls, parameters: Mapping[str, Mapping[str, Any]]) -> None:
         """parameters: schemas of the functions' arguments by name."""
@@ -143,8 +143,8 @@ class XmlRegions:
         self._text = ""
         self._quotes = True
 
-    def feed(self, text: str, found: Found) -> None:
-        """More text."""
+    def feed(self, text: str, found: CallParts) -> None:
+        """Read a piece of text."""
         self._text += text
         position = 0
         while (tag := self._next(position)) is not None:
@@ -162,11 +162,11 @@ class XmlRegions:
             self._give_back(found)
 
     def _next(self, position: int) -> re.Match[str] | None:
-        """The next tag that may matter."""
+        """Return the next tag that may matter."""
         return (_FIRST if self._region is None else _TAG).search(self._text, position)
 
     def _held(self) -> int:
-        """Characters at the end that may begin a tag."""
+        """Return the number of last characters that may begin a tag."""
         if self._region is None:
             return held(self._text, [_OPEN])
         begin = self._text.rfind("<", max(0, len(self._text) - _LONGEST_TAG))
@@ -182,13 +182,13 @@ class XmlRegions:
         self._region = _Region(self._parameters, self._quotes)
         self._region.raw.append(tag)
 
-    def _take(self, tag: re.Match[str], before: str, found: Found) -> None:
-        """Text and a tag of the open call."""
+    def _take(self, tag: re.Match[str], before: str, found: CallParts) -> None:
+        """Read text and a tag of the open call."""
         region = self._region
         assert region is not None
         if (before and not region.text(before)) or not region.tag(tag):
             self._give_back(found)
-            # What could not be understood may begin another call.
+            # Unreadable text may begin another call.
             if tag[0] == _OPEN:
                 self._begin(tag[0])
             else:
@@ -197,14 +197,16 @@ class XmlRegions:
             self._calls.whole(region.name, region.arguments(), found)
             self._region = None
 
-    def _give_back(self, found: Found) -> None:
-        """Give back as text what has been read of the open call."""
+    def _give_back(self, found: CallParts) -> None:
+        """Report the open call as text."""
         assert self._region is not None
         found.say("".join(self._region.raw))
         self._region = None
 
-    def finish(self, found: Found) -> None:
-        """The answer has ended. A quoted beginning of a call, without its end, has hidden where the open call ends."""
+    def finish(self, found: CallParts) -> None:
+        """Read the end of the answer. A quoted beginning of a call without its end may have hidden the end of the open
+        call.
+        """
         if self._region is None:
             found.say(self._text)
             self._text = ""

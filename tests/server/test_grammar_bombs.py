@@ -198,7 +198,7 @@ def test_health_says_that_no_step_ends(http: httpx.Client, strict: Daemon, leave
                 stream.response.close()
                 wait_until(lambda: other.get("/load").json()["server_load"] == 0, "the request stays")
             wait_until(lambda: other.get("/health").status_code == 503, "/health stays well")
-            wait_until(lambda: "no step has ended" in strict.log, "the log says nothing")
+            wait_until(lambda: "no step has completed" in strict.log, "the log says nothing")
         finally:
             os.kill(engine, signal.SIGCONT)
         wait_until(lambda: other.get("/health").status_code == 200, "/health stays ill")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.http.middleware import RequestEnvelope
 from server.serving.metrics import ServerMetrics
 from server.settings import Serve

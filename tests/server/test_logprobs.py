@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.api import Request, TokenLogprob
 from engine.scheduling.outcome import write_logprobs
-from server.text.prompts import Arrival, Prompt, with_prompts
+from server.text.prompts import Arrival, ShownPrompt, with_prompts
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import MODEL
 from tests.server.event_stream import open_stream
@@ -210,7 +210,7 @@ def test_logprobs_of_a_prompt_are_asked_of_the_engine_once() -> None:
     tokenizer = Tokenizer(str(TOKENIZER))
     ids = tuple(tokenizer.encode("Once upon a time"))
     requests = [Request(request_id=str(i), prompt_token_ids=ids, num_logprobs=1) for i in range(3)]
-    prompt = Prompt(replace(requests[0], num_prompt_logprobs=1), tokenizer, True, True, 1)
+    prompt = ShownPrompt(replace(requests[0], num_prompt_logprobs=1), tokenizer, True, True, 1)
     written = [write_logprobs([TokenLogprob(-1.0, ((token, -1.0),))]) for token in ids[1:]]
     first = replace(outcome(1, 0), prompt_logprobs=written)
 

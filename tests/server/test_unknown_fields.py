@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from engine.api import RequestError
 from server.anthropic.messages import CountTokensRequest, MessagesRequest
 from server.app import BODIES as ALL_BODIES
-from server.http.calls import this_call
+from server.http.current_call import this_call
 from server.openai.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.openai.foreign_fields import FOREIGN
 from server.openai.responses import ResponsesRequest

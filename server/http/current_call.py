@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Call:
+class HttpCall:
     """One HTTP request, equal to itself alone."""
 
     request_id: str
@@ -23,9 +23,9 @@ class Call:
     """Names of fields that were sent and had no effect, in ASCII."""
 
 
-current_call: ContextVar[Call] = ContextVar("current_call")
+current_call: ContextVar[HttpCall] = ContextVar("current_call")
 
 
-def this_call() -> Call:
+def this_call() -> HttpCall:
     """Return the request that the running task serves; an empty one outside of requests."""
-    return current_call.get(Call("", ""))
+    return current_call.get(HttpCall("", ""))
