@@ -1,9 +1,9 @@
-"""Polydraft on Ray Serve: several daemons behind one address, with prefix affinity, autoscaling and a graceful drain.
+"""Polydraft on Ray Serve: several daemons at one address, with prefix affinity, autoscaling and a graceful drain.
 
     serve run deploy.ray_app:build arguments="MODEL --draft-model DRAFT" max_replicas=4
 
-`Front` takes HTTP, `PrefixRouter` chooses a replica, each `Replica` runs one `polydraft serve` and hands requests to it
-over a unix socket, so that a replica behaves like a daemon in every respect. For KubeRay there is
+`Front` receives HTTP requests and `PrefixRouter` chooses a replica. Each `Replica` runs one `polydraft serve` and
+forwards requests to it over a unix socket, so that it behaves like a daemon. For KubeRay there is
 `deploy/kubernetes/rayservice.yaml`.
 """
 
@@ -41,14 +41,14 @@ log = logging.getLogger("ray.serve")
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade host content-length".split()
 )
-# The header of an answer that names its replica.
+# Response header with the name of the replica.
 _REPLICA = "x-polydraft-replica"
 _TRIES = 3
-# A daemon that is asked for its state answers at once; whole answers may take as long as they like.
+# A daemon reports its state at once; whole answers have no time limit.
 _PROBE_S = 5.0
-# A replica that is full is left out of a page of metrics, so that the others' come before Prometheus gives up (10 s).
+# A busy replica is left out of the metrics page, so that the page is ready before Prometheus' timeout (10 s).
 _SCRAPE_S = 1.0
-# Started so, the daemon drains when the replica that holds its standard input is gone, however that ended.
+# With this command the daemon drains when the replica, which holds its standard input, has ended in any way.
 _SUPERVISED = [
     *("sh", "-c"),
     'exec 3<&0; "$@" </dev/null & child=$!; (cat <&3 >/dev/null; kill -TERM $child) & watch=$!; '
@@ -58,15 +58,15 @@ _SUPERVISED = [
 
 
 class Replica:
-    """One daemon of its own, and the way to it."""
+    """A daemon and the connection to it."""
 
     def __init__(self, arguments: list[str], start_timeout_s: float) -> None:
-        """arguments: of `polydraft serve`. Returns when the daemon serves."""
+        """Start a daemon and wait until it serves; arguments: of `polydraft serve`."""
         self._folder = tempfile.mkdtemp(prefix="polydraft-replica-")
         socket = str(Path(self._folder) / "http")
         command = [*_SUPERVISED, sys.executable, "-P", "-m", "server.cli", "serve", *arguments, "--uds", socket]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        # Ray bounds what a replica has open, and its state must be asked for beside that.
+        # Ray bounds a replica's open requests; requests for its state come on top.
         transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None))
         self._client = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
         self._wait_ready(socket, start_timeout_s)
@@ -86,11 +86,11 @@ class Replica:
         raise RuntimeError(f"polydraft serve is not ready after {timeout_s:.0f} s")
 
     async def check_health(self) -> None:
-        """Raise where the daemon has ended, or its engine's steps end no more: Ray starts another replica then."""
+        """Raise if the daemon has ended or its engine completes no more steps; Ray then starts another replica."""
         (await self._client.get("/health", timeout=_PROBE_S)).raise_for_status()
 
     async def answer(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
-        """Status and headers, then the body as it comes. A caller that leaves ends its request in the daemon."""
+        """Yield status and headers, then the body in pieces. If the caller leaves, the daemon aborts the request."""
         request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
         response = await self._client.send(request, stream=True)
         try:
@@ -102,7 +102,7 @@ class Replica:
             await response.aclose()
 
     async def __del__(self) -> None:
-        """Let the daemon finish what it has begun; Ray waits for this as long as its graceful shutdown may take."""
+        """Let the daemon finish its requests; Ray waits for this during its graceful shutdown."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         while self._process.poll() is None:
@@ -111,14 +111,14 @@ class Replica:
 
 
 class Front:
-    """Takes HTTP and hands it to replicas; a request whose replica dies before its answer begins goes to another."""
+    """Forwards HTTP requests to replicas. If a replica dies before its answer begins, another one gets the request."""
 
     def __init__(self, replicas: DeploymentHandle[Replica], max_request_bytes: int) -> None:
         self._replicas = replicas.options(stream=True)
         self._max_request_bytes = max_request_bytes
 
     async def __call__(self, request: Request) -> Response:
-        """One request."""
+        """Serve one request."""
         query = f"?{request.url.query}" if request.url.query else ""
         target = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1") + query
         if request.scope["path"] == "/metrics":
@@ -149,10 +149,10 @@ class Front:
         return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
 
     async def _metrics(self) -> Response:
-        """Of all replicas. Where there is none, none is asked, because Ray would start one to answer."""
+        """Return the metrics of all replicas. If there are none, none is asked, because Ray would start one."""
         pages: dict[str, str] = {}
 
-        # One after the other: the router knows a waiting call by its HTTP request, so two of one hide each other.
+        # In sequence: the router identifies a waiting call by its HTTP request, so two calls would hide each other.
         for name in await asyncio.to_thread(replica_names):
             call = Call("GET", "/metrics", [], b"", replica=name)
             answer = self._replicas.answer.remote(call)
@@ -168,7 +168,7 @@ class Front:
         return Response(merged(pages), media_type=CONTENT_TYPE)
 
     async def _respond(self, call: Call, answer: Any) -> Response:
-        """The answer of a replica: a stream as it comes, anything else once it is whole."""
+        """Return the response of a replica: a stream in pieces, other responses when they are complete."""
         status, headers = await anext(answer)
         kind = dict(headers).get("content-type", "")
         if kind.startswith("text/event-stream"):
@@ -178,14 +178,14 @@ class Front:
 
 
 def replica_names() -> list[str]:
-    """The unique ids of this application's replicas, also of starting ones; Ray ends their actors' names with them."""
+    """Return the ids of this application's replicas, also of starting ones; Ray's actor names end with them."""
     ours = f"::{serve.get_replica_context().app_name}#Replica#"
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"].rpartition("#")[2] for one in actors if ours in one["name"]]
 
 
 async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
-    """The events of a stream; one that cannot go on ends with an error event."""
+    """Yield the events of a stream; a broken stream ends with an error event."""
     num_events = 0
     try:
         yield first
@@ -208,7 +208,7 @@ def _events_in(chunk: bytes) -> int:
 
 
 def _last_event(call: Call, num_events: int) -> bytes:
-    """The error that a broken stream ends with behind so many events, in the shape of its endpoint."""
+    """Return the error event of a stream that broke after `num_events` events, in the format of its endpoint."""
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
         return f"event: error\ndata: {json.dumps(data)}\n\n".encode()
@@ -230,7 +230,7 @@ def _refusal(call: Call, status: int, kind: str, code: str, message: str) -> Res
 
 
 def _forwarded(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Headers without those of one connection."""
+    """Return the headers without those of a connection."""
     return [(name.lower(), value) for name, value in headers if name.lower() not in _HOP_BY_HOP]
 
 
@@ -239,44 +239,46 @@ def _words(value: Any) -> Any:
 
 
 class Options(BaseModel):
-    """What `build` is told, on the command line (`serve run ... name=value`) or in `serveConfigV2`."""
+    """Options of `build`, from the command line (`serve run ... name=value`) or from `serveConfigV2`."""
 
     model_config = ConfigDict(extra="forbid")
 
     arguments: Annotated[list[str], BeforeValidator(_words)] = []
-    """Of `polydraft serve` in every replica, as a list or as in a shell; none serves the embedded pair."""
+    """Arguments of `polydraft serve` in every replica, as a list or as in a shell; without any, the embedded pair is
+    served.
+    """
     min_replicas: int = Field(1, ge=0)
     max_replicas: int = Field(4, ge=1)
     target_ongoing_requests: float = Field(16, gt=0)
-    """Open requests of a replica at which there are enough replicas."""
+    """Target number of open requests per replica."""
     upscale_delay_s: float = Field(30, ge=0)
-    """How long there must be too many open requests before a replica is added."""
+    """Time with too many open requests after which a replica is added."""
     downscale_delay_s: float = Field(600, ge=0)
-    """How long there must be too few before one is taken away."""
+    """Time with too few open requests after which a replica is removed."""
     max_ongoing_requests: int = Field(64, ge=1)
-    """Most open requests of a replica; the daemon's own queue comes on top of its seats (`--max-num-seqs`)."""
+    """Maximum number of open requests per replica, including the daemon's queue beyond `--max-num-seqs`."""
     max_queued_requests: int = Field(256, ge=-1)
-    """Most requests that wait for a replica; more get 429."""
+    """Maximum number of requests that wait for a replica; further ones get 429."""
     num_cpus: float = Field(2, ge=0)
     num_gpus: float = Field(0, ge=0)
-    """What a replica takes of its machine."""
+    """Resources that a replica reserves."""
     most_ahead: int = Field(8, ge=0)
-    """How many more open requests than the idlest replica the one of a prefix may have before others help."""
+    """Number of requests by which a prefix's replica may exceed the idlest one before others take over."""
     drain_timeout_s: float = Field(60, ge=0)
     start_timeout_s: float = Field(600, gt=0)
     max_request_bytes: int = Field(4 << 20, ge=1)
-    """Largest body that is handed to a replica, whose own `--max-request-bytes` holds, too."""
+    """Maximum size of a forwarded body; the daemon's `--max-request-bytes` also applies."""
 
 
 def daemon_arguments(wanted: Options) -> list[str]:
-    """Of `polydraft serve` in a replica; of a flag that is there twice the last counts."""
-    # Else every daemon would take the cores that Ray has given to others.
+    """Return the arguments of `polydraft serve` in a replica; the last of repeated flags counts."""
+    # Otherwise every daemon would use the cores that Ray has assigned to others.
     threads = str(max(1, int(wanted.num_cpus) - 1))
     return ["--shutdown-timeout", str(wanted.drain_timeout_s), "--num-threads", threads, *wanted.arguments]
 
 
 def build(options: dict[str, Any]) -> serve.Application:
-    """The application (`import_path: deploy.ray_app:build`); options: fields of `Options`."""
+    """Build the application (`import_path: deploy.ray_app:build`); options: fields of `Options`."""
     wanted = Options.model_validate(options)
     router: dict[str, Any] = {
         "request_router_class": "deploy.ray_router.PrefixRouter",
@@ -297,6 +299,6 @@ def build(options: dict[str, Any]) -> serve.Application:
         ),
         request_router_config=RequestRouterConfig(**router),
     )(Replica).bind(daemon_arguments(wanted), wanted.start_timeout_s)
-    # Takes as many as the replicas and their queue.
+    # Accepts the sum of the replicas' requests and the queue.
     front = serve.deployment(name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(Front)
     return front.bind(replicas, wanted.max_request_bytes)

@@ -1,4 +1,4 @@
-"""One HTTP request between the front and a replica, and which requests should meet in one replica."""
+"""An HTTP request between the front and a replica, and the prefix that selects the replica."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _PREFIX_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request on its way to a replica."""
+    """HTTP request for a replica."""
 
     method: str
     target: str
-    """Path and query, as they were sent."""
+    """Raw path and query."""
     headers: list[tuple[str, str]]
     body: bytes
     prefix: str = field(default="")
-    """Requests of the same one should meet in the same replica's prefix cache; empty: any replica."""
+    """Key of the prefix: requests with the same one share a replica's prefix cache; empty for any replica."""
     replica: str = ""
-    """The replica it is for; empty: any."""
+    """Name of the replica; empty for any."""
 
 
 def prefix_of(body: bytes) -> str:
-    """What requests have in common that gain by sharing a cache: `prompt_cache_key`, else how the prompt begins.
+    """Return the key of requests that should share a cache: `prompt_cache_key` or the beginning of the prompt.
 
-    Of a conversation everything up to the first user's message, so that later turns find the earlier ones' replica.
+    For a conversation it covers everything up to the first user message, so that later turns reach the same replica.
     """
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):  # the replica says what is wrong with it
+    except (ValueError, RecursionError):  # the replica reports the error
         return ""
     if not isinstance(fields, dict):
         return ""
@@ -48,5 +48,5 @@ def prefix_of(body: bytes) -> str:
 
 
 def _digest(text: str) -> str:
-    """Text of any kind in plain letters: half a pair of surrogates could not be encoded by whoever comes next."""
+    """Return text in ASCII, because half a surrogate pair cannot be encoded later."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

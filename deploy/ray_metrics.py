@@ -1,4 +1,4 @@
-"""The metrics of all replicas on one page, as Prometheus reads it."""
+"""Combines the metrics of all replicas on one page for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Merged(Collector):
 
 
 def merged(pages: Mapping[str, str]) -> bytes:
-    """One page; every sample has its replica's name as the label `replica`. pages: by name of the replica."""
+    """Return one page; the label `replica` of every sample names its replica. pages: by name of the replica."""
     families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in text_string_to_metric_families(page):

@@ -1,7 +1,7 @@
-"""Which replica gets a request.
+"""Chooses the replica of a request.
 
-A module of its own, with nothing else in it: Ray Serve sends a router's module to the replicas by value, so that every
-class in it exists there a second time and `isinstance` says no to the one that the front made.
+The router needs a separate module. Ray Serve sends it to the replicas by value, so each of its classes exists twice
+there, and `isinstance` would reject objects from the front.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from deploy.ray_call import Call
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests of one prefix to one replica, unless that has much more to do than another."""
+    """Router that sends requests with one prefix to one replica, unless it is much busier than another one."""
 
     def initialize_state(self, most_ahead: int = 8) -> None:  # type: ignore[override]
-        """most_ahead: how many more open requests than the idlest replica the preferred one may have."""
+        """most_ahead: number of requests by which the preferred replica may exceed the idlest one."""
         self._most_ahead = most_ahead
         self._open: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas in the order of preference: rendezvous hashing moves few prefixes when replicas come and go."""
+        """Return the replicas in order of preference. Rendezvous hashing moves few prefixes when replicas change."""
         if not candidate_replicas:
             return []
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
@@ -51,5 +51,5 @@ class PrefixRouter(RequestRouter):
         self._open[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
-        """A request has ended, somehow."""
+        """Count a request as ended."""
         self._open[replica_id.unique_id] -= 1

@@ -1,4 +1,4 @@
-"""Coding agents as programs: one task of theirs against a daemon, started without login and without a flag.
+"""Runs a task with coding agents against a daemon, without login and without flags.
 
 Their settings are those of docs/codex.md and docs/claude-code.md: the address, a key and the model's name.
 """
@@ -64,11 +64,11 @@ AGENTS: dict[str, tuple[str, str, Callable[[Path, Task], subprocess.CompletedPro
     "Codex, the program: a task with two calls": ("@openai/codex", "codex", codex),
     "Claude Code, the program: a task with two calls": ("@anthropic-ai/claude-code", "claude", claude_code),
 }
-"""Package, program and how it is run, by the name of the row."""
+"""Package, program and run function by the name of the row."""
 
 
 def _run(command: list[str], task: Task, settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    # Nothing of the caller's own settings and keys is passed on.
+    # The user's settings and keys are not passed on.
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
     return subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""A parser of command lines that suggests the flag that was meant."""
+"""Parser of command lines that suggests a flag for an unknown one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows whole names only, and suggests one for a flag that it does not know."""
+    """Argument parser that accepts full names only, and suggests one for an unknown flag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})

@@ -1,5 +1,8 @@
-"""How an arm of a measurement is written: `bv_race:4x5` is 4 chains of 5 tokens, `traversal:2.2.1` a tree with so many
-children by depth; a draft method may follow the rule, as in `block/iid:1x5`."""
+"""Notation of a measurement's arms.
+
+`bv_race:4x5` means 4 chains of 5 tokens, `traversal:2.2.1` a tree with these numbers of children by depth. A draft
+method may follow the rule, as in `block/iid:1x5`.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,26 @@ from math import prod
 from typing import NamedTuple
 
 OFF, AGAIN, ADAPTIVE = "off", "again", "adaptive"
-"""Plain decoding, the same once more (which shows the noise), and whatever the server chooses."""
+"""Plain decoding, plain decoding again (which shows the noise), and the server's own choice."""
 _ARM = re.compile(
     r"(?P<rule>[a-z_]+)(/(?P<method>[a-z_]+))?(:((?P<chains>\d+)x(?P<length>\d+)|(?P<tree>\d+(\.\d+)*)))?"
 )
 
 
 class ArmShape(NamedTuple):
-    """What an arm drafts and how that is verified."""
+    """Drafts of an arm and their verification."""
 
     rule: str
     method: str
-    """Empty for the rule's own."""
+    """Draft method; empty for the rule's default."""
     num_drafts: int
-    """0 where the arm does not say its size."""
+    """Number of chains; 0 if the arm does not name it."""
     draft_length: int
     tree: tuple[int, ...]
 
 
 def parse(text: str) -> ArmShape:
-    """An arm from its name; raises ValueError with what is wrong."""
+    """Parse an arm's name; raises ValueError."""
     found = _ARM.fullmatch(text)
     if found is None:
         raise ValueError(f"{text}: must look like bv_race:4x5 or traversal:2.2.1")

@@ -1,9 +1,8 @@
-"""Measures speculation on against off on one daemon, in one run, arms interleaved.
+"""Compares arms of speculation with plain decoding on one daemon, in one interleaved run.
 
-The arms differ only in the request's own `speculation` object, so that they share the process,
-the weights, the prompts and the seeds. Within a cell (task x temperature x context x concurrency) every repeat runs the
-arms in turn, the order reversed each time (A B B A ...), on prompts of its own. Every ratio is
-one of paired runs.
+The arms differ only in the request's `speculation` object: they share the process, the weights, the prompts and the
+seeds. In a cell (task x temperature x context x concurrency) every repeat has separate prompts and runs the arms in
+turn, in alternating order (A B B A ...). Every ratio compares paired runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from loadtest.workload import Prompt, load, random_prompts
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured."""
+    """Options of a measurement."""
 
     tasks: Sequence[str]
     concurrency: Sequence[int]
@@ -35,27 +34,27 @@ class BenchOptions:
     max_tokens: int
     temperatures: Sequence[float]
     contexts: Sequence[int]
-    """Prompts of so many random tokens instead of the tasks' own; 0 is the tasks' own."""
+    """Number of random tokens per prompt; 0 for the prompts of the tasks."""
     arms: dict[str, dict[str, Any]]
-    """The `speculation` object of each arm; `off` is the base of all ratios."""
+    """`speculation` object of each arm; `off` is the base of all ratios."""
     ramp: Sequence[int] = ()
-    """Concurrency by stage, all arms through all stages; empty measures no ramp."""
+    """Concurrency of each stage of the ramp; empty for no ramp."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of a cell's repeats, no two of them the same."""
+        """Return distinct prompts for a cell's repeats."""
         return self.repeats * _prompts_per_run(max(self.concurrency))
 
 
-# Rules that verify one chain, or two.
+# Rules that verify one chain or two.
 _MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 
 
 def arms_of(names: Sequence[str], num_drafts: int, draft_length: int) -> dict[str, dict[str, Any]]:
-    """Plain decoding, and each named arm.
+    """Return plain decoding and each named arm.
 
-    `adaptive` is whatever the server chooses, `again` plain decoding once more, which shows the noise. A rule drafts as
-    many chains as it can use; `rule:KxL` says how many, `rule:2.2.1` names a tree.
+    `adaptive` is the server's own choice, `again` repeats plain decoding and shows the noise. A rule drafts the number
+    of chains that it can use; `rule:KxL` sets the number, `rule:2.2.1` a tree.
     """
     return {OFF: {"enabled": False}} | {name: _arm(name, num_drafts, draft_length) for name in names}
 
@@ -73,7 +72,7 @@ def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
 
 
 def run(url: str, options: BenchOptions) -> dict[str, Any]:
-    """Measure all cells on the daemon at `url`; the result as one JSON document."""
+    """Measure all cells on the daemon at `url` and return the result as a JSON document."""
     model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
     cells = []
     kinds = [(task, 0) for task in options.tasks if 0 in options.contexts]
@@ -111,7 +110,7 @@ class _Bench:
     temperature: float
 
     def cell(self, prompts: list[Prompt], concurrency: int, progress: Any) -> dict[str, Any]:
-        """All arms at one concurrency, interleaved."""
+        """Measure all arms at one concurrency, interleaved."""
         options = self.options
         count = _prompts_per_run(concurrency)
         results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
@@ -129,7 +128,7 @@ class _Bench:
         return {"concurrency": concurrency, **compared(results)}
 
     def ramp(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """All arms through the stages of the ramp; the rate is that of all stages together."""
+        """Measure all arms through the stages of the ramp; the rate covers all stages."""
         options = self.options
         results: dict[str, list[RunResult]] = {arm: [] for arm in options.arms}
         num_runs = options.repeats * len(options.arms)
@@ -141,21 +140,21 @@ class _Bench:
                 count = max(4, concurrency)
                 stages.append(self.run_arm(_take(prompts, (repeat + stage) * count, count), concurrency, arm))
             samples = tuple(sample for stage_result in stages for sample in stage_result.samples)
-            # Each stage counts by the tokens asked for in it, the same in every arm, at the rate it had.
+            # Each stage counts with its requested tokens, which are the same in every arm, at its measured rate.
             counts = [sum(sample.num_tokens for sample in one.samples) for one in stages]
             busy_s = sum(count / one.tokens_per_second for count, one in zip(counts, stages, strict=True))
             results[arm].append(RunResult(busy_s, sum(counts), samples))
         return {"stages": list(options.ramp), **compared(results)}
 
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
-        """One closed loop; what other runs have read of the same prompts is not used."""
+        """Run one closed loop without cached prefixes of other runs."""
         body = {**self._body(self.options.arms[arm]), "cache_salt": uuid.uuid4().hex}
         if arm == ADAPTIVE:
-            body["seed"] = None  # a seed would keep the shape
+            body["seed"] = None  # a seed would fix the shape
         return asyncio.run(closed_loop(self.url, self.model, prompts, concurrency, body))
 
     async def single_draft_acceptance(self, prompts: list[Prompt]) -> float:
-        """Share of single drafted tokens that token verification accepts: sum min(p, q), measured."""
+        """Measure the share of single drafted tokens that token verification accepts: sum min(p, q)."""
         body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
         result = await closed_loop(self.url, self.model, _take(prompts, 0, 16), 8, body)
         counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
@@ -172,7 +171,7 @@ class _Bench:
 
 
 def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
-    """Every arm's rate, as a ratio to plain decoding in the same repeat; and adaptive to the best fixed shape."""
+    """Return every arm's rate relative to plain decoding in the same repeat, and adaptive's to the best fixed shape."""
     rates = {arm: [result.tokens_per_second for result in runs] for arm, runs in results.items()}
     compared: dict[str, Any] = {
         "arms": {
@@ -197,7 +196,7 @@ def _prompts_per_run(concurrency: int) -> int:
 
 
 def _seeded(prompt: Prompt, seed: int) -> Prompt:
-    """The prompt with a seed of its own, the same in every arm: where prompts come again, their answers differ."""
+    """Return the prompt with a seed that is the same in every arm; repeated prompts get different answers."""
     return replace(prompt, body=prompt.body | {"seed": seed})
 
 
@@ -206,7 +205,7 @@ def _take(prompts: list[Prompt], start: int, count: int) -> list[Prompt]:
 
 
 def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
-    """Acceptance and reported speedup over all requests of an arm."""
+    """Return acceptance and reported speedup over all requests of an arm."""
     counted = [s.speculation for result in runs for s in result.samples if s.speculation is not None]
     samples = [s for result in runs for s in result.samples]
     summary: dict[str, Any] = {"first_token_s": statistics.median(s.first_token_s for s in samples)}
@@ -223,7 +222,7 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
 
 
 async def _greedy_equality(url: str, model: str, options: BenchOptions) -> dict[str, int]:
-    """How many of a few greedy answers are the same in every arm (float32 gives all of them)."""
+    """Count greedy answers that are the same in every arm (in float32 all are)."""
     prompts = load(options.tasks[0])[:6] if 0 in options.contexts else random_prompts(options.contexts[0], 6)
     equal = 0
     for prompt in prompts:
@@ -238,7 +237,7 @@ async def _greedy_equality(url: str, model: str, options: BenchOptions) -> dict[
 
 
 def environment(url: str) -> dict[str, Any]:
-    """What the numbers depend on, and what the daemon says of itself."""
+    """Return the environment of the measurement and the daemon's facts."""
     metrics = httpx.get(f"{url}/metrics").raise_for_status().text
     build = next((line for line in metrics.splitlines() if line.startswith("polydraft_build_info")), "")
     return {"build": build, **record.environment()}

@@ -1,4 +1,4 @@
-"""`polydraft chat`: a conversation with a running daemon in the terminal, coloured by the origin of tokens."""
+"""`polydraft chat`: a conversation with a running daemon in the terminal, colored by the origin of tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Terminal:
-    """The terminal's side of a conversation."""
+    """Terminal view of a conversation."""
 
     def __init__(self, conversation: Conversation) -> None:
         from prompt_toolkit.styles import Style
@@ -129,7 +129,7 @@ class Terminal:
         )
 
     def status(self) -> str:
-        """Return the status line: settings, and what speculation did for the last answer."""
+        """Return the status line: settings, and speculation of the last answer."""
         conversation = self._conversation
         parts = [conversation.model, f"speculation {'on' if conversation.speculates else 'off'}"]
         if metrics := conversation.metrics:
@@ -173,7 +173,7 @@ class Terminal:
             self._show(("error", f"{name} {value}".rstrip() + ": unknown; /help lists the commands\n"))
 
     def _show(self, *parts: str | tuple[str, str]) -> None:
-        """Print texts, each in the style that comes with it."""
+        """Print texts with their styles."""
         from prompt_toolkit import print_formatted_text
         from prompt_toolkit.formatted_text import FormattedText
 

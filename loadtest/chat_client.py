@@ -1,4 +1,4 @@
-"""A conversation with a running daemon over HTTP, streamed: what `polydraft chat` shows, without a terminal."""
+"""Streamed conversation with a running daemon over HTTP: the part of `polydraft chat` without a terminal."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _POLL_S = 0.5
 
 
 class ChatError(Exception):
-    """A daemon that does not answer, or refuses; the message says what to do."""
+    """Error of a daemon that does not answer or refuses; the message has advice."""
 
 
 class Piece(NamedTuple):
-    """A part of an answer."""
+    """Part of an answer."""
 
     text: str
     origin: str
-    """`loadtest.origin.ACCEPTED`, OWN or UNKNOWN."""
+    """Origin: `loadtest.origin.ACCEPTED`, OWN or UNKNOWN."""
     is_thought: bool
 
 
@@ -45,9 +45,9 @@ class Conversation:
     """Figures of the last answer."""
 
     def ask(self, text: str) -> Generator[Piece, None, None]:
-        """Send a message; yield the answer while it arrives.
+        """Send a message and yield the answer while it arrives.
 
-        What has arrived stays in the conversation, also if the caller ends early. Raises ChatError.
+        The received part stays in the conversation, also if the caller ends early. Raises ChatError.
         """
         self.messages.append({"role": "user", "content": text})
         answer = _Answer()
@@ -106,7 +106,7 @@ class _Answer:
         self.text = ""
         self._origins = Origins()
         self._num_thought = 0
-        """Characters of thoughts that have not been returned yet; they come before the text."""
+        """Number of characters of thoughts that have not been returned yet; they precede the text."""
 
     def add(self, chunk: dict[str, Any]) -> Iterator[Piece]:
         for choice in chunk["choices"]:

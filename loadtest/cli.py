@@ -1,6 +1,6 @@
-"""`polydraft bench`: measure a running daemon, or one that is started for it.
+"""`polydraft bench`: measures a running daemon, or starts one.
 
-What the extra `bench` installs is imported only to measure, so that `--help` works without it.
+Packages of the extra `bench` are imported only for measurements, so that `--help` works without them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loadtest.workload import TASKS, load
 
 
 class _Usual(NamedTuple):
-    """What is measured where the command line says nothing."""
+    """Default arms."""
 
     concurrency: tuple[int, ...]
     temperatures: tuple[float, ...]
@@ -40,7 +40,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers from 1 on, with commas between; none of none."""
+    """Parse positive integers with commas between; empty text has none."""
     values = [int(part) for part in text.split(",") if part]
     if min(values, default=1) < 1:
         raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
@@ -62,7 +62,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     result = Parser(
         prog="polydraft bench",
         description="Measure speculation on against off: closed loop over HTTP, arms interleaved in one run. "
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench; 0, 1 when the daemon failed, 2 when a package that it needs is missing."""
+    """Run the bench and return the exit code: 1 if the daemon failed, 2 if a package is missing."""
     options = parser().parse_args(arguments)
     for package in ("httpx", "matplotlib") if options.plot else ("httpx",):
         try:

@@ -1,7 +1,7 @@
-"""A closed-loop client: so many requests are open at any time, each followed by the next.
+"""Closed-loop client: a constant number of requests is open, and each is followed by the next.
 
-A rate is measured only while all of them are open: behind that answers end one by one, a load nobody asked for, and the
-more so the more their speeds differ (plain answers of one length all end in the same step).
+A rate is measured only while all of them are open. Afterwards the load falls as answers end one by one, and more so if
+their speeds differ (plain answers of one length all end in the same step).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TIMEOUT_S = 600.0
 
 
 def key_headers() -> dict[str, str]:
-    """The header with the daemon's API key, where `POLYDRAFT_API_KEY` has one (of several, the first)."""
+    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set (the first of several)."""
     key = os.environ.get("POLYDRAFT_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def metric(url: str, name: str) -> float:
-    """A number of the daemon's metrics, summed over its labels; RuntimeError where there is none of that name."""
+    """Return a metric of the daemon, summed over its labels; raises RuntimeError if it does not exist."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
     values = [sample.value for family in families for sample in family.samples if sample.name == name]
     if not values:
@@ -39,7 +39,7 @@ def metric(url: str, name: str) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answered request, as the client saw it."""
+    """Answered request with the client's measurements."""
 
     num_tokens: int
     first_token_s: float
@@ -49,29 +49,29 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One closed-loop run."""
+    """Result of a closed-loop run."""
 
     busy_s: float
-    """Until there was nothing left to send."""
+    """Time until all requests had been sent."""
     num_tokens: int
-    """Tokens of all answers by then."""
+    """Number of tokens of all answers by then."""
     samples: tuple[Sample, ...]
-    """By prompt, in order; those too that ended later."""
+    """Answers in the order of the prompts, also those that ended later."""
     total_s: float = 0.0
-    """Until the last answer's end."""
+    """Time until the end of the last answer."""
     num_events: int = 0
-    """Chunks of all answers."""
+    """Number of chunks of all answers."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Rate at the concurrency asked for."""
+        """Tokens per second at the requested concurrency."""
         return self.num_tokens / self.busy_s
 
 
 async def closed_loop(
     url: str, model: str, prompts: Sequence[Prompt], concurrency: int, options: dict[str, Any]
 ) -> RunResult:
-    """Send every prompt once, `concurrency` at a time; raises RuntimeError when one fails."""
+    """Send every prompt once, `concurrency` at a time; raises RuntimeError if one fails."""
     queue = list(enumerate(prompts))[::-1]
     samples: dict[int, Sample] = {}
     busy: list[tuple[float, int]] = []
@@ -95,7 +95,7 @@ async def closed_loop(
 async def _stream_one(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], receive: Callable[[int], None]
 ) -> Sample:
-    """`receive` is told how many tokens have come, whenever some have."""
+    """Send a request; `receive` gets the number of tokens of each chunk."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     began = time.perf_counter()
     first_s: float | None = None
@@ -132,7 +132,7 @@ def _has_text(chunk: dict[str, Any]) -> bool:
 
 
 async def whole_text(url: str, model: str, prompt: Prompt, options: dict[str, Any]) -> str:
-    """The text of one whole answer, its thoughts first."""
+    """Return the text of one whole answer, its thoughts first."""
     async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=_TIMEOUT_S) as client:
         response = await client.post(prompt.path, json={"model": model, **prompt.body, **options})
         response.raise_for_status()

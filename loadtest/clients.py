@@ -1,9 +1,9 @@
 """`python -m loadtest.clients --url URL`: client libraries and agent frameworks against a running daemon.
 
-Each client that is installed is tried as its own documentation uses it; the table says which version did what. They are
-not among the project's dependencies: install those that matter to you beside it (the lists are `CLIENTS` and
-`JAVASCRIPT_CLIENTS` below, and `AGENTS` in `agents.py`; `npm install` the latter into a folder and name it by `--npm
-FOLDER`). Agents have prompts of 20,000 tokens and need a model that calls functions; name them by `--only program`.
+Each installed client is used as in its documentation; the table shows the result by version. The clients are not
+dependencies of the project. Install those you need (the lists are `CLIENTS` and `JAVASCRIPT_CLIENTS` below, and
+`AGENTS` in `agents.py`; `npm install` the latter two into a folder and pass `--npm FOLDER`). Agents have prompts of
+20,000 tokens and need a model that calls functions; select them with `--only program`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WEATHER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Server:
-    """The daemon that is tried."""
+    """Tested daemon."""
 
     url: str
     model: str
@@ -43,12 +43,12 @@ class Server:
 
     @property
     def v1(self) -> str:
-        """What OpenAI's clients call base_url."""
+        """Return the base_url of OpenAI's clients."""
         return f"{self.url}/v1"
 
 
 def openai_chat(server: Server) -> None:
-    """Whole, streamed, legacy completions."""
+    """Whole and streamed answers, and legacy completions."""
     import openai
 
     with openai.OpenAI(base_url=server.v1, api_key=server.key) as client:
@@ -61,7 +61,7 @@ def openai_chat(server: Server) -> None:
 
 
 def openai_responses(server: Server) -> None:
-    """The Responses API, streamed."""
+    """Streamed answers of the Responses API."""
     import openai
 
     client = openai.OpenAI(base_url=server.v1, api_key=server.key)
@@ -72,7 +72,7 @@ def openai_responses(server: Server) -> None:
 
 
 def openai_tools(server: Server) -> None:
-    """A forced call, and its result sent back."""
+    """Forced call whose result is sent back."""
     import openai
 
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": _WEATHER}}
@@ -89,7 +89,7 @@ def openai_tools(server: Server) -> None:
 
 
 def anthropic_messages(server: Server) -> None:
-    """Whole, streamed, a forced tool, counted tokens."""
+    """Whole and streamed answers, a forced tool, counted tokens."""
     import anthropic
 
     messages: Any = [{"role": "user", "content": _QUESTION}]
@@ -107,7 +107,7 @@ def anthropic_messages(server: Server) -> None:
 
 
 def litellm_both(server: Server) -> None:
-    """By its OpenAI and its Anthropic provider."""
+    """OpenAI's and Anthropic's providers of litellm."""
     import litellm
 
     messages = [{"role": "user", "content": _QUESTION}]
@@ -147,7 +147,7 @@ def llama_index(server: Server) -> None:
 
 
 def pydantic_ai(server: Server) -> None:
-    """An agent, by OpenAI's protocol."""
+    """Agent with OpenAI's protocol."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -157,7 +157,7 @@ def pydantic_ai(server: Server) -> None:
 
 
 def openai_agents(server: Server) -> None:
-    """An agent with a tool that it must call once."""
+    """Agent with a tool that it must call once."""
     from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
     from openai import AsyncOpenAI
 
@@ -179,7 +179,7 @@ def openai_agents(server: Server) -> None:
 
 
 def instructor_model(server: Server) -> None:
-    """A pydantic model out of a JSON schema."""
+    """Pydantic model from a JSON schema."""
     import instructor
     import openai
     from pydantic import BaseModel, ConfigDict, Field
@@ -196,7 +196,7 @@ def instructor_model(server: Server) -> None:
 
 
 def smolagents_model(server: Server) -> None:
-    """Its model, as its agents call it."""
+    """Model of smolagents, called like its agents do."""
     from smolagents import OpenAIServerModel
 
     model = OpenAIServerModel(server.model, api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)
@@ -204,7 +204,7 @@ def smolagents_model(server: Server) -> None:
 
 
 def haystack(server: Server) -> None:
-    """Its chat generator."""
+    """Chat generator of haystack."""
     from haystack.components.generators.chat import OpenAIChatGenerator
     from haystack.dataclasses import ChatMessage
     from haystack.utils import Secret
@@ -219,14 +219,14 @@ def haystack(server: Server) -> None:
 
 
 def dspy_model(server: Server) -> None:
-    """Its language model."""
+    """Language model of dspy."""
     import dspy
 
     assert dspy.LM(f"openai/{server.model}", api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)(_QUESTION)
 
 
 def llm_command(server: Server) -> None:
-    """The command line tool, with a model of its configuration."""
+    """Command line tool with a configured model."""
     home = Path(os.environ.get("TMPDIR", "/tmp")) / "polydraft-llm-client"
     home.mkdir(exist_ok=True)
     entry = {"model_id": "polydraft", "model_name": server.model, "api_base": server.v1, "api_key_name": "polydraft"}
@@ -240,7 +240,7 @@ def llm_command(server: Server) -> None:
 
 
 def autogen(server: Server) -> None:
-    """An assistant of AutoGen."""
+    """Assistant of AutoGen."""
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
@@ -282,7 +282,7 @@ JAVASCRIPT_CLIENTS: dict[str, str] = {
 
 
 def tried(server: Server, name: str) -> dict[str, str]:
-    """What became of one client."""
+    """Return the result of one client."""
     package, use = CLIENTS[name]
     try:
         version = importlib.metadata.version(package)
@@ -291,18 +291,18 @@ def tried(server: Server, name: str) -> dict[str, str]:
     try:
         use(server)
         result = "works"
-    except Exception as error:  # whatever a client raises is its result
+    except Exception as error:  # any error is the client's result
         result = f"{type(error).__name__}: {error}"[:300]
     return {"client": name, "package": package, "version": version, "result": result}
 
 
 def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
-    """What became of one JavaScript client that is installed in a folder."""
+    """Return the result of a JavaScript client that is installed in a folder."""
     package = JAVASCRIPT_CLIENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
     if not manifest.is_file():
         return {"client": name, "package": package, "result": "not installed"}
-    # Read from standard input, a module finds packages in the folder that it runs in.
+    # A module from standard input finds packages in the current folder.
     command = ["node", "--input-type=module", "-", server.url, server.model, package]
     script = Path(__file__).with_suffix(".mjs").read_text()
     try:
@@ -318,7 +318,7 @@ def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
 
 
 def tried_agent(server: Server, name: str, folder: Path) -> dict[str, str]:
-    """What became of a task of a coding agent, whose program is installed in a folder."""
+    """Return the result of a coding agent's task; its program is installed in a folder."""
     package, program, run = AGENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
     if not manifest.is_file():
@@ -337,7 +337,7 @@ def tried_agent(server: Server, name: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run from the command line; 1 where an installed client fails."""
+    """Run from the command line; the exit code is 1 if an installed client fails."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.clients", description=__doc__)
     parser.add_argument("--url", default="http://localhost:8000", help="the daemon's address")
     parser.add_argument("--model", default="polydraft-demo", help="the served model")

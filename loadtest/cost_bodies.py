@@ -1,6 +1,6 @@
 """Largest bodies that a client can send, by endpoint and field: right types up to their limits, and wrong types.
 
-The fields come from the daemon's own /openapi.json, so that a new field is measured without a change here.
+The fields come from the daemon's /openapi.json, so that new fields are measured without a change here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEAST: dict[str, dict[str, Any]] = {
 }
 """Smallest valid body of each endpoint, without its model."""
 ALLOWED = "the most that is allowed"
-"""Kind of a value that is as large as a right one may be."""
+"""Name of the values that have the largest valid size."""
 _MARGIN = 1024
-"""Bytes left for the rest of the body."""
+"""Number of bytes reserved for the rest of the body."""
 
 
 def _array(item: str) -> Callable[[int], str]:
@@ -66,22 +66,22 @@ KINDS: dict[str, Callable[[int], str]] = {
     "deep objects": lambda room: '{"a":' * (room // 6) + "1" + "}" * (room // 6),
     "digits": lambda room: "1" * room,
 }
-"""JSON of about this many bytes, by what it holds; every field gets each of them."""
+"""Functions that return JSON of about a number of bytes, by its content; every field gets each of them."""
 
 
 @dataclass(frozen=True)
 class Body:
-    """One request of the measurement."""
+    """Request of the measurement."""
 
     path: str
     field: str
     kind: str
     build: Callable[[], bytes]
-    """Makes its JSON: all bodies of a measurement would not fit the memory."""
+    """Function that builds its JSON; all bodies of a measurement would not fit in memory."""
 
 
 def filled(path: str, model: str, field: str, value: str, more: dict[str, Any] | None = None) -> bytes:
-    """JSON of a valid body in which one field has this JSON."""
+    """Return the JSON of a valid body with this JSON in one field."""
     rest = {"model": model, **_LEAST[path], **(more or {})}
     rest.pop(field, None)
     return f'{json.dumps(rest)[:-1]}, "{field}": {value}}}'.encode()
@@ -92,7 +92,7 @@ def _full(path: str, model: str, field: str, value: Callable[[int], str], max_by
 
 
 def fields_of(described: dict[str, Any], path: str) -> list[str]:
-    """Names of the fields of an endpoint's body, as /openapi.json has them."""
+    """Return the names of the fields of an endpoint's body from /openapi.json."""
     schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     if "$ref" in schema:
         schema = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
@@ -100,7 +100,7 @@ def fields_of(described: dict[str, Any], path: str) -> list[str]:
 
 
 def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Body]:
-    """Every field of every endpoint with every kind of value at its full size."""
+    """Yield every field of every endpoint with every value at its full size."""
     for path in ENDPOINTS:
         if path not in described["paths"]:
             continue
@@ -110,7 +110,7 @@ def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Bod
 
 
 def limits(model: str, max_bytes: int) -> Iterator[Body]:
-    """Bodies whose every value is allowed, at the largest that is: they are served, or refused for their sum."""
+    """Yield bodies with valid values of the largest size: they are served, or refused for their sum."""
     completions, chat = "/v1/completions", "/v1/chat/completions"
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "enum": ["a" * 20]} for n in range(2000)}}
     tools = [

@@ -1,8 +1,8 @@
-"""`python -m loadtest.costs`: the largest body of every field, beside somebody else's stream and /health.
+"""`python -m loadtest.costs`: effect of the largest bodies on another client's stream and on /health.
 
-Each body is sent alone; the costliest kind of each field is sent again, twenty at once. Then come headers without an
-end, connections that say nothing under a small limit of open files, and hostile grammars. The longest gap between the
-stream's chunks and the longest answer of /health are noted for each.
+Each body is sent alone; the costliest one of each field is sent again, twenty at once. Then follow endless headers,
+silent connections under a small limit of open files, and hostile grammars. The longest gap between the stream's chunks
+and the longest response time of /health are noted for each.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _ANSWER_TIMEOUT_S = 180.0
 _HEADER_BYTES = 75 << 20
 _OPEN_FILES, _SILENT = 256, 300
 _HOSTILE = "start: /x+/ /x+/"
-"""A grammar that the library does not finish reading within the limits."""
+"""Grammar that the library does not compile within the limits."""
 _EMBEDDED = Path(__file__).parents[1] / "engine" / "demo" / "target"
 _LONG_CONTEXT = 262_144
 _PAUSE_S = 0.01
 _BODIES_PER_READING = 10
-"""Bodies after which the memory is read: reading it takes longer than many bodies do."""
+"""Number of bodies between two readings of the memory, which take longer than many bodies."""
 _NUM_ROWS = 16
 SETTLE_S = 0.3
-"""Time after a body in which the stream and /health are still watched."""
+"""Time after a body in which the stream and /health are watched."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One body's cost to itself and to others."""
+    """Cost of a body to its client and to others."""
 
     path: str
     field: str
@@ -62,12 +62,12 @@ class Cost:
     at_once: int
     statuses: dict[str, int]
     answer_s: float
-    """Until the last of the answers."""
+    """Time until the last response."""
     neighbour: dict[str, float]
 
 
 class Neighbour:
-    """A process that reads a stream and asks for /health, apart from what this one sends."""
+    """Separate process that reads a stream and polls /health."""
 
     def __init__(self, url: str, model: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -79,7 +79,7 @@ class Neighbour:
         self._since_s = time.perf_counter()
 
     def seen(self) -> dict[str, float]:
-        """Return what was seen since the last call: longest gap of the stream, longest answer of /health, pace."""
+        """Return the longest gap of the stream, the longest time of /health, and the pace since the last call."""
         self._connection.send(None)
         gap_s, health_s, num_chunks = self._connection.recv()
         now = time.perf_counter()
@@ -93,11 +93,11 @@ class Neighbour:
 
 
 def post(address: tuple[str, int], path: str, body: bytes) -> str:
-    """Status of the answer to a request, or the name of what went wrong; reads the answer to its end."""
+    """Read the response of a request to its end, and return its status or the name of an error."""
     head = f"POST {path} HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     try:
         with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
-            with contextlib.suppress(ConnectionError):  # refused before all of it was sent; the answer may be there
+            with contextlib.suppress(ConnectionError):  # refused before all of it was sent; the response may be there
                 connection.sendall(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
             status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
             while connection.recv(1 << 20):
@@ -124,7 +124,7 @@ def measure_body(address: tuple[str, int], body: Body, at_once: int, neighbour: 
 
 
 def notable(costs: Sequence[Cost]) -> list[Cost]:
-    """Of each field of an endpoint the bodies that took longest, or held up the stream or /health longest."""
+    """Return the bodies of each field of an endpoint with the longest time, gap, or time of /health."""
     by_field: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     for cost in costs:
         by_field[cost.path, cost.field].append(cost)
@@ -138,12 +138,12 @@ def notable(costs: Sequence[Cost]) -> list[Cost]:
 
 
 def memory_bytes(url: str) -> float:
-    """Resident memory of the HTTP process."""
+    """Return the resident memory of the HTTP process."""
     return metric(url, "process_resident_memory_bytes")
 
 
 def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour, at_once: int = _AT_ONCE) -> dict[str, Any]:
-    """Every body alone, then the costliest of each field of an endpoint, `at_once` at the same time (1: not again)."""
+    """Send every body alone, then the costliest of each field, `at_once` at the same time (1: not again)."""
     parts = urlsplit(url)
     address = str(parts.hostname), int(parts.port or 80)
     before, peak = memory_bytes(url), 0.0
@@ -170,7 +170,7 @@ def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour, at_on
 
 
 def endless_header(address: tuple[str, int]) -> str:
-    """Send a header that does not end; status of the answer, or the name of what ended the connection."""
+    """Send an endless header and return the status of the response, or the name of the error."""
     piece = b"a" * (1 << 20)
     try:
         with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
@@ -184,7 +184,7 @@ def endless_header(address: tuple[str, int]) -> str:
 
 
 def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
-    """Headers without an end, one and then twenty."""
+    """Send endless headers, one and then twenty."""
     parts = urlsplit(url)
     address = str(parts.hostname), int(parts.port or 80)
     found = {}
@@ -198,7 +198,7 @@ def measure_headers(url: str, neighbour: Neighbour) -> dict[str, Any]:
 
 
 def measure_silence(arguments: Sequence[str]) -> dict[str, Any]:
-    """Connections that say nothing, more than the daemon may have files open: when does /health answer again?"""
+    """Open more silent connections than the daemon may have files, and measure the time until /health answers."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with running_daemon(arguments, ["prlimit", f"--nofile={_OPEN_FILES}:{_OPEN_FILES}"]) as url:
         parts = urlsplit(url)
@@ -219,7 +219,7 @@ def measure_silence(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
-    """Twenty hostile grammars, and an honest schema that is sent after them."""
+    """Send twenty hostile grammars, and then an ordinary schema."""
     body = {"model": _MODEL, "prompt": "a", "max_tokens": 24}
     honest = {**body, "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 
@@ -249,7 +249,7 @@ def measure_grammars(url: str, neighbour: Neighbour) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def neighbour_of(url: str) -> Iterator[Neighbour]:
-    """A neighbour for as long as the block lasts."""
+    """Run a neighbour during the block."""
     neighbour = Neighbour(url, _MODEL)
     try:
         yield neighbour
@@ -258,7 +258,7 @@ def neighbour_of(url: str) -> Iterator[Neighbour]:
 
 
 def quiet(neighbour: Neighbour, seconds: float = 10.0) -> dict[str, float]:
-    """Watch the neighbour while nobody else sends anything."""
+    """Watch the neighbour without other requests."""
     neighbour.seen()
     time.sleep(seconds)
     return neighbour.seen()
@@ -266,7 +266,7 @@ def quiet(neighbour: Neighbour, seconds: float = 10.0) -> dict[str, float]:
 
 @contextlib.contextmanager
 def long_model() -> Iterator[str]:
-    """A folder with the embedded target, whose configuration allows a long context."""
+    """Return a folder with the embedded target, configured for a long context."""
     with tempfile.TemporaryDirectory(prefix="long-model-") as folder:
         for file in _EMBEDDED.iterdir():
             if file.name != "config.json":
@@ -278,7 +278,7 @@ def long_model() -> Iterator[str]:
 
 
 def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> dict[str, Any]:
-    """An honest prompt of 1 MB beside a stream, from its arrival on; its client leaves after a while."""
+    """Send an ordinary prompt of 1 MB during a stream; its client leaves after a while."""
     data = filled("/v1/completions", _MODEL, "prompt", json.dumps("word " * (size_bytes // 5)))
     with long_model() as folder:
         words = [folder, *arguments, "--max-model-len", str(_LONG_CONTEXT), "--kv-cache-memory-bytes", str(8 << 30)]
@@ -293,13 +293,13 @@ def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> 
 
 
 def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Body], bool]) -> dict[str, Any]:
-    """All parts, one after the other; wanted: which bodies are sent."""
+    """Run all parts in sequence; wanted: filter of the bodies."""
     words = [*arguments, "--served-model-name", _MODEL]
     result: dict[str, Any] = {"environment": environment(), "max_request_bytes": max_bytes}
     with running_daemon([*words, "--max-request-bytes", str(max_bytes)]) as url, neighbour_of(url) as neighbour:
         described = httpx.get(f"{url}/openapi.json").raise_for_status().json()
         result["alone"] = quiet(neighbour)
-        # Each of these asks for many answers: twenty of them fill the queue, and the engine is what is measured.
+        # Each of these requests many answers, so twenty of them would fill the queue and measure the engine.
         allowed = [body for body in limits(_MODEL, max_bytes) if wanted(body)]
         result["limits"] = measure_bodies(url, allowed, neighbour, at_once=1)
         bodies = [body for body in sweep(described, _MODEL, max_bytes) if wanted(body)]
@@ -312,7 +312,7 @@ def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Body], b
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table: costliest fields, all other fields as one, and each other attack."""
+    """Return the rows of the table: costliest fields, all other fields together, and each other attack."""
     alone: dict[str, list[dict[str, Any]]] = defaultdict(list)
     together: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for part in ("limits", "bodies"):
@@ -358,7 +358,7 @@ def _row(name: str, alone: Sequence[dict[str, Any]], together: Sequence[dict[str
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of SECURITY.md."""
+    """Return the table of SECURITY.md."""
     head = [
         "field",
         "largest body",

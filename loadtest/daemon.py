@@ -1,4 +1,4 @@
-"""A daemon of our own to measure, for as long as a `with` block lasts."""
+"""Starts a daemon for measurements."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SHOWN_LINES = 20
 
 @contextlib.contextmanager
 def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iterator[str]:
-    """Start `polydraft serve` on a free port; the URL, once it is ready.
+    """Start `polydraft serve` on a free port and yield its URL when it is ready.
 
-    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command that starts it, for
-    instance with other limits of the system. Raises RuntimeError, with the last lines of the log, if the daemon exits
-    or is not ready after ten minutes.
+    arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command that starts it,
+    for example with other system limits. Raises RuntimeError with the last lines of the log if the daemon exits or is
+    not ready after ten minutes.
     """
     url = f"http://127.0.0.1:{(port := _free_port())}"
     serve = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     command = [*prefix, *serve]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        # Its log is read all the time: a daemon whose log nobody reads stops when the pipe is full.
+        # The log is read all the time, because the daemon would block on a full pipe.
         log = deque[str](maxlen=_SHOWN_LINES)
         reader = threading.Thread(target=log.extend, args=(process.stderr,))
         reader.start()
@@ -49,7 +49,7 @@ def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iter
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Let it drain, and end it where that takes too long."""
+    """Let the daemon drain, and kill it if that takes too long."""
     process.terminate()
     try:
         process.wait(_STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What measurements depend on, for every result that is written down."""
+"""Environment of a measurement, for every stored result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def environment() -> dict[str, Any]:
-    """Commit, processor, libraries."""
+    """Return commit, processor and libraries."""
     return {
         "commit": _commit(),
         "cpu": _cpu_model(),
@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
 
 
 def _device() -> dict[str, Any]:
-    """The card, where this process has used one."""
+    """Return the GPU, if this process has used one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
@@ -32,7 +32,7 @@ def _device() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """None outside a repository, and where there is no git."""
+    """Return the commit; None outside a repository or without git."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False

@@ -1,8 +1,8 @@
-"""`python -m loadtest.features`: what predictions, seed-stable sampling and the prefix cache give and cost.
+"""`python -m loadtest.features`: gain and cost of predictions, seed-stable sampling and the prefix cache.
 
-On the embedded pair, arms interleaved in one run. Predictions: the model's own answer at temperature 0 with one word
-replaced (right to within one edit), somebody else's text (useless), none. Prefix cache: cached tokens over a
-conversation of 20 turns with speculation on and off; and unshared prompts on two daemons, one without the cache.
+Uses the embedded pair, with interleaved arms in one run. Predictions: the model's answer at temperature 0 with one
+word replaced, an unrelated text (useless), none. Prefix cache: cached tokens over a conversation of 20 turns with
+speculation on and off, and unshared prompts on two daemons, one without the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Caller:
         self.model = self.http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 
     def call(self, prompt: Prompt, **more: Any) -> dict[str, Any]:
-        """The answer's body, and how long it took under `seconds`."""
+        """Return the body of the response, with the time as `seconds`."""
         began = time.perf_counter()
         response = self.http.post(prompt.path, json={"model": self.model, **prompt.body, **more})
         if response.status_code != 200:
@@ -46,26 +46,26 @@ class Caller:
         return {**response.json(), "seconds": time.perf_counter() - began}
 
     def tokens(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         body = {"prompt": text, "add_special_tokens": False}
         return list(self.http.post("/tokenize", json=body).raise_for_status().json()["tokens"])
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """The text of its first choice."""
+    """Return the text of the first choice."""
     choice = answer["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 def with_one_edit(text: str) -> str:
-    """The text with its middle word replaced."""
+    """Return the text with its middle word replaced."""
     words = text.split(" ")
     words[len(words) // 2] = "otherwise"
     return " ".join(words)
 
 
 def predictions(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, Any]:
-    """Tokens per pass and speed without a prediction, with one that is right but for a word, with a useless one."""
+    """Measure tokens per pass and speed without a prediction, with a good one, and with a useless one."""
     source = load("gutenberg")
     prompts = source[:num_prompts]
     common = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
@@ -88,7 +88,7 @@ def predictions(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, 
 
 
 def seed_stable(caller: Caller, num_prompts: int, max_tokens: int) -> dict[str, Any]:
-    """Tokens per pass at temperature 1 by rule, with seed-stable sampling and without."""
+    """Measure tokens per pass at temperature 1 by rule, with and without seed-stable sampling."""
     prompts = load("dialogues")[:num_prompts]
     result = {}
     for rule in ("block", "bv_race"):
@@ -128,7 +128,7 @@ def _arm(answers: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str,
 
 
 def conversation(caller: Caller, speculation: dict[str, Any], num_turns: int) -> dict[str, Any]:
-    """Cached and prompt tokens of every turn; the whole text before it is each turn's prompt."""
+    """Measure cached and prompt tokens of every turn; its prompt is the whole text before it."""
     questions = [prompt.body["prompt"][:120] for prompt in load("gutenberg")[:num_turns]]
     text: list[int] = []
     cached, prompt_tokens = [], []
@@ -150,11 +150,11 @@ def conversation(caller: Caller, speculation: dict[str, Any], num_turns: int) ->
 
 
 def unshared_cost(cached: Caller, uncached: Caller, num_runs: int) -> dict[str, Any]:
-    """Time with the cache over time without, on prompts that nobody has sent before."""
+    """Measure the time with the cache divided by the time without it, on new prompts."""
     source = load("gutenberg")
     times: dict[str, list[float]] = {"with": [], "without": []}
     for run in tqdm(range(num_runs), desc="unshared prompts"):
-        # The number in front makes every block of the prompt new.
+        # The leading number makes every block of the prompt new.
         body = {"prompt": f"{run} " + " ".join(str(part.body["prompt"]) for part in source[:4])}
         pair = [("with", cached), ("without", uncached)]
         for name, caller in pair if run % 2 == 0 else pair[::-1]:

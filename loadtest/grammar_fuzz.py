@@ -1,8 +1,8 @@
-"""`python -m loadtest.grammar_fuzz`: strange grammars for a daemon that streams to somebody else.
+"""`python -m loadtest.grammar_fuzz`: fuzzes grammars on a daemon that streams to another client.
 
-Regular expressions, JSON schemas and Lark grammars are made by mutation of valid ones and sent as structured outputs.
-Every one must end with an answer or with 400. Beside them a neighbour reads a stream, whose gaps between chunks are
-noted while grammars are sent and, for comparison, in pauses without any.
+Regular expressions, JSON schemas and Lark grammars are mutations of valid ones, sent as structured outputs. Each must
+end with an answer or with 400. A neighbour reads a stream; the gaps between its chunks are noted while grammars are
+sent and, for comparison, in pauses.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NUMBERS: list[Any] = [0, -1, 1e19, -1e19, 1e308, 5e-324, 2**63, -(2**63), 100_0
 
 
 def mutated_text(text: str, chance: random.Random) -> str:
-    """A text with pieces put in, left out, doubled or moved."""
+    """Return a text with pieces inserted, removed, doubled or moved."""
     for _ in range(chance.randrange(1, 6)):
         at, to = sorted(chance.randrange(len(text) + 1) for _ in range(2))
         text = chance.choice(
@@ -73,7 +73,7 @@ def mutated_text(text: str, chance: random.Random) -> str:
 
 
 def mutated_schema(value: Any, chance: random.Random) -> Any:
-    """A schema with values, keywords or parts replaced."""
+    """Return a schema with values, keywords or parts replaced."""
     if isinstance(value, dict):
         changed = {key: mutated_schema(part, chance) for key, part in value.items()}
         if chance.random() < 0.4:
@@ -94,7 +94,7 @@ def mutated_schema(value: Any, chance: random.Random) -> Any:
 
 
 def strange_grammar(chance: random.Random) -> dict[str, Any]:
-    """`structured_outputs` of some kind, a few of them valid."""
+    """Return random `structured_outputs`; a few are valid."""
     kind = chance.choice(["regex", "grammar", "json"])
     if kind == "json":
         return {kind: mutated_schema(chance.choice(_SCHEMAS), chance)}
@@ -104,7 +104,7 @@ def strange_grammar(chance: random.Random) -> dict[str, Any]:
 
 @dataclass
 class Findings:
-    """What was seen so far."""
+    """Observations so far."""
 
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Findings:
     num_streams: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Counts, and quantiles of the neighbour's gaps in milliseconds."""
+        """Return counts, and quantiles of the neighbour's gaps in milliseconds."""
         gaps = {}
         for phase, found in self.gaps_s.items():
             ordered = sorted(found) or [0.0]
@@ -152,7 +152,7 @@ async def neighbour(http: httpx.AsyncClient, model: str, findings: Findings) -> 
 
 
 async def fuzz(http: httpx.AsyncClient, model: str, findings: Findings, chance: random.Random) -> None:
-    """Send one grammar after the other until cancelled."""
+    """Send grammars in sequence until cancelled."""
     while True:
         if not findings.is_fuzzing:
             await asyncio.sleep(0.05)
@@ -170,7 +170,7 @@ async def fuzz(http: httpx.AsyncClient, model: str, findings: Findings, chance: 
 
 
 async def run(url: str, options: argparse.Namespace) -> Findings:
-    """Fuzz for so many minutes, four fifths of the time."""
+    """Fuzz for `minutes`, four fifths of the time."""
     findings = Findings()
     limits = httpx.Limits(max_connections=options.concurrency + 1)
     async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=120, limits=limits) as http:
@@ -199,7 +199,7 @@ async def run(url: str, options: argparse.Namespace) -> Findings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start a daemon, fuzz it, print and write what was found; 1 where a grammar got neither an answer nor 400."""
+    """Fuzz a new daemon, print and write the result; the exit code is 1 if a grammar got neither an answer nor 400."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.grammar_fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to fuzz")
     parser.add_argument("--concurrency", type=int, default=2, help="grammars that are sent at once")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the findings to this JSON file")
     options, serve = parser.parse_known_args(arguments)
     with running_daemon([*serve]) as url:
-        measured_on = environment(url)  # a daemon that the fuzzing ends could not be asked any more
+        measured_on = environment(url)  # fuzzing might end the daemon
         findings = asyncio.run(run(url, options))
     report = {"minutes": options.minutes, "concurrency": options.concurrency, "seed": options.seed}
     report |= {**findings.summary(), "environment": measured_on}

@@ -1,7 +1,7 @@
-"""`python -m loadtest.malformed`: a thousand malformed requests a second beside a stream that somebody else reads.
+"""`python -m loadtest.malformed`: effect of a thousand malformed requests per second on another client's stream.
 
-Seconds with them and seconds without take turns; the gaps between the stream's chunks are noted in both. Every
-malformed request must get a 4xx answer.
+Seconds with and without malformed requests alternate, and the gaps between the stream's chunks are noted in both.
+Every malformed request must get a 4xx response.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BODIES = (
 
 @dataclass
 class Turns:
-    """Which kind of turn it is, and what was seen in each."""
+    """Current phase, and the observations in each."""
 
     sends: bool = False
     gaps_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
@@ -52,13 +52,13 @@ class Turns:
 
 
 def request(host: str, body: bytes) -> bytes:
-    """A request as bytes."""
+    """Return a request as bytes."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     return head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def send(host: str, port: int, rate: float, turns: Turns, first: int) -> None:
-    """One connection's malformed requests at its share of the rate; ends when it is cancelled."""
+    """Send one connection's malformed requests at its share of the rate until cancelled."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         number, due = first, time.monotonic()
@@ -82,7 +82,7 @@ async def send(host: str, port: int, rate: float, turns: Turns, first: int) -> N
 
 
 async def read(url: str, model: str, turns: Turns) -> None:
-    """Streams, one after the other, and the gaps between their chunks; ends when it is cancelled."""
+    """Read streams and note the gaps between their chunks until cancelled."""
     body = {"model": model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(base_url=url, headers=key_headers(), timeout=60) as client:
         while True:
@@ -98,7 +98,7 @@ async def read(url: str, model: str, turns: Turns) -> None:
 async def measure(
     url: str, rate: float, num_turns: int, model: str = "polydraft-demo", turn_s: float = 5.0
 ) -> dict[str, Any]:
-    """Take turns; what was sent and how long the gaps were."""
+    """Alternate the phases, and return the numbers of requests and the gaps."""
     parts = urlsplit(url)
     turns = Turns()
     host, port = str(parts.hostname), int(parts.port or 80)
@@ -123,7 +123,7 @@ async def measure(
 
 
 def summary(gaps_s: list[float]) -> dict[str, float]:
-    """Some quantiles."""
+    """Return some quantiles."""
     gaps_ms = 1000 * np.array(gaps_s)
     quantiles = {f"p{share}": float(np.percentile(gaps_ms, share)) for share in (50, 99)}
     return {"count": len(gaps_s), **quantiles, "longest": float(gaps_ms.max())}

@@ -1,4 +1,4 @@
-"""Somebody else's view of a busy daemon: gaps of a stream, and how long /health takes to answer."""
+"""Another client of a busy daemon: measures gaps of a stream and response times of /health."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RETRY_S = 0.1
 
 
 class _Seen:
-    """Longest times since they were asked for; what is still awaited counts as long as it has lasted."""
+    """Longest times since the last report; a pending response counts with its time so far."""
 
     def __init__(self) -> None:
         self.longest_gap_s = self.longest_health_s = 0.0
@@ -23,7 +23,7 @@ class _Seen:
         self.health_since_s: float | None = None
 
     def chunk(self) -> None:
-        """The stream's next chunk has come."""
+        """Note the stream's next chunk."""
         now = time.perf_counter()
         self.num_chunks += 1
         if self.last_chunk_s is not None:
@@ -31,7 +31,7 @@ class _Seen:
         self.last_chunk_s = now
 
     def take(self) -> tuple[float, float, int]:
-        """(longest gap, longest /health, chunks), and begin anew."""
+        """Return (longest gap, longest /health, number of chunks), and reset them."""
         now = time.perf_counter()
         gap_s = max(self.longest_gap_s, now - (self.last_chunk_s or now))
         health_s = max(self.longest_health_s, now - (self.health_since_s or now))
@@ -41,7 +41,7 @@ class _Seen:
 
 
 async def _stream(url: str, model: str, seen: _Seen) -> None:
-    """Read one stream after the other."""
+    """Read streams in sequence."""
     body = {"model": model, "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         while True:
@@ -84,6 +84,5 @@ async def _watch(url: str, model: str, connection: Connection) -> None:
 
 
 def watch(url: str, model: str, connection: Connection) -> None:
-    """Watch a daemon from a process apart until it is terminated; answers every message with the longest times since
-    the last one."""
+    """Watch a daemon until the process is terminated; report the longest times after each message."""
     asyncio.run(_watch(url, model, connection))

@@ -1,8 +1,8 @@
-"""The origin of each part of a streamed answer: drafted and accepted, or the target model's own token.
+"""Finds the origin of each part of a streamed answer: an accepted draft, or the target model's own token.
 
-A stream sends text, and steps if the request has `return_drafts`. The first `num_accepted` of a step's tokens were
-drafted. The text decides what is shown, tokens only colour it: special tokens are in no text, and a character may be
-spread over several tokens.
+A stream sends text, and steps if the request has `return_drafts`. The first `num_accepted` tokens of a step were
+drafted. The text is shown as it is; tokens only color it: special tokens are not in the text, and a character may span
+several tokens.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from typing import Any
 
 Run = tuple[str, str]
-"""(text, origin): ACCEPTED, OWN, or UNKNOWN."""
+"""Text and origin: ACCEPTED, OWN or UNKNOWN."""
 ACCEPTED, OWN, UNKNOWN = "accepted", "own", "unknown"
 _PART = "�"
-"""In the text of a token that holds a part of a character only."""
+"""Mark in the text of a token with a part of a character."""
 
 
 class Origins:
-    """Finds the origin of text as it arrives."""
+    """Incremental search for the origin of text."""
 
     def __init__(self) -> None:
         self._tokens: deque[Run] = deque()
         self._text = ""
         self._missed: str | None = None
-        """Origin of the first token since the last that was found."""
+        """Origin of the first token after the last one that was found."""
         self._reach = 0
-        """Most characters that tokens with parts of characters stand for."""
+        """Maximum number of characters of tokens with parts of characters."""
 
     def add(self, text: str, steps: Sequence[dict[str, Any]]) -> list[Run]:
-        """Take text and the steps that came with it; return the runs whose origin is known now."""
+        """Take text and its steps; return the runs whose origin is known."""
         self._text += text
         for step in steps:
             for index, token in enumerate(step["tokens"]):
@@ -41,7 +41,7 @@ class Origins:
         return runs
 
     def rest(self) -> list[Run]:
-        """Return the runs of the text that is left when the answer has ended."""
+        """Return the remaining runs after the end of the answer."""
         runs: list[Run] = []
         while self._tokens:
             self._take(runs)

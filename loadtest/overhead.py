@@ -1,8 +1,8 @@
-"""`python -m loadtest.overhead`: what HTTP costs beside the engine's own steps.
+"""`python -m loadtest.overhead`: overhead of HTTP on top of the engine's steps.
 
-While requests are open the engine always has something to do: the time of a run over the time of its steps, which the
-daemon's metrics tell, is what a token takes over HTTP beside what it takes in the engine. Answers of one token, one
-at a time, show what lies before the first; the HTTP process's CPU time is counted for each chunk that it sent.
+While requests are open the engine always has work. The time of a run divided by the time of its steps, from the
+daemon's metrics, is the overhead per token. Answers of one token, one at a time, show the time before the first token.
+The CPU time of the HTTP process is divided by the number of chunks.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from loadtest.workload import Prompt, load, random_prompts
 
 _ARMS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "adaptive": {}}
 _LEAST_ANSWERS, _ANSWERS = 6, 3
-"""Of a run: so many at least, and for each request that is open at once."""
+"""Number of answers of a run: the minimum, and the number per open request."""
 _FIRST_TOKENS, _FIRST_PROMPT = 60, 64
-"""Answers of one token, and tokens of their prompts."""
+"""Number of answers of one token, and number of tokens of their prompts."""
 _NAME = "overhead"
 
 
 def step_seconds(url: str) -> float:
-    """What the engine's steps have taken since the daemon's start."""
+    """Return the time of the engine's steps since the daemon's start."""
     return metric(url, "polydraft_step_seconds_sum")
 
 
 def cpu_seconds(url: str) -> float:
-    """CPU time of the HTTP process."""
+    """Return the CPU time of the HTTP process."""
     return metric(url, "process_cpu_seconds_total")
 
 
 def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: int) -> dict[str, Any]:
-    """Both arms in turn, `num_rounds` runs of each; and what lies before a first token."""
+    """Measure both arms in turn, `num_rounds` runs of each, and the time before the first token."""
     model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
     cells = []
     for at_once in concurrency:
@@ -80,7 +80,7 @@ def _run(url: str, model: str, prompts: list[Prompt], concurrency: int, asked: d
 
 
 def _spreads(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Median and range of each figure."""
+    """Return median and range of each figure."""
     figures = {name: [run[name] for run in runs] for name in runs[0]}
     return {
         name: {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -89,7 +89,7 @@ def _spreads(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def _first_token(url: str, model: str) -> dict[str, float]:
-    """Milliseconds between request and first token that are not the engine's step."""
+    """Return the milliseconds from request to first token without the engine's step."""
     prompts = random_prompts(_FIRST_PROMPT, _FIRST_TOKENS)
     asked = {"max_tokens": 1, "temperature": 1, "ignore_eos": True, "speculation": _ARMS["off"]}
     asyncio.run(closed_loop(url, model, random_prompts(_FIRST_PROMPT, 5, seed=1), 1, asked))
@@ -105,7 +105,7 @@ def _first_token(url: str, model: str) -> dict[str, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A row per number of requests at once and arm."""
+    """Return a row per concurrency and arm."""
     head = ["c", "arm", "time over that of the steps", "CPU time of the HTTP process a chunk", "tokens a chunk"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in result["cells"]:
@@ -117,7 +117,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure a daemon on the embedded pair, or on models that are named; print and write JSON."""
+    """Measure a daemon on the embedded pair or on named models; print and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="target of the daemon (default: the embedded pair)")
     parser.add_argument("--draft-model", help="its draft model")

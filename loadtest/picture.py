@@ -1,4 +1,4 @@
-"""A picture of one answer, each token coloured by its origin: drafted and accepted, or added by the model.
+"""Picture of an answer, each token colored by its origin: drafted and accepted, or added by the model.
 
 `python -m loadtest.picture --output docs/images/answer.svg` asks a daemon and draws the answer of the README.
 """

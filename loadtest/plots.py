@@ -1,4 +1,4 @@
-"""A bench result drawn: throughput by concurrency, tokens per pass by number of chains, gain by context."""
+"""Plots of a bench result: throughput by concurrency, tokens per pass by number of chains, gain by context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loadtest.report import prompts_of, temperature_of
 
 
 class Point(NamedTuple):
-    """A measurement and its interval as the result reports it; low and high are y if it has none."""
+    """Measurement with its interval; low and high are y if it has none."""
 
     x: float
     y: float
@@ -18,11 +18,11 @@ class Point(NamedTuple):
 
 
 Series = dict[str, list[Point]]
-"""Points of each line by its name."""
+"""Points of each line by name."""
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """All panels that the result has points for, as a PNG."""
+    """Draw all panels with points as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
-    """(title, what is across, what is up, lines) of every panel."""
+    """Return (title, x axis, y axis, lines) of every panel."""
     by_prompts: dict[str, list[dict[str, Any]]] = {}
     for cell in result["cells"]:
         by_prompts.setdefault(prompts_of(cell, result), []).append(cell)
@@ -70,7 +70,7 @@ def panels_of(result: dict[str, Any]) -> list[tuple[str, str, str, Series]]:
 
 
 def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
-    """Tokens per second of every arm by concurrency."""
+    """Return tokens per second of every arm by concurrency."""
     lines: Series = {}
     for arm in result["options"]["arms"]:
         for cell in cells:
@@ -80,7 +80,7 @@ def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
 
 
 def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
-    """Tokens per target pass by number of chains, one line per rule and length measured with several numbers."""
+    """Return tokens per target pass by number of chains, one line per rule and length with several numbers."""
     lines: Series = {}
     for arm, shape in result["options"]["arms"].items():
         if "num_drafts" in shape:
@@ -93,7 +93,7 @@ def tokens_per_pass(result: dict[str, Any], cell: dict[str, Any]) -> Series:
 
 
 def gain_by_context(result: dict[str, Any]) -> Series:
-    """Ratio to plain decoding by length of the prompts, for each arm and number of requests at once."""
+    """Return the ratio to plain decoding by prompt length, for each arm and concurrency."""
     cells = [cell for cell in result["cells"] if cell.get("context")]
     if len({cell["context"] for cell in cells}) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""A bench result for people: Markdown tables (`plots.py` draws it)."""
+"""Markdown tables of a bench result (`plots.py` draws it)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One row per cell: plain tokens per second, then for every other arm its ratio and tokens per pass."""
+    """Return one row per cell: plain tokens per second, then ratio and tokens per pass of every other arm."""
     arms = [arm for arm in result["options"]["arms"] if arm != "off"]
     head = ["prompts", "c", "acceptance of one draft", "off tok/s"]
     for arm in arms:
@@ -29,18 +29,18 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def prompts_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
-    """What a cell's prompts are, and the temperature where several were measured."""
+    """Return a description of a cell's prompts, with the temperature if several were measured."""
     text = f"{cell['context']} random tokens" if cell.get("context") else str(cell["task"])
     return text + temperature_of(cell, result)
 
 
 def temperature_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
-    """A cell's temperature, where several were measured."""
+    """Return a cell's temperature if several were measured."""
     return f", T = {cell['temperature']:g}" if len(result["options"].get("temperatures", ())) > 1 else ""
 
 
 def rules_markdown(result: dict[str, Any]) -> str:
-    """One row per cell and rule: tokens per pass with its interval, nodes per pass, ratio to plain decoding."""
+    """Return one row per cell and rule: tokens per pass with interval, nodes per pass, ratio to plain decoding."""
     lines = [
         "| prompts | c | rule | drafts | tokens/pass (95 % interval) | nodes/pass | vs off (95 % interval) |",
         "|" + " --- |" * 7,

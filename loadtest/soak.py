@@ -1,8 +1,8 @@
-"""`python -m loadtest.soak`: many short requests, and what memory and the cache look like after them.
+"""`python -m loadtest.soak`: memory and cache after many short requests.
 
 A daemon on the embedded pair streams answers of a few tokens, some with several choices, predictions or a grammar; a
-tenth of the clients leave in the middle. The resident memory of both processes is read while nothing runs, and the
-cache must be free of holders then.
+tenth of the clients leave early. The resident memory of both processes is read while the daemon is idle, when no cache
+block may be held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 async def one_request(http: httpx.AsyncClient, body: dict[str, Any], leaves: bool) -> None:
-    """A stream that is read to its end, or left after its first frame; RuntimeError where it breaks off."""
+    """Read a stream to its end, or leave after its first frame; raises RuntimeError if it breaks."""
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         if response.status_code != 200:
             raise RuntimeError((await response.aread()).decode())
@@ -49,7 +49,7 @@ async def one_request(http: httpx.AsyncClient, body: dict[str, Any], leaves: boo
 
 
 async def batch(url: str, model: str, count: int, concurrency: int, generator: random.Random) -> list[str]:
-    """Some requests, `concurrency` at a time; what went wrong with them."""
+    """Send requests, `concurrency` at a time, and return their errors."""
     faults: list[str] = []
     prompts = [str(prompt.body["prompt"]) for prompt in load("gutenberg")]
     left = count
@@ -74,7 +74,7 @@ async def batch(url: str, model: str, count: int, concurrency: int, generator: r
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print and write JSON; 1 when a request failed, or blocks are held at idle."""
+    """Run, print and write JSON; the exit code is 1 if a request failed or blocks are held when idle."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20,000)")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default 32)")

@@ -1,4 +1,4 @@
-"""Intervals of ratios that were measured in pairs: scipy's bootstrap, which resamples the pairs."""
+"""Intervals of ratios from paired measurements, by scipy's bootstrap, which resamples the pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = Sequence[float] | npt.NDArray[Any]
 
 
 class Ratio(NamedTuple):
-    """A ratio with its 95 % interval."""
+    """Ratio with its 95 % interval."""
 
     ratio: float
     low: float
@@ -22,18 +22,18 @@ class Ratio(NamedTuple):
 
 
 def ratio_of_sums(numerators: Numbers, denominators: Numbers) -> Ratio:
-    """sum(numerators) / sum(denominators)."""
+    """Return sum(numerators) / sum(denominators)."""
     return interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators)
 
 
 def median_of_ratios(numerators: Numbers, denominators: Numbers) -> Ratio:
-    """The median of the pairs' ratios."""
+    """Return the median of the pairs' ratios."""
     return interval(lambda above, below, axis: np.median(above / below, axis), numerators, denominators)
 
 
 def interval(statistic: Callable[..., Any], *samples: Numbers) -> Ratio:
-    """A statistic of paired samples with its 95 % interval; `statistic` takes the samples and the axis they lie on."""
-    from scipy.stats import bootstrap  # takes a while to import
+    """Return a statistic of paired samples with its 95 % interval; `statistic` takes the samples and their axis."""
+    from scipy.stats import bootstrap  # slow to import
 
     arrays = tuple(np.asarray(sample, dtype=float) for sample in samples)
     value = float(statistic(*arrays, -1))

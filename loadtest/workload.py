@@ -1,4 +1,4 @@
-"""Prompts to send: held-out dialogues (inside the embedded pair's training domain) and held-out prose (outside)."""
+"""Prompts: held-out dialogues (in the embedded pair's training domain) and held-out prose (outside it)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TASKS = ("dialogues", "gutenberg")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: the path it is sent to, and the part of the body that holds it."""
+    """Prompt: its path, and the part of the body that contains it."""
 
     path: str
     body: dict[str, Any]
 
 
 def load(task: str) -> list[Prompt]:
-    """Prompts of a task, or of the JSON-lines file of that name: `messages`, `prompt` or `text` in each record.
+    """Return the prompts of a task, or of a JSON-lines file with `messages`, `prompt` or `text` in each record.
 
-    The embedded tasks are read as package data, without importing the engine. Raises ValueError where a file cannot be
-    read, or a record has no prompt.
+    The embedded tasks are read as package data, without importing the engine. Raises ValueError if a file cannot be
+    read or a record has no prompt.
     """
     resource = files("engine").joinpath("demo", f"heldout_{task}.jsonl") if task in TASKS else Path(task)
     try:
@@ -48,7 +48,7 @@ def _prompt(line: str, place: str) -> Prompt:
 
 
 def random_prompts(length: int, count: int, seed: int = 0) -> list[Prompt]:
-    """Prompts of `length` random token ids; the embedded pair and the bench pair know all of them."""
+    """Return prompts of `length` random token ids that the embedded pair and the bench pair both have."""
     generator = random.Random(seed)
     return [
         Prompt("/v1/completions", {"prompt": [generator.randrange(300, 4000) for _ in range(length)]})

@@ -1,0 +1,38 @@
+"""The check of the project's English finds what it is for (`tests/prose.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.prose import faults
+
+METHOD = '''
+class Cache:
+    def take(self):
+        """Take a block.
+
+        Whoever
+        """
+'''
+FAULTY = {
+    "page.md": ("A daemon of its own.\n", ["1: 'of its own'"]),
+    "module.py": ('"""What it does."""\n', ["1: a docstring begins with 'What'"]),
+    "attribute.py": ('"""Settings."""\nlimit = 1\n"""Of all requests."""\n', ["3: a docstring begins with 'Of'"]),
+    "method.py": (METHOD, ["6: 'Whoever'"]),
+    "comment.py": ("x = 1  # is told so many times\n", ["1: 'is told'", "1: 'so many'"]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_are_found_with_their_lines(name: str, tmp_path: Path) -> None:
+    source, expected = FAULTY[name]
+    (tmp_path / name).write_text(source)
+    assert [fault.removeprefix(f"{tmp_path / name}:") for fault in faults(tmp_path / name)] == expected
+
+
+def test_code_and_plain_sentences_pass(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text('"""Whether a block is free."""\nwhoever = "so many"\nHow = 1\n"""Number of blocks."""\n')
+    assert list(faults(path)) == []
