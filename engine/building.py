@@ -21,13 +21,14 @@ from engine.config_check import check_settings, early_facts
 from engine.drafters.drafter import DrafterKind
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.model import ModelDrafter
+from engine.drafters.one_pass import BlockDrafter, MaskDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.backend import TransformersBackend
-from engine.execution.heads.config import READERS
+from engine.execution.heads.config import HeadConfig
 from engine.execution.heads.head import Head
 from engine.execution.heads.runner import HeadRunner
-from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
+from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, find_head, load_pair, outline_pair
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
@@ -44,6 +45,8 @@ log = logging.getLogger("polydraft")
 
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
 _CPU_PROMPT_TOKENS = 512
+_HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDrafter, "peagle": MaskDrafter}
+"""What drafts with a head, by its type; `BlockDrafter` with the others."""
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
@@ -69,7 +72,7 @@ def assemble(
 
     kind: what drafts with the draft model, where that is not seen from the model.
     """
-    check_settings(config)
+    check_settings(config := _limited(config, draft))
     if target.ranks is not None:
         target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
     models = [target] if draft is None else [target, draft]
@@ -96,7 +99,7 @@ def assemble(
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
             shape,
-            memory.num_blocks,
+            memory.num_blocks + _spare_blocks(model, config),
             config.cache.block_size,
             target.vocab_size,
             way.backend,
@@ -141,8 +144,15 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
     num_layers: of the target.
     """
     if isinstance(draft.model, Head):
-        return DrafterKind(EagleDrafter, draft.model.config.taps_of(num_layers), is_head=True)
+        config = draft.model.config
+        return DrafterKind(_HEAD_DRAFTERS.get(config.kind, BlockDrafter), config.taps_of(num_layers), is_head=True)
     return DrafterKind(lambda runner, _: ModelDrafter(runner))
+
+
+def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:
+    """Blocks besides the pool, for what a head computes behind texts and nobody reads again."""
+    block = model.model.config.block if isinstance(model.model, Head) else None
+    return 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // config.cache.block_size)
 
 
 def kv_shape_of(model: LoadedModel) -> KVShape:
@@ -188,10 +198,28 @@ def _prepare(
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
     check_defaults(_facts(config, outlines), config.speculation)
-    if config.self_check and len(outlines) > 1 and outlines[1].model_type in READERS:
+    if (head := find_head(config.model)) is not None:
+        _check_head(config, head)
+
+
+def _check_head(config: EngineConfig, head: HeadConfig) -> None:
+    """Raise ConfigError for settings that do not go with a head."""
+    if config.self_check:
         raise ConfigError(
-            f"--selfcheck compares the probabilities of language models, and {outlines[1].name} is a head; leave it out"
+            f"--selfcheck compares the probabilities of language models, and {head.name} is a head; leave it out"
         )
+    length = len(config.speculation.tree) or config.speculation.draft_length
+    if length > (head.most_drafts or length):
+        raise ConfigError(f"--draft-length {length}: {head.name} drafts at most {head.most_drafts} tokens; lower it")
+
+
+def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
+    """The configuration in which requests ask for no longer chains than a head drafts."""
+    most = draft.model.config.most_drafts if draft is not None and isinstance(draft.model, Head) else None
+    wanted = config.speculation
+    if most is None or wanted.max_draft_length <= most:
+        return config
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))
 
 
 def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:

@@ -144,7 +144,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     if config.calibrate:
         engine.scheduler.times = times = measure(engine, config, speculation, progress)
         if speculation.adaptive and speculation.num_drafts:
-            engine.scheduler.controller = Controller(times, config.speculation.max_draft_length)
+            engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
         from engine.analysis.law_check import short_check  # scipy.stats takes a while to import
 

@@ -172,7 +172,7 @@ _CONFIG_KEYS = {"speculative_config", "speculative_algorithm"}
 NAMES = frozenset({*SAME, *OPPOSITE, *FOREIGN, *_CONFIG_KEYS})
 SWITCHES = frozenset({*OPPOSITE, "log_requests", *(name for name, foreign in FOREIGN.items() if foreign.is_switch)})
 
-_HEAD_METHODS = ("eagle3",)
+_HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""
 _EXACT_METHODS = ("rejection_sampler", "strict", "probabilistic", "standard")
 _SPECULATION_IGNORED = frozenset(

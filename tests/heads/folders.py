@@ -1,4 +1,4 @@
-"""Random tiny heads, written as they are published: both layouts of EAGLE-3, all flags."""
+"""Random tiny heads, written as they are published: every type, layout and flag."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 4, 2, 8, 40
 EPS = 1e-5
 TARGET_WIDTH = 32
 TAPS = (1, 2, 4)
+TAPS_OF_CONV, GROUP, CANDIDATES, WINDOW = 2, 8, 6, 7
+"""Of heads that draft blocks."""
 
 
 @dataclass
@@ -38,6 +40,91 @@ def target(vocabulary: int = 97, layers: int = 4, spread: float = 0.3) -> Loaded
     return tiny.llama(seed=31, vocabulary=vocabulary, layers=layers, spread=spread)
 
 
+class Random:
+    """Random weights."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._generator, self._scale = torch.Generator().manual_seed(7), scale
+        self.tensors: dict[str, Tensor] = {}
+
+    def normal(self, *shape: int, spread: float | None = None) -> Tensor:
+        by_width: float = self._scale * shape[-1] ** -0.5
+        return torch.randn(shape, generator=self._generator) * (by_width if spread is None else spread)
+
+    def norm(self, size: int) -> Tensor:
+        return 1 + self.normal(size, spread=0.3)
+
+    def layer(self, number: int, width: int, inputs: int, has_norms: bool, has_bias: bool = False) -> None:
+        """The weights of a layer whose attention reads so many inputs."""
+        name, tensors = f"layers.{number}.", self.tensors
+        for one in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}{one}.weight"] = self.norm(width)
+        for one, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            tensors[f"{name}self_attn.{one}_proj.weight"] = self.normal(rows * HEAD_DIM, inputs, spread=0.4)
+            if has_bias:
+                tensors[f"{name}self_attn.{one}_proj.bias"] = self.normal(rows * HEAD_DIM, spread=0.3)
+            if has_norms and one != "v":
+                tensors[f"{name}self_attn.{one}_norm.weight"] = self.norm(HEAD_DIM)
+        tensors[f"{name}self_attn.o_proj.weight"] = self.normal(width, HEADS * HEAD_DIM)
+        if has_bias:
+            tensors[f"{name}self_attn.o_proj.bias"] = self.normal(width, spread=0.3)
+        for one, shape in (("gate", (INNER, width)), ("up", (INNER, width)), ("down", (width, INNER))):
+            tensors[f"{name}mlp.{one}_proj.weight"] = self.normal(*shape)
+
+    def vocabulary(self, vocabulary: int, draft_vocabulary: int, width: int, shares: tuple[str, ...]) -> None:
+        """Embeddings and output head, and the map of a smaller vocabulary."""
+        if "embed_tokens" not in shares:
+            self.tensors["embed_tokens.weight"] = self.normal(vocabulary, width, spread=1.0)
+        if "lm_head" not in shares:
+            self.tensors["lm_head.weight"] = self.normal(draft_vocabulary, width)
+        if draft_vocabulary != vocabulary:
+            kept = torch.randperm(vocabulary, generator=self._generator)[:draft_vocabulary].sort().values
+            self.tensors["d2t"] = kept - torch.arange(draft_vocabulary)
+            self.tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, kept, True)
+
+
+def sizes(layer_type: str, vocabulary: int, width: int, layers: int, has_bias: bool = False) -> dict[str, Any]:
+    """Fields of a transformers config."""
+    return {
+        "model_type": layer_type,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": EPS,
+        "max_position_embeddings": 64,
+        "attention_bias": has_bias,
+    }
+
+
+def speculators(kind: str, layers: dict[str, Any]) -> dict[str, Any]:
+    """A config of the speculators layout."""
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "transformer_layer_config": layers | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "somewhere/target", "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], binary: bool = False) -> None:
+    """Write a head."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if binary:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
 def write_eagle(
     folder: Path,
     layout: str = "speculators",
@@ -50,88 +137,106 @@ def write_eagle(
     taps: tuple[int, ...] = TAPS,
     scale: float = 1.0,
     binary: bool = False,
+    kind: str = "eagle3",
     **flags: Any,
 ) -> Written:
-    """Write an EAGLE-3 head. layout: `speculators` or `eagle`; shares: what is left out and taken from the target."""
-    generator = torch.Generator().manual_seed(7)
-
-    def random(*shape: int, spread: float | None = None) -> Tensor:
-        return torch.randn(shape, generator=generator) * (scale * shape[-1] ** -0.5 if spread is None else spread)
-
-    def norm(size: int) -> Tensor:
-        return 1 + random(size, spread=0.3)
-
-    tensors = {"fc.weight": random(width, len(taps) * TARGET_WIDTH), "norm.weight": norm(width)}
-    has_norms = layer_type == "qwen3"
+    """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`). layout: speculators or eagle; shares: what
+    is left out and taken from the target."""
+    random, has_bias = Random(scale), bool(flags.pop("attention_bias", False))
+    tensors = random.tensors
+    tensors |= {"fc.weight": random.normal(width, len(taps) * TARGET_WIDTH), "norm.weight": random.norm(width)}
+    tensors["layers.0.hidden_norm.weight"] = random.norm(width)
     for number in range(layers):
-        name, inputs = f"layers.{number}.", 2 * width if number == 0 else width
-        if number == 0:
-            tensors[f"{name}hidden_norm.weight"] = norm(width)
-        for one in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{name}{one}.weight"] = norm(width)
-        for one, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            tensors[f"{name}self_attn.{one}_proj.weight"] = random(rows * HEAD_DIM, inputs, spread=0.4)
-            if flags.get("attention_bias"):
-                tensors[f"{name}self_attn.{one}_proj.bias"] = random(rows * HEAD_DIM, spread=0.3)
-            if has_norms and one != "v":
-                tensors[f"{name}self_attn.{one}_norm.weight"] = norm(HEAD_DIM)
-        tensors[f"{name}self_attn.o_proj.weight"] = random(width, HEADS * HEAD_DIM)
-        if flags.get("attention_bias"):
-            tensors[f"{name}self_attn.o_proj.bias"] = random(width, spread=0.3)
-        for one, shape in (("gate", (INNER, width)), ("up", (INNER, width)), ("down", (width, INNER))):
-            tensors[f"{name}mlp.{one}_proj.weight"] = random(*shape)
+        random.layer(number, width, width if number else 2 * width, layer_type == "qwen3", has_bias)
     if flags.get("norm_before_fc"):
-        tensors["input_norm.weight"] = norm(len(taps) * TARGET_WIDTH)
+        tensors["input_norm.weight"] = random.norm(len(taps) * TARGET_WIDTH)
     if flags.get("fc_norm"):
-        tensors |= {f"fc_norm.{number}.weight": norm(TARGET_WIDTH) for number in range(len(taps))}
-    if "embed_tokens" not in shares:
-        tensors["embed_tokens.weight"] = random(vocabulary, width, spread=1.0)
-    if "lm_head" not in shares:
-        tensors["lm_head.weight"] = random(draft_vocabulary, width)
-    if draft_vocabulary != vocabulary:
-        kept = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values
-        tensors["d2t"] = kept - torch.arange(draft_vocabulary)
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, kept, True)
-    sizes = {
-        "model_type": layer_type,
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": INNER,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": EPS,
-        "max_position_embeddings": 64,
-        "attention_bias": flags.pop("attention_bias", False),
-    }
+        tensors |= {f"fc_norm.{number}.weight": random.norm(TARGET_WIDTH) for number in range(len(taps))}
+    random.vocabulary(vocabulary, draft_vocabulary, width, shares)
     common = {"draft_vocab_size": draft_vocabulary, "eagle_aux_hidden_state_layer_ids": list(taps)}
     if width != TARGET_WIDTH:
         common["target_hidden_size"] = TARGET_WIDTH
+    if kind == "peagle":
+        tensors["mask_hidden"] = random.normal(1, 1, len(taps) * TARGET_WIDTH, spread=1.0)
+        common["mask_token_id"] = vocabulary - 1
+    fields = sizes(layer_type, vocabulary, width, layers, has_bias)
     if layout == "speculators":
-        config = {
-            "speculators_model_type": "eagle3",
-            "architectures": ["Eagle3Speculator"],
-            "speculators_version": "0.5.0",
-            "transformer_layer_config": sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"name_or_path": "somewhere/target", "architectures": ["LlamaForCausalLM"]},
-            },
-        }
-        stored = tensors
+        config, stored = speculators(kind, fields), tensors
     else:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **sizes, "rope_theta": 500.0, "rope_scaling": None}
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **fields, "rope_theta": 500.0, "rope_scaling": None}
         stored = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | common | flags))
-    if binary:
-        torch.save(stored, folder / "pytorch_model.bin")
+    save(folder, config | common | flags, stored, binary)
+    return Written(folder, tensors, {"norm_before_residual": layout == "speculators", **flags}, taps, common)
+
+
+def write_block(
+    folder: Path,
+    kind: str = "dflash",
+    layout: str = "speculators",
+    vocabulary: int = 97,
+    draft_vocabulary: int = 41,
+    width: int = WIDTH,
+    layers: int = 2,
+    size: int = 5,
+    taps: tuple[int, ...] = TAPS,
+    scale: float = 1.0,
+    layer_types: tuple[str, ...] = (),
+    rank: int = 6,
+    **flags: Any,
+) -> Written:
+    """Write a head that drafts a block. layout: speculators, or z-lab, which shares the target's vocabulary; rank: of
+    the Markov term and of the selector."""
+    is_flat = layout == "z-lab"
+    if is_flat or kind == "dflash2":
+        draft_vocabulary = vocabulary
+    if is_flat:
+        width = TARGET_WIDTH
+    random = Random(scale)
+    tensors = random.tensors
+    tensors["fc.weight"] = random.normal(width, len(taps) * TARGET_WIDTH)
+    tensors |= {f"{name}.weight": random.norm(width) for name in ("hidden_norm", "norm")}
+    for number in range(layers):
+        random.layer(number, width, width, True)
+        for one in ("attention_conv", "mlp_conv") if kind == "dflash2" else ():
+            tensors[f"layers.{number}.{one}.base_kernel"] = random.normal(2, TAPS_OF_CONV, width, spread=0.7)
+            rows = 2 * TAPS_OF_CONV * width // GROUP
+            tensors[f"layers.{number}.{one}.kernel_projection.weight"] = random.normal(rows, width, spread=0.2)
+    random.vocabulary(vocabulary, draft_vocabulary, width, ("embed_tokens", "lm_head") if is_flat else ())
+    common: dict[str, Any] = {"block_size": size, "mask_token_id": vocabulary - 1}
+    if kind == "dspark":
+        tensors["markov_head.markov_w1.weight"] = random.normal(vocabulary, rank, spread=1.0)
+        tensors["markov_head.markov_w2.weight"] = random.normal(draft_vocabulary, rank, spread=0.5)
+        common |= {"markov_rank": rank}
+        for name, rows, columns in (("gate", rank, width + rank), ("joint", 3 * rank, 2 * rank + width)):
+            if flags.get("markov_head_type") == {"gate": "gated", "joint": "rnn"}[name]:
+                tensors[f"markov_head.{name}_proj.weight"] = random.normal(rows, columns, spread=0.5)
+                tensors[f"markov_head.{name}_proj.bias"] = random.normal(rows, spread=0.3)
+        tensors |= {"confidence_head.proj.weight": random.normal(1, width), "confidence_head.proj.bias": torch.zeros(1)}
+    if kind == "dflash2":
+        for one in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{one}_codebook"] = random.normal(vocabulary, rank, spread=1.0)
+        tensors["candidate_selector.hidden_projection.weight"] = random.normal(rank, width)
+        common |= {"conv_kernel_size": TAPS_OF_CONV, "conv_group_size": GROUP, "selector_rank": rank}
+        common["selector_top_k"] = min(CANDIDATES, vocabulary)
+    fields = sizes("qwen3", vocabulary, width, layers)
+    if layer_types:
+        fields |= {"layer_types": list(layer_types), "sliding_window": WINDOW, "use_sliding_window": True}
+    if is_flat:
+        inner = common | {"target_layer_ids": [tap - 1 for tap in taps]} | flags.pop("inner", {})
+        name = "DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"
+        config = {
+            "architectures": [name],
+            **fields,
+            "rope_theta": 500.0,
+            "num_target_layers": 4,
+            "dflash_config": inner,
+        }
     else:
-        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    return Written(folder, tensors, {**flags, "attention_bias": sizes["attention_bias"]}, taps)
+        config = speculators(kind, fields) | common | {"aux_hidden_state_layer_ids": list(taps)}
+        config |= {"draft_vocab_size": draft_vocabulary, "target_hidden_size": TARGET_WIDTH}
+        inner = common
+    save(folder, config | flags, tensors)
+    return Written(folder, tensors, flags, taps, {"kind": kind, "layers": layers, **fields, **inner})
 
 
 def load(written: Written, of: LoadedModel) -> LoadedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -122,12 +122,135 @@ class Eagle:
         return rms(state, weights["norm.weight"]) if self.flags.get("norm_output") else state
 
 
-def all_close(found: Tensor, expected: Tensor, tolerance: float = 1e-3) -> bool:
-    """Equal, minus infinity included."""
-    is_finite = expected.isfinite()
-    return bool((found.isfinite() == is_finite).all()) and bool(
-        (found[is_finite] - expected[is_finite]).abs().max() < tolerance
-    )
+class Block:
+    """A head that drafts a block: each row from the target's states and the other rows."""
+
+    def __init__(self, written: Written, of: LoadedModel) -> None:
+        self.weights = {name: tensor for name, tensor in written.tensors.items() if tensor.is_floating_point()}
+        self.given, self.flags, model = written.extra, written.flags, of.model
+        self.vocabulary = of.vocab_size
+        self.embedding = self.weights.get("embed_tokens.weight", model.get_input_embeddings().weight.detach().cpu())
+        self.head = self.weights.get("lm_head.weight", model.get_output_embeddings().weight.detach().cpu())
+        offsets = written.tensors.get("d2t")
+        self.target_ids = [i + (int(offsets[i]) if offsets is not None else 0) for i in range(len(self.head))]
+        self.from_anchor = self.flags.get("sample_from_anchor", self.given["kind"] == "dspark")
+
+    def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """[V] below a path."""
+        anchor, size = len(text) - 1, self.given["block_size"]
+        contexts = [
+            rms(self.weights["fc.weight"] @ states[t], self.weights["hidden_norm.weight"]) for t in range(anchor)
+        ]
+        scale = self.given.get("input_embedding_scale", 1.0)
+        ids = [text[-1]] + [self.given["mask_token_id"]] * (size - 1)
+        rows = [self.embedding[token] * scale for token in ids]
+        for number in range(self.given["layers"]):
+            rows = self._layer(number, rows, contexts, anchor)
+        rows = [rms(row, self.weights["norm.weight"]) for row in rows]
+        slots = rows if self.from_anchor else rows[1:]
+        own = self._own(slots, rows[0], [text[-1], *path])
+        result = torch.full((self.vocabulary,), -torch.inf)
+        for number, logit in own.items():
+            result[self.target_ids[number]] = logit
+        return result
+
+    def _layer(self, number: int, rows: list[Tensor], contexts: list[Tensor], anchor: int) -> list[Tensor]:
+        weights, name = self.weights, f"layers.{number}."
+        attn = f"{name}self_attn."
+        normed = [rms(row, weights[f"{name}input_layernorm.weight"]) for row in rows]
+        normed, behind = self._convolved(f"{name}attention_conv", normed)
+        inputs = [*contexts, *normed]
+        keys = [rotate(heads_of(weights, attn, "k", one), position) for position, one in enumerate(inputs)]
+        values = [heads_of(weights, attn, "v", one) for one in inputs]
+        outputs = []
+        for i, one in enumerate(normed):
+            query = rotate(heads_of(weights, attn, "q", one), anchor + i)
+            seen = [k for k in range(len(inputs)) if self._sees(number, anchor + i, k)]
+            attention = attended(query, [keys[k] for k in seen], [values[k] for k in seen])
+            outputs.append(weights[f"{attn}o_proj.weight"] @ attention)
+        rows = [row + one for row, one in zip(rows, behind(outputs), strict=True)]
+        normed = [rms(row, weights[f"{name}post_attention_layernorm.weight"]) for row in rows]
+        normed, behind = self._convolved(f"{name}mlp_conv", normed)
+        outputs = behind([gated(weights, name, one) for one in normed])
+        return [row + one for row, one in zip(rows, outputs, strict=True)]
+
+    def _sees(self, number: int, query: int, key: int) -> bool:
+        slides = self.given.get("layer_types", ["full_attention"] * 9)[number] == "sliding_attention"
+        if slides and query - key >= self.given["sliding_window"]:
+            return False
+        is_causal = slides and not self.flags.get("sliding_window_non_causal", self.given["kind"] == "dflash2")
+        stated = self.flags.get("is_causal", self.given.get("causal"))
+        return key <= query or not (is_causal if stated is None else stated)
+
+    def _convolved(self, name: str, rows: list[Tensor]) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+        """(rows convolved, what convolves the outputs of the part behind them)."""
+        if f"{name}.base_kernel" not in self.weights:
+            return rows, lambda outputs: outputs
+        base, group = self.weights[f"{name}.base_kernel"], self.given["conv_group_size"]
+        width, taps = base.shape[2], base.shape[1]
+        own = [(self.weights[f"{name}.kernel_projection.weight"] @ row).view(2, taps, width // group) for row in rows]
+
+        def side(which: int, inputs: list[Tensor]) -> list[Tensor]:
+            result = []
+            for i in range(len(inputs)):
+                output = torch.zeros(width)
+                for tap in range(min(taps, i + 1)):
+                    for h in range(width):
+                        kernel = base[which, tap, h] + own[i][which, tap, h // group]
+                        output[h] += kernel * inputs[i - tap][h]
+                result.append(output)
+            return result
+
+        return side(0, rows), lambda outputs: side(1, outputs)
+
+    def _own(self, slots: list[Tensor], first: Tensor, tokens: list[int]) -> dict[int, float]:
+        """Logits in the head's own tokens; tokens: the text's last, and the path."""
+        state, weights = slots[len(tokens) - 1], self.weights
+        logits = self.head @ state * self.given.get("output_multiplier", 1.0)
+        if cap := self.given.get("final_logit_softcapping"):
+            logits = (logits / cap).tanh() * cap
+        if "markov_head.markov_w1.weight" in weights:
+            logits = logits + self._markov(slots, first, tokens)
+        if "candidate_selector.predecessor_codebook" not in weights:
+            return dict(enumerate(logits.tolist()))
+        likeliest = logits.argsort(descending=True)[: self.given["selector_top_k"]].tolist()
+        query = weights["candidate_selector.hidden_projection.weight"] @ state
+        query = query * weights["candidate_selector.predecessor_codebook"][tokens[-1]]
+        successors = weights["candidate_selector.successor_codebook"]
+        return {one: float(logits[one] + query @ successors[one]) for one in likeliest}
+
+    def _markov(self, slots: list[Tensor], first: Tensor, tokens: list[int]) -> Tensor:
+        weights, kind = self.weights, self.flags.get("markov_head_type", "vanilla")
+        w1, w2 = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        if kind == "vanilla":
+            return w2 @ w1[tokens[-1]]
+        name = f"markov_head.{'gate' if kind == 'gated' else 'joint'}_proj."
+        projection, bias = weights[f"{name}weight"], weights[f"{name}bias"]
+        if kind == "gated":
+            before = w1[tokens[-1]]
+            gate = (projection @ torch.cat([slots[len(tokens) - 1], before]) + bias).sigmoid()
+            return w2 @ (gate * before)
+        memory, term = torch.zeros(w1.shape[1]), torch.zeros(len(self.head))
+        steps = list(zip(tokens, slots, strict=False))
+        for token, state in steps if self.from_anchor else [(tokens[0], first), *steps]:
+            parts = (projection @ torch.cat([memory, w1[token], state]) + bias).chunk(3)
+            gate = parts[0].sigmoid()
+            memory, term = gate * memory + (1 - gate) * parts[1].tanh(), w2 @ parts[2].tanh()
+        return term
+
+
+class Masked(Eagle):
+    """A P-EAGLE head: a path's tokens count for nothing but its length."""
+
+    def __init__(self, written: Written, of: LoadedModel) -> None:
+        super().__init__(written, of)
+        self.mask_token = written.extra["mask_token_id"]
+
+    def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """[V] below a path."""
+        masks = [self.mask_token] * len(path)
+        mask = self.weights["mask_hidden"].view(1, -1)
+        return super().logits([*text, *masks], torch.cat([states[: len(text) - 1], *[mask] * len(path)]), ())
 
 
 def largest_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from engine.cache.tensors import KVTensors
 from engine.drafters import chains, eagle, reading
-from engine.drafters.eagle import EagleDrafter
-from engine.engine import Engine
 from engine.execution.heads.head import Head
 from engine.execution.loading import LoadedModel
-from engine.plan import Emission, Plan, Row
-from engine.request import Speculation
+from engine.plan import Emission, Row
 from engine.sampling.node_laws import node_laws
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as Running
@@ -27,12 +23,8 @@ from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
+from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
 
-VOCABULARY = 97
-SPECULATIONS = {
-    "chains": Speculation(rule="bv_race", num_drafts=3, draft_length=3),
-    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
-}
 HEADS: dict[str, dict[str, Any]] = {
     "speculators": {},
     "eagle": {"layout": "eagle"},
@@ -60,100 +52,25 @@ def target() -> LoadedModel:
     return folders.target(VOCABULARY)
 
 
-@dataclass
-class Node:
-    """A place that logits were asked for."""
-
-    sequence: int
-    length: int
-    """Tokens of the text there."""
-    path: tuple[int, ...]
-    logits: Tensor
-
-
-class Recorded(EagleDrafter):
-    """Notes the logits of every node."""
-
-    def __init__(self, *runners: Any) -> None:
-        super().__init__(*runners)
-        self.nodes: list[Node] = []
-        self._level: list[tuple[int, tuple[int, ...]]] = []
-        """(number of the row, path) of each node of the level that was computed last."""
-        self._drawing: list[Any] = []
-
-    def begin(self, plan: Plan) -> Tensor:
-        logits_NV = super().begin(plan)
-        self._drawing = [row for row in plan.sampling_rows if row.fanout]
-        self._level = [(number, ()) for number in range(len(self._drawing))]
-        self._note(logits_NV)
-        return logits_NV
-
-    def below(self, depth: int, token_N: Tensor) -> Tensor:
-        above, tokens, level = self._level, iter(token_N.tolist()), []
-        for number, path in above:
-            fanout = self._drawing[number].fanout
-            if len(fanout) > depth:
-                level += [(number, (*path, next(tokens))) for _ in range(fanout[depth - 1])]
-        assert next(tokens, None) is None
-        self._level = level
-        logits_NV = super().below(depth, token_N)
-        self._note(logits_NV)
-        return logits_NV
-
-    def _note(self, logits_NV: Tensor) -> None:
-        for (number, path), logits_V in zip(self._level, logits_NV, strict=True):
-            row = self._drawing[number]
-            self.nodes.append(Node(row.sequence_id, row.end, path, logits_V.cpu().clone()))
-
-
-def served(
-    target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False
-) -> tuple[Engine, Recorded, list[list[int]]]:
-    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence."""
-    with patch("engine.building.EagleDrafter", Recorded):
-        engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
-    assert isinstance(engine.drafter, Recorded)
-    shared = tiny.prompts(VOCABULARY, [20])[0]
-    rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)
-    prompts = [*([] if few else [[5]]), *(shared + rest for rest in rests)]
-    requests = [
-        tiny.request(str(number), prompt, speculation, max_tokens=12 if few else 40, temperature=1.0, seed=number)
-        for number, prompt in enumerate(prompts)
-    ]
-    run = tiny.run(engine, requests)
-    if not few:
-        assert run.num_preemptions > 0
-        assert engine.scheduler.num_cache_hits > 0
-        assert run.num_accepted > 5, "too few drafts are accepted to move anything"
-    return engine, engine.drafter, [prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)]
-
-
 def errors(
-    target: LoadedModel, written: folders.Written, drafter: Recorded, texts: Sequence[Sequence[int]], most: int = 60
+    target: LoadedModel, written: folders.Written, recorder: Recorder, texts: list[list[int]], most: int = 40
 ) -> float:
     """How far the logits of some nodes are from the formulas."""
-    oracle = oracles.Eagle(written, target)
-    states = [oracles.target_states(target, text, written.taps) for text in texts]
-    chosen = np.random.default_rng(3).permutation(len(drafter.nodes))[:most]
-    assert len(chosen) > 10
-    pairs = []
-    for number in chosen:
-        node = drafter.nodes[number]
-        text = texts[node.sequence][: node.length]
-        pairs.append((node.logits, oracle.logits(text, states[node.sequence], node.path)))
-    return oracles.largest_error(pairs)
+    return largest_error(target, written, oracles.Eagle(written, target), recorder, texts, most)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", grid(HEADS, {"speculators", "eagle", "fc norm, norm of output", "shares both"}))
 def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, name: str) -> None:
     """In both layouts, with every flag: at the roots and at drafted nodes."""
     written = folders.write_eagle(tmp_path / "head", **HEADS[name])
-    written.flags.setdefault("norm_before_residual", HEADS[name].get("layout") != "eagle")
-    _, drafter, texts = served(target, written, SPECULATIONS["chains"], few=True)
-    assert errors(target, written, drafter, texts, most=30) < 1e-3
+    recorder, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert errors(target, written, recorder, texts, most=30) < 1e-3
 
 
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "logit_scale"])
+@pytest.mark.parametrize(
+    "flag",
+    grid(["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "logit_scale"], {"norm_before_residual"}),
+)
 def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, flag: str) -> None:
     plain = folders.write_eagle(tmp_path / "head", layout="eagle", fc_norm=flag == "fc_norm")
     changed = {"norm_before_fc": True} if flag == "norm_before_fc" else {flag: 2.0 if flag == "logit_scale" else True}
@@ -161,24 +78,22 @@ def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, flag
         changed = {"fc_norm": False}
     written = folders.write_eagle(tmp_path / "head", layout="eagle", **changed)
     assert written.folder == plain.folder
-    _, drafter, texts = served(target, written, SPECULATIONS["chains"], few=True)
-    assert errors(target, written, drafter, texts, most=12) < 1e-3
-    assert errors(target, plain, drafter, texts, most=12) > 1e-2
+    recorder, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert errors(target, written, recorder, texts, most=12) < 1e-3
+    assert errors(target, plain, recorder, texts, most=12) > 1e-2
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
     """A head that agrees with nothing."""
-    one = folders.write_eagle(tmp_path_factory.mktemp("eagle") / "head", draft_vocabulary=83, scale=0.3)
-    one.flags["norm_before_residual"] = True
-    return one
+    return folders.write_eagle(tmp_path_factory.mktemp("eagle") / "head", draft_vocabulary=83, scale=0.3)
 
 
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
     """Behind chunks of prompts, shared beginnings, accepted and rejected drafts, preemption: those of a fresh text."""
-    _, drafter, texts = served(target, written, SPECULATIONS[name])
-    assert errors(target, written, drafter, texts) < 1e-3
+    recorder, texts = served(target, written, SPECULATIONS[name])
+    assert errors(target, written, recorder, texts) < 1e-3
 
 
 def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: folders.Written) -> None:
@@ -188,8 +103,8 @@ def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: 
         return limited(rows, ends_wanted, most_rows=7)
 
     with patch.object(eagle, "readings", in_pieces):
-        _, drafter, texts = served(target, written, SPECULATIONS["chains"])
-    assert errors(target, written, drafter, texts) < 1e-3
+        recorder, texts = served(target, written, SPECULATIONS["chains"])
+    assert errors(target, written, recorder, texts) < 1e-3
 
 
 def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
@@ -217,12 +132,12 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", grid(WRONG, {"accepted rows as they were drafted", "no map of tokens"}))
 def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Written, name: str) -> None:
     owner, attribute, wrong = WRONG[name]
     with patch.object(owner, attribute, wrong(getattr(owner, attribute, None)), create=True):
-        _, drafter, texts = served(target, written, SPECULATIONS["chains"])
-    assert errors(target, written, drafter, texts) > 1e-2
+        recorder, texts = served(target, written, SPECULATIONS["chains"])
+    assert errors(target, written, recorder, texts) > 1e-2
 
 
 # -- the output ---------------------------------------------------------------------------------------------------

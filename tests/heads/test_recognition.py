@@ -16,7 +16,8 @@ from engine.building import build_engine
 from engine.calibration import measure
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafters.eagle import EagleDrafter
-from engine.errors import ConfigError, LoadError
+from engine.drafters.one_pass import BlockDrafter
+from engine.errors import ConfigError, LoadError, RequestError
 from engine.execution.heads.config import read_head
 from engine.request import Speculation
 from engine.scheduling.controller import Controller
@@ -132,6 +133,68 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
         with pytest.raises(ConfigError, match=reason) as refusal:
             build_engine(config_of(target, written.folder))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "edits", "reason"),
+    [
+        ("dflash", "z-lab", {"num_target_layers": 5}, "trained for a target of layers 5, and .* has 4"),
+        ("dflash", "z-lab", {"is_causal": None, "dflash_config": {"block_size": 4}}, "names no layers to read"),
+        ("dflash", "speculators", {"aux_hidden_state_layer_ids": [1, 2, 5]}, "reads the state at layer 5"),
+        ("dflash", "speculators", {"mask_token_id": None}, "mask_token_id must be a token of the vocabulary, not None"),
+        ("dflash", "speculators", {"mask_token_id": 97}, "mask_token_id must be a token of the vocabulary, not 97"),
+        ("dflash", "speculators", {"block_size": 1}, "block_size must be at least 2, not 1"),
+        ("dflash", "speculators", {"projector_type": "domino"}, "projector_type 'domino' is not served"),
+        ("dspark", "speculators", {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not served"),
+        ("dflash2", "speculators", {"shift_label": True}, "shift_label True is not served"),
+    ],
+)
+def test_wrong_block_heads_are_refused_before_weights_are_read(
+    target: Path, tmp_path: Path, kind: str, layout: str, edits: Edit, reason: str
+) -> None:
+    written = folders.write_block(tmp_path / "head", kind=kind, layout=layout)
+    config = config_of(target, written.folder, speculation=SpeculationConfig(draft_length=3))
+    with patch("engine.building.load_pair", side_effect=AssertionError("weights are read")):
+        with pytest.raises(AssertionError, match="weights are read"):
+            build_engine(config)
+        edit(written.folder, **edits)
+        with pytest.raises(ConfigError, match=reason) as refusal:
+            build_engine(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_layer_ids_of_block_heads_count_differently_in_the_two_layouts() -> None:
+    """One counts what leaves a layer, the other what enters it."""
+    layers = folders.sizes("qwen3", 97, 24, 2)
+    flat = {
+        "architectures": ["DFlashDraftModel"],
+        **layers,
+        "dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 0},
+    }
+    nested = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers,
+        "aux_hidden_state_layer_ids": [1, 4],
+        "mask_token_id": 0,
+    }
+    for raw, size in ((flat, 16), (nested, 8)):
+        found = read_head("head", raw)
+        assert found is not None
+        assert found.taps == (1, 4)
+        assert found.block is not None
+        assert found.block.size == size
+
+
+def test_chains_are_no_longer_than_a_block(target: Path, tmp_path: Path) -> None:
+    """The default, what requests ask for, and what the controller chooses."""
+    written = folders.write_block(tmp_path / "head", size=5)
+    with pytest.raises(ConfigError, match=r"--draft-length 5: .* drafts at most 4 tokens; lower it"):
+        build_engine(config_of(target, written.folder))
+    engine = build_engine(config_of(target, written.folder, speculation=SpeculationConfig(draft_length=4)))
+    assert isinstance(engine.drafter, BlockDrafter)
+    assert engine.limits.max_draft_length == 4
+    with pytest.raises(RequestError, match="draft_length must be between 1 and 4, not 5"):
+        engine.submit(tiny.request("a", [1, 2], Speculation(rule="block", num_drafts=1, draft_length=5)))
 
 
 def test_what_is_not_served_with_heads_is_refused(target: Path, tmp_path: Path) -> None:

@@ -23,6 +23,34 @@ _LESS_COMMON = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """How a head of the DFlash types drafts a block in one pass."""
+
+    size: int
+    """Rows of a block: the text's last token, the anchor, and masks behind it."""
+    from_anchor: bool
+    """Whether the anchor's row drafts the first token; else the first mask's does."""
+    is_causal: tuple[bool, ...]
+    """Whether rows of the block see only those before them, by layer."""
+    embedding_scale: float = 1.0
+    markov_rank: int = 0
+    """Width of the term that depends on the token before; 0 is none."""
+    markov_type: str = "vanilla"
+    conv_taps: int = 0
+    """Rows that the convolutions around attention and MLP read; 0 is none."""
+    conv_group: int = 1
+    selector_rank: int = 0
+    """Width of the selector that weighs pairs of candidates; 0 is none."""
+    num_candidates: int = 0
+    """Likeliest tokens of a row that the selector chooses from."""
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.size if self.from_anchor else self.size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """What a head is, in whichever layout it was published."""
 
@@ -48,6 +76,16 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     logit_scale: float = 1.0
+    softcap: float | None = None
+    """Logits are bounded smoothly by it."""
+    mask_token_id: int | None = None
+    """Token of the rows whose tokens are not known yet, for heads that draft in one pass."""
+    block: BlockConfig | None = None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most tokens of a chain; None is no limit."""
+        return None if self.block is None else self.block.most_drafts
 
     @property
     def hidden_size(self) -> int:
@@ -61,7 +99,7 @@ class HeadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, for what is stored by them."""
-        return {**vars(self), "layers": self.layers.to_dict()}
+        return {**vars(self), "layers": self.layers.to_dict(), "block": self.block and vars(self.block)}
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
         """Taps of a target with so many layers."""
@@ -83,6 +121,8 @@ def _kind(name: str, raw: Raw) -> str | None:
             "draft_vocab_size" in raw and raw.get("num_hidden_layers") == 1
         ):
             kind = "eagle3"
+        elif "DFlash2DraftModel" in names or "DFlashDraftModel" in names:
+            kind = "dflash2" if "DFlash2DraftModel" in names else "dflash"
         elif any(word in one.lower() for one in names for word in ("eagle", "medusa", "dflash", "mtp")):
             kind = names[0]
     if kind is not None and kind not in READERS:
@@ -121,11 +161,94 @@ def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
         norm_before_fc=values["norm_before_fc"],
         fc_norm=values["fc_norm"],
         norm_output=values["norm_output"],
+        mask_token_id=_mask_token(name, given, layers) if kind == "peagle" else None,
         target_architectures=_architectures(raw),
     )
 
 
-READERS: dict[str, Callable[[str, str, Raw], HeadConfig]] = {"eagle3": _eagle3}
+def _mask_token(name: str, given: Raw, layers: Any) -> int:
+    token = given.get("mask_token_id")
+    if not isinstance(token, int) or not 0 <= token < layers.vocab_size:
+        raise ConfigError(f"{name}: mask_token_id must be a token of the vocabulary, not {token!r}")
+    return token
+
+
+_NOT_SERVED = (("projector_type", "dflash"), ("shift_label", False), ("attention_sink_bias", False), ("use_swa", False))
+"""Fields of block heads, and the values that ask for nothing more than what is served."""
+
+
+def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
+    nested = raw.get("transformer_layer_config")
+    given = {**raw, **(raw.get("dflash_config") or {})}
+    for field, served in (*_NOT_SERVED, ("use_aux_hidden_state", True)):
+        if given.get(field) not in (None, served):
+            raise ConfigError(f"{name}: {field} {given[field]!r} is not served")
+    layers = _layers(name, {"model_type": "qwen3", **(raw if nested is None else nested)}, {})
+    taps = given.get("aux_hidden_state_layer_ids")
+    if taps is None and given.get("target_layer_ids") is not None:
+        taps = [tap + 1 for tap in given["target_layer_ids"]]  # this layout counts what leaves a layer
+    if not taps:
+        raise ConfigError(f"{name}: config.json names no layers to read (target_layer_ids)")
+    size = given.get("block_size", 16 if nested is None else 8)
+    if not isinstance(size, int) or size < 2:
+        raise ConfigError(f"{name}: block_size must be at least 2, not {size!r}")
+    return HeadConfig(
+        name=name,
+        kind=kind,
+        layers=layers,
+        vocab_size=int(layers.vocab_size),
+        draft_vocab_size=int(raw.get("draft_vocab_size") or layers.vocab_size),
+        taps=tuple(map(int, taps)),
+        target_hidden_size=raw.get("target_hidden_size"),
+        target_layers=raw.get("num_target_layers"),
+        target_architectures=_architectures(raw),
+        logit_scale=float(given.get("output_multiplier") or 1.0),
+        softcap=given.get("final_logit_softcapping"),
+        mask_token_id=_mask_token(name, given, layers),
+        block=_block(name, kind, given, layers, size),
+    )
+
+
+def _block(name: str, kind: str, given: Raw, layers: Any, size: int) -> BlockConfig:
+    from_anchor = given.get("sample_from_anchor")
+    markov = given.get("markov_head_type", "vanilla")
+    if markov not in ("vanilla", "gated", "rnn"):
+        raise ConfigError(f"{name}: markov_head_type {markov!r} is not served; only vanilla, gated and rnn")
+    is_selected = kind == "dflash2"
+    return BlockConfig(
+        size=size,
+        from_anchor=kind == "dspark" if from_anchor is None else bool(from_anchor),
+        is_causal=_causality(name, kind, given, layers),
+        embedding_scale=float(given.get("input_embedding_scale") or 1.0),
+        markov_rank=int(given.get("markov_rank", 256)) if kind == "dspark" else 0,
+        markov_type=markov,
+        conv_taps=int(given.get("conv_kernel_size", 2)) if is_selected else 0,
+        conv_group=int(given.get("conv_group_size", 16)),
+        selector_rank=int(given.get("selector_rank", 256)) if is_selected else 0,
+        num_candidates=min(int(given.get("selector_top_k", 16)), layers.vocab_size),
+    )
+
+
+def _causality(name: str, kind: str, given: Raw, layers: Any) -> tuple[bool, ...]:
+    """Whether rows of a block see only those before them, by layer."""
+    slides = [one == "sliding_attention" for one in layers.layer_types]
+    if any(slides) and not layers.sliding_window:
+        raise ConfigError(f"{name}: layers of sliding attention without a sliding_window")
+    for field in ("is_causal", "causal"):
+        if given.get(field) is not None:
+            return (bool(given[field]),) * len(slides)
+    if given.get("sliding_window_non_causal", kind == "dflash2"):
+        return (False,) * len(slides)
+    return tuple(slides)
+
+
+READERS: dict[str, Callable[[str, str, Raw], HeadConfig]] = {
+    "eagle3": _eagle3,
+    "peagle": _eagle3,
+    "dflash": _dflash,
+    "dflash2": _dflash,
+    "dspark": _dflash,
+}
 """What reads the config of each type of head."""
 
 

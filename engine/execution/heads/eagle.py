@@ -1,11 +1,15 @@
-"""EAGLE-3: one decoder layer over a token's embedding and the state before it, which drafts token by token.
+"""EAGLE-3, and P-EAGLE, its variant that drafts in one pass.
+
+EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by token.
 
 The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the head's own output
-there. Its output is the state that the next row reads, and the logits of token t + 1 come from it.
+there. Its output is the state that the next row reads, and the logits of token t + 1 come from it. P-EAGLE puts rows of
+a mask token behind the text instead: each drafts one token more, and knows nothing of the tokens drafted before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from engine.execution.attention import AttentionMetadata
 from engine.execution.heads.config import HeadConfig
 from engine.execution.heads.head import Head
 from engine.execution.heads.layers import MLP, Attention, DecoderLayer, Norm, Rotary, Rotation
+from engine.execution.heads.slots import Marginals, SlotSampler
 
 
 class FirstLayer(nn.Module):
@@ -63,6 +68,10 @@ class Eagle3(Head):
         projected_TH: Tensor = self.fc(taps_TX)
         return projected_TH
 
+    def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[T, H] the states of rows of a text, whose K and V are stored."""
+        return self.forward(token_ids_T, state_TH, positions_T, metadata)
+
     def forward(
         self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
@@ -77,3 +86,16 @@ class Eagle3(Head):
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
         """[N, V] logits of the tokens below rows with these states."""
         return super().logits(state_NH if self.config.norm_output else self.norm(state_NH), vocab_size)
+
+
+class PEagle(Eagle3):
+    """A P-EAGLE head."""
+
+    def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
+        super().__init__(config, num_taps, names)
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))
+        """Stands for the target's states in rows of the mask token."""
+
+    def slots(self, state_SH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:  # noqa: ARG002
+        """What chains are drawn from, of the states of the last rows of texts and of the masks behind them."""
+        return Marginals(self.logits(state_SH, vocab_size))

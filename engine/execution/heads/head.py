@@ -112,7 +112,16 @@ class Head(nn.Module):
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
         """[N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not know."""
+        return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
+
+    def own_logits(self, state_NH: Tensor) -> Tensor:
+        """[N, draft vocabulary] float32 logits."""
         logits_NV = linear(state_NH, self._output).float() * self.config.logit_scale
+        softcap = self.config.softcap
+        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+
+    def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """[N, V] logits of the target's tokens, of those of the head's own."""
         if self._target_ids is None and logits_NV.shape[1] >= vocab_size:
             return logits_NV[:, :vocab_size]
         ids = torch.arange(logits_NV.shape[1], device=self.device) if self._target_ids is None else self._target_ids

@@ -51,6 +51,8 @@ class Attention(nn.Module):
     def __init__(self, config: Any, number: int, input_size: int) -> None:
         super().__init__()
         self.layer_idx = number
+        slides = getattr(config, "layer_types", None) and config.layer_types[number] == "sliding_attention"
+        self._window = config.sliding_window if slides else None
         self._head_dim = int(config.head_dim)
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         has_bias = bool(getattr(config, "attention_bias", False))
@@ -67,9 +69,15 @@ class Attention(nn.Module):
         query_THD = rotated(self.q_norm(self._heads(self.q_proj, state_TX)), rotation)
         key_THD, value_THD = self.keys_and_values(state_TX, rotation)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
-        attended, _ = attend(self, query, key, value, None, self._head_dim**-0.5, metadata=metadata)
+        scaling, window = self._head_dim**-0.5, self._window
+        attended, _ = attend(self, query, key, value, None, scaling, sliding_window=window, metadata=metadata)
         output_TH: Tensor = self.o_proj(attended[0].flatten(1))
         return output_TH
+
+    def store(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> None:
+        """Store K and V of states that nothing is asked of."""
+        keys, values = metadata.storage.layers[self.layer_idx]
+        keys[metadata.slots_T], values[metadata.slots_T] = self.keys_and_values(state_TX, rotation)
 
     def keys_and_values(self, state_TX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[T, heads, head_dim] K and V of states."""

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from engine.errors import LoadError, first_line
 from engine.execution.heads.config import HeadConfig, read_head
-from engine.execution.heads.eagle import Eagle3
+from engine.execution.heads.dflash import DFlash
+from engine.execution.heads.eagle import Eagle3, PEagle
 from engine.execution.heads.head import Head, TargetWeights
 from engine.files import model_file, read_object
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors of training, and of what is computed."""
+_UNUSED_PARTS = ("confidence_head.",)
+_HEADS: dict[str, type[Eagle3 | PEagle | DFlash]] = {"eagle3": Eagle3, "peagle": PEagle}
+"""The module of each type of head; of the others DFlash."""
 
 
 def head_config(name: str, revision: str | None) -> HeadConfig | None:
@@ -29,7 +33,9 @@ def head_config(name: str, revision: str | None) -> HeadConfig | None:
 def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
     """Load a head beside its target, a transformers model that nothing has packed; raises LoadError."""
     tensors = {_renamed(name): tensor for name, tensor in _read(config.name, revision).items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if name not in _UNUSED and not name.startswith(_UNUSED_PARTS)
+    }
     tensors = {
         name: tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
         for name, tensor in tensors.items()
@@ -43,7 +49,7 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
 def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) -> Head:
     """A head with these weights, which it takes over."""
     with torch.device("meta"):
-        head = Eagle3(config, num_taps, frozenset(tensors))
+        head = _HEADS.get(config.kind, DFlash)(config, num_taps, frozenset(tensors))
     wrong = {name: head.state_dict()[name].shape for name in tensors.keys() & head.state_dict().keys()}
     if bad := [name for name, shape in wrong.items() if tensors[name].shape != shape]:
         name = sorted(bad)[0]
@@ -61,6 +67,8 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
 def _renamed(name: str) -> str:
     """A tensor's name here."""
     name = name.removeprefix("model.")
+    if name.startswith("candidate_selector."):
+        return name.replace("codebook.weight", "codebook")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 

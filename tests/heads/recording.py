@@ -1,0 +1,119 @@
+"""Engines that note the logits of every node a head drafts at, and how far these are from an oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.execution.loading import LoadedModel
+from engine.plan import Plan
+from engine.request import Speculation
+from tests.engine import tiny
+from tests.heads import folders, oracles
+
+VOCABULARY = 97
+SPECULATIONS = {
+    "chains": Speculation(rule="bv_race", num_drafts=3, draft_length=3),
+    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
+}
+
+
+@dataclass
+class Node:
+    """A place that logits were asked for."""
+
+    sequence: int
+    length: int
+    """Tokens of the text there."""
+    path: tuple[int, ...]
+    logits: Tensor
+
+
+class Recorder:
+    """Notes the logits of every node that an engine's drafter gives."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.nodes: list[Node] = []
+        self._level: list[tuple[int, tuple[int, ...]]] = []
+        """(number of the row, path) of each node of the level that was computed last."""
+        self._drawing: list[Any] = []
+        drafter: Any = engine.drafter
+        self._begin, self._below = drafter.begin, drafter.below
+        drafter.begin, drafter.below = self.begin, self.below
+
+    def begin(self, plan: Plan) -> Tensor:
+        logits_NV: Tensor = self._begin(plan)
+        self._drawing = [row for row in plan.sampling_rows if row.fanout]
+        self._level = [(number, ()) for number in range(len(self._drawing))]
+        self._note(logits_NV)
+        return logits_NV
+
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        tokens, level = iter(token_N.tolist()), []
+        for number, path in self._level:
+            fanout = self._drawing[number].fanout
+            if len(fanout) > depth:
+                level += [(number, (*path, next(tokens))) for _ in range(fanout[depth - 1])]
+        assert next(tokens, None) is None
+        self._level = level
+        logits_NV: Tensor = self._below(depth, token_N)
+        self._note(logits_NV)
+        return logits_NV
+
+    def _note(self, logits_NV: Tensor) -> None:
+        for (number, path), logits_V in zip(self._level, logits_NV, strict=True):
+            row = self._drawing[number]
+            self.nodes.append(Node(row.sequence_id, row.end, path, logits_V.cpu().clone()))
+
+
+class Oracle(Protocol):
+    """A head in the plainest way."""
+
+    def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """[V] below a path of drafted tokens; states: the target's at the tokens of the text, or of a longer one."""
+
+
+def served(
+    target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False
+) -> tuple[Recorder, list[list[int]]]:
+    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence."""
+    engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
+    recorder = Recorder(engine)
+    shared = tiny.prompts(VOCABULARY, [20])[0]
+    rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)
+    prompts = [*([] if few else [[5]]), *(shared + rest for rest in rests)]
+    requests = [
+        tiny.request(str(number), prompt, speculation, max_tokens=12 if few else 40, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = tiny.run(engine, requests)
+    if not few:
+        assert run.num_preemptions > 0
+        assert engine.scheduler.num_cache_hits > 0
+        assert run.num_accepted > 5, "too few drafts are accepted to move anything"
+    return recorder, [prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)]
+
+
+def largest_error(
+    target: LoadedModel,
+    written: folders.Written,
+    oracle: Oracle,
+    recorder: Recorder,
+    texts: Sequence[Sequence[int]],
+    most: int = 40,
+) -> float:
+    """How far the logits of some nodes are from the oracle's."""
+    states = [oracles.target_states(target, text, written.taps) for text in texts]
+    chosen = np.random.default_rng(3).permutation(len(recorder.nodes))[:most]
+    assert len(chosen) > 10
+    pairs = []
+    for number in chosen:
+        node = recorder.nodes[number]
+        text = texts[node.sequence][: node.length]
+        pairs.append((node.logits, oracle.logits(text, states[node.sequence], node.path)))
+    return oracles.largest_error(pairs)

@@ -1,0 +1,248 @@
+"""Heads that draft in one pass, behind the engine: P-EAGLE, DFlash, DSpark and DFlash2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from engine.cache.tensors import KVTensors
+from engine.drafters import one_pass, reading
+from engine.drafters.one_pass import BlockDrafter, OnePassDrafter
+from engine.execution.heads import dflash, slots
+from engine.execution.loading import LoadedModel
+from engine.request import Speculation
+from tests.engine import test_output_law as output_law
+from tests.engine import tiny
+from tests.grid import grid
+from tests.heads import folders, oracles
+from tests.heads.recording import SPECULATIONS, VOCABULARY, Oracle, largest_error, served
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+FLAT = {"layout": "z-lab"}
+HEADS: dict[str, dict[str, Any]] = {
+    "peagle": {"kind": "peagle"},
+    "peagle, two layers, norms": {
+        "kind": "peagle",
+        "layers": 2,
+        "norm_before_fc": True,
+        "draft_vocabulary": VOCABULARY,
+    },
+    "dflash": {},
+    "dflash, z-lab": FLAT,
+    "dflash, sliding layers are causal": {**FLAT, "layer_types": (SLIDING, FULL)},
+    "dflash, sliding layers are not causal": {"layer_types": (SLIDING, FULL), "sliding_window_non_causal": True},
+    "dflash, all layers are causal": {**FLAT, "inner": {"causal": True}},
+    "dflash, no layer is causal": {**FLAT, "layer_types": (SLIDING, SLIDING), "is_causal": False},
+    "dflash, from the anchor": {"sample_from_anchor": True},
+    "dflash, bounded logits": {**FLAT, "inner": {"output_multiplier": 0.4, "final_logit_softcapping": 2.0}},
+    "dspark": {"kind": "dspark"},
+    "dspark, gated": {"kind": "dspark", "markov_head_type": "gated"},
+    "dspark, recurrent": {"kind": "dspark", "markov_head_type": "rnn"},
+    "dspark, recurrent, behind the anchor": {
+        "kind": "dspark",
+        "markov_head_type": "rnn",
+        "sample_from_anchor": False,
+    },
+    "dflash2": {"kind": "dflash2", "layout": "z-lab", "is_causal": False, "inner": {"input_embedding_scale": 0.5}},
+    "dflash2, speculators": {"kind": "dflash2", "layer_types": (SLIDING, FULL)},
+}
+USUAL = ("peagle", "dflash, sliding layers are causal", "dspark, recurrent", "dflash2")
+"""One of each type."""
+
+
+def write(folder: Path, name: str, **more: Any) -> folders.Written:
+    given = {**HEADS[name], **more}
+    if given.get("kind") == "peagle":
+        return folders.write_eagle(folder, **given)
+    return folders.write_block(folder, **given)
+
+
+def oracle(written: folders.Written, target: LoadedModel) -> Oracle:
+    return oracles.Masked(written, target) if "kind" not in written.extra else oracles.Block(written, target)
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return folders.target(VOCABULARY)
+
+
+@pytest.mark.parametrize("name", grid(HEADS, {*USUAL, "dflash, z-lab", "dflash, from the anchor"}))
+def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    """At the roots and below tokens that were drafted."""
+    written = write(tmp_path / "head", name)
+    recorder, texts = served(target, written, SPECULATIONS["chains"], few=True)
+    assert largest_error(target, written, oracle(written, target), recorder, texts, most=20) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("dflash", {"sample_from_anchor": True}),
+        ("dflash, sliding layers are causal", {"is_causal": False}),
+        ("dflash, sliding layers are causal", {"layer_types": (FULL, FULL)}),
+        ("dflash, z-lab", {"inner": {"output_multiplier": 0.5}}),
+        ("dflash, z-lab", {"inner": {"final_logit_softcapping": 1.0}}),
+        ("dflash, z-lab", {"inner": {"input_embedding_scale": 0.5}}),
+        ("dflash, z-lab", {"inner": {"causal": True}}),
+        ("dspark", {"sample_from_anchor": False}),
+        ("dflash2", {"inner": {"selector_top_k": 3}}),
+    ],
+)
+def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name: str, flag: dict[str, Any]) -> None:
+    plain = write(tmp_path / "plain", name, **({"inner": {}} if "inner" in flag else {}))
+    changed = write(tmp_path / "changed", name, **flag)
+    recorder, texts = served(target, changed, SPECULATIONS["chains"], few=True)
+    assert largest_error(target, changed, oracle(changed, target), recorder, texts, most=12) < 1e-3
+    assert largest_error(target, plain, oracle(plain, target), recorder, texts, most=12) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    grid(
+        [(name, shape) for name in USUAL for shape in SPECULATIONS], {("dspark, recurrent", "tree"), ("peagle", "tree")}
+    ),
+)
+def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, tmp_path: Path, name: str, shape: str) -> None:
+    """Behind chunks of prompts, shared beginnings, accepted and rejected drafts, preemption: those of a fresh text."""
+    written = write(tmp_path / "head", name, draft_vocabulary=83, scale=0.3)
+    recorder, texts = served(target, written, SPECULATIONS[shape])
+    assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) < 1e-3
+
+
+def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, tap, slots, state_TD: store(self, tap - 1, slots, state_TD)
+
+
+def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda part, block_size: np.roll(before(part, block_size), 1)
+
+
+def slot_before(of_depth: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, depth: of_depth(self, depth) - int(depth > 0)
+
+
+def without_previous(below: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, slot_N, previous_N, parent_N: below(self, slot_N, previous_N * 0, parent_N)
+
+
+def all_causal(nodes: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tokens, is_causal: nodes(tokens, True)
+
+
+WRONG: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+    "states of one layer before": ("dflash, z-lab", KVTensors, "store", one_layer_off),
+    "states of another token": ("dflash, z-lab", reading, "_slots_before", of_another_token),
+    "another slot": ("dflash, z-lab", OnePassDrafter, "_of_depth", slot_before),
+    "a block that is causal": ("dflash, z-lab", one_pass, "block_nodes", all_causal),
+    "no token before": ("dspark", slots.Markov, "below", without_previous),
+    "memory of another parent": ("dspark, recurrent", one_pass, "parents", lambda right: lambda *of: right(*of) * 0),
+    "no predecessor": ("dflash2", slots.Selected, "below", without_previous),
+    "no convolution": ("dflash2", dflash.Convolution, "convolve", lambda _: lambda self, side, kernel, state: state),
+}
+
+
+@pytest.mark.parametrize("name", grid(WRONG, {"no token before", "memory of another parent", "another slot"}))
+def test_wrong_variants_are_found_out(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    head, owner, attribute, wrong = WRONG[name]
+    written = write(tmp_path / "head", head, scale=0.3)
+    with patch.object(owner, attribute, wrong(getattr(owner, attribute))):
+        recorder, texts = served(target, written, SPECULATIONS["chains"])
+    assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) > 1e-2
+
+
+def in_the_pool(block_ids: Callable[..., Any]) -> Callable[..., Any]:
+    """Blocks reach into those of others instead of spare ones."""
+    return lambda self, row, number: (*row.block_ids, *range(4))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_blocks_that_reach_beyond_a_text_s_own_leave_the_others_alone(
+    target: LoadedModel, tmp_path: Path, is_wrong: bool
+) -> None:
+    written = write(tmp_path / "head", "dflash, z-lab", size=14, scale=0.3)
+    one_chain = Speculation(rule="block", num_drafts=1, draft_length=3)
+    block_ids = BlockDrafter._block_ids
+    with patch.object(BlockDrafter, "_block_ids", in_the_pool(block_ids) if is_wrong else block_ids):
+        recorder, texts = served(target, written, one_chain)
+    error = largest_error(target, written, oracle(written, target), recorder, texts, most=30)
+    assert (error > 1e-2) == is_wrong
+
+
+def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path) -> None:
+    written = write(tmp_path / "head", "dflash2")
+    passes = []
+    for speculation in (SPECULATIONS["chains"], SPECULATIONS["tree"]):
+        engine = tiny.build(target, folders.load(written, target))
+        assert engine.draft_runner is not None
+        with patch.object(
+            type(engine.draft_runner), "_run", autospec=True, side_effect=type(engine.draft_runner)._run
+        ) as run:
+            found = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0, max_tokens=20)])
+        # One pass reads the text, and one drafts; the prompt's step only reads.
+        num_drafting = sum(outcome.num_nodes > 0 for outcome in found.outcomes["a"])
+        passes.append(run.call_count - 2 * num_drafting)
+    assert passes[0] == passes[1] <= 3
+
+
+# -- the output ---------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, dict[str, Any]] = {
+    "peagle": {"draft_vocabulary": 3},
+    "dflash": {"draft_vocabulary": 3},
+    "dspark, recurrent": {"draft_vocabulary": 3},
+    "dflash2, speculators": {},
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> LoadedModel:
+    """A target whose output can be enumerated."""
+    return folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+
+
+CASES = [
+    (name, rule, sampling)
+    for name in SMALL
+    for rule in ("bv_race 4", "traversal tree")
+    for sampling in ("plain", "filtered")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "sampling"),
+    grid(
+        CASES, {(name, "bv_race 4", "filtered") for name in SMALL} | {("dspark, recurrent", "traversal tree", "plain")}
+    ),
+)
+def test_output_has_the_target_s_distribution(
+    small: LoadedModel, tmp_path: Path, name: str, rule: str, sampling: str
+) -> None:
+    written = write(tmp_path / "head", name, vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), **SMALL[name])
+    pair = small, folders.load(written, small)
+    counts = output_law.sample(pair, output_law.SPECULATIONS[rule], output_law.SAMPLINGS[sampling])
+    expected = output_law.exact_law(small, output_law.SAMPLINGS[sampling])
+    assert output_law.g_test(counts, expected) > output_law.ALPHA
+
+
+def test_verifying_with_the_distribution_of_another_path_is_rejected(small: LoadedModel, tmp_path: Path) -> None:
+    """Tokens that depend on the one before, verified as if they did not."""
+    from engine.drafters import chains
+    from engine.sampling.node_laws import node_laws
+
+    written = write(tmp_path / "head", "dspark", vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), draft_vocabulary=3)
+    pair = small, folders.load(written, small)
+
+    def of_the_first_node(rows: Any, nodes: Any, logits_NV: Any, parameters: Any, law_NV: Any) -> Any:
+        drawn_from, order = node_laws(rows, nodes, logits_NV, parameters)
+        same = logits_NV[:1].expand_as(logits_NV)
+        node_laws(rows, nodes, same.contiguous(), parameters, law_NV)
+        return drawn_from, order
+
+    with patch.object(chains, "node_laws", of_the_first_node):
+        counts = output_law.sample(pair, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
+    assert output_law.g_test(counts, output_law.exact_law(small, output_law.SAMPLINGS["plain"])) < output_law.ALPHA
