@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--contexts",
         type=_lengths,
-        help="prompts of so many random tokens; 0: the tasks' own (default 0,1024; short: 0)",
+        help="numbers of random tokens per prompt; 0: the tasks' prompts (default 0,1024; short: 0)",
     )
     result.add_argument("--ramp", type=counts, help="concurrency by stage (default 1,4,16,64,16,4,1; short: none)")
     result.add_argument(

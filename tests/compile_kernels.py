@@ -72,7 +72,7 @@ def compile_tiles(types: dict[str, str]) -> None:
 
 
 def compile_layer(dtype: str) -> None:
-    """What lies between products, for heads of a size that is no power of two."""
+    """Compile the operations between products, for heads whose size is not a power of two."""
     numbers = dict.fromkeys(("hidden", "weight", "normed", "joined", "result"), dtype)
     numbers |= dict.fromkeys(("cosines", "sines", "query_norm", "key_norm", "query", "keys", "values"), dtype)
     numbers |= {"slots": "*i64", "eps": "fp32"}

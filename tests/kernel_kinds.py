@@ -1,7 +1,6 @@
-"""Counts the kinds of kernels that a mixed load asks for, as Triton tells them apart; needs no device.
+"""Counts the variants of kernels that a mixed load needs in Triton; needs no device.
 
-A kind is compiled when it is first met, and whoever meets it waits. Prints how many there are of attention, and of
-verification.
+A variant is compiled at its first use, and that step waits. Prints the numbers for attention and for verification.
 """
 
 from __future__ import annotations

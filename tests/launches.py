@@ -54,7 +54,7 @@ class _Counting(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted_launches() -> Iterator[Counter[str]]:
-    """By name."""
+    """Count launches by name."""
     launches: Counter[str] = Counter()
     mode = _Counting(launches)
     run = GridExecutor.__call__

@@ -22,6 +22,7 @@ FAULTY = {
     "attribute.py": ('"""Settings."""\nlimit = 1\n"""Of all requests."""\n', ["3: a docstring begins with 'Of'"]),
     "method.py": (METHOD, ["6: 'Whoever'"]),
     "comment.py": ("x = 1  # is told so many times\n", ["1: 'is told'", "1: 'so many'"]),
+    "message.py": ('raise ValueError(f"{count} of its own")\n', ["1: 'of its own'"]),
 }
 
 
@@ -34,5 +35,5 @@ def test_faults_are_found_with_their_lines(name: str, tmp_path: Path) -> None:
 
 def test_code_and_plain_sentences_pass(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
-    path.write_text('"""Whether a block is free."""\nwhoever = "so many"\nHow = 1\n"""Number of blocks."""\n')
+    path.write_text('"""Whether a block is free."""\nwhoever = 1\nHow = 1\n"""Number of blocks."""\n')
     assert list(faults(path)) == []

@@ -27,7 +27,7 @@ _PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
 
 
 def buildah(*arguments: str) -> str:
-    """What it prints; raises CalledProcessError with its messages."""
+    """Run buildah and return its output; raises CalledProcessError with its messages."""
     done = subprocess.run(["buildah", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"buildah {' '.join(arguments)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -55,7 +55,7 @@ def make_base() -> None:
 
 
 def _pip_options() -> dict[str, str]:
-    """How this machine's pip finds packages, which a build inside a container has to know too."""
+    """Return the settings of pip on this machine, for builds inside a container."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     options = {}
     for line in listed.stdout.splitlines():
@@ -84,7 +84,7 @@ def build() -> dict[str, Any]:
 
 
 def size_in_bytes() -> int:
-    """Of all layers."""
+    """Size of all layers."""
     manifest = json.loads(json.loads(buildah("inspect", "--type", "image", IMAGE))["Manifest"])
     return sum(layer["size"] for layer in manifest["layers"])
 
@@ -125,7 +125,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the daemon itself, which is a process of this machine too."""
+        """Process id of the daemon on this machine."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 command = (folder / "cmdline").read_bytes().split(b"\0")

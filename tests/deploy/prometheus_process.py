@@ -37,7 +37,7 @@ class Prometheus:
         return answer["data"]
 
     def values(self, expression: str) -> list[float]:
-        """What an expression gives now, one number a series."""
+        """Return the current values of an expression, one per series."""
         return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
 
     def is_ready(self) -> bool:

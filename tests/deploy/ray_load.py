@@ -1,6 +1,6 @@
-"""Two local replicas under load, one of them killed; what became of every request, as JSON on standard output.
+"""Loads two local replicas, kills one, and prints the result of every request as JSON.
 
-A program of its own, because Ray keeps threads and processes of its own: python -m tests.deploy.ray_load TARGET DRAFT
+A separate program, because Ray leaves threads and processes: python -m tests.deploy.ray_load TARGET DRAFT
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main() -> None:
         return threads
 
     with httpx.Client(base_url=base, timeout=300, verify=False) as client:
-        # The same beginning meets the same cache, whoever asks; different ones are spread.
+        # Equal beginnings reach the same cache for all clients; different ones are spread.
         for kind in ("first", "again"):
             found[kind] = [begin(client, number) for number in range(NUM_PREFIXES)]
 

@@ -1,6 +1,6 @@
-"""A replica is added under load and taken away after it; what became of every request, as JSON on standard output.
+"""Adds a replica under load, removes it afterwards, and prints the result of every request as JSON.
 
-A program of its own, as `ray_load` is: python -m tests.deploy.ray_scaling TARGET DRAFT
+A separate program like `ray_load`: python -m tests.deploy.ray_scaling TARGET DRAFT
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
 @pytest.mark.slow  # the schema may have to be fetched
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_files_fit_the_specification(name: str) -> None:
-    """By the schema that comes with Debian's docker-compose, which is older than the project's `name`."""
+    """The file fits the schema of Debian's docker-compose, which is older than the project's `name`."""
     schema = next(unpacked("docker-compose").rglob("compose_spec.json"))
     written = yaml.safe_load((DEPLOY / name).read_text())
     written.pop("name", None)

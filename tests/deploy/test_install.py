@@ -1,7 +1,7 @@
-"""What is pinned can be installed from nothing but a package index, for every Python that is supported.
+"""Pinned packages can be installed from a package index alone, for every supported Python.
 
-Resolved by uv from the metadata of packages alone, as they are for Debian 12; nothing large is downloaded. Wheels that
-lie on this machine do not count, above all a CPU build of torch: the index's build needs a triton of its own choice.
+uv resolves them from metadata, as on Debian 12; nothing large is downloaded. Wheels on this machine do not count,
+above all a CPU build of torch: the index's build pins another triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCAL = {"UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_NO_INDEX", "UV_O
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """The caller's, with pip's index for uv where uv has none of its own."""
+    """Return the environment, with pip's index for uv if uv has none."""
     result = {name: value for name, value in os.environ.items() if name not in LOCAL}
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False

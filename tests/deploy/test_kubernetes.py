@@ -52,7 +52,7 @@ def test_every_resource_fits_its_schema(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_the_pods(overlay: str) -> None:
-    """And nothing else of the namespace; whoever may ask need not be one of them."""
+    """Selectors match no other pods of the namespace; clients need not be among them."""
     found = rendered(overlay)
     deployment = found["Deployment"]["spec"]
     assert deployment["template"]["metadata"]["labels"] == LABELS
@@ -105,7 +105,7 @@ def test_the_operators_alerts_are_those_of_prometheus() -> None:
 
 
 class Strict(BaseModel):
-    """What KubeRay's types have of it (ray-operator/apis/ray/v1); nothing else, and no other types of values."""
+    """Model with KubeRay's fields and types (ray-operator/apis/ray/v1) and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -51,12 +51,12 @@ def test_turns_of_a_conversation_have_one_prefix() -> None:
     ],
 )
 def test_any_body_finds_a_replica(body: bytes) -> None:
-    """The replica answers what is wrong with it; an error in choosing one would leave the request waiting for ever."""
+    """The replica reports the error; an error of the router would leave the request waiting indefinitely."""
     assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
 
 
 def router(count: int, **open_requests: int) -> tuple[Any, list[Any]]:
-    """A router with so many replicas, some of which have open requests."""
+    """Return a router with `count` replicas, some of which have open requests."""
     made = PrefixRouter.__new__(PrefixRouter)
     made.initialize_state(most_ahead=2)
     replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=f"r{i}")) for i in range(count)]
@@ -191,8 +191,11 @@ def test_the_metrics_of_replicas_stay_apart() -> None:
 
 
 def run_program(name: str, folder: Path) -> dict[str, Any]:
-    """What a program of this folder finds with a tiny pair. A busy machine's replicas get longer than 0.1 s to say
-    how many calls they have, after which Ray would send a call elsewhere."""
+    """Return the output of a program of this folder with a tiny pair.
+
+    Replicas of a busy machine get longer than 0.1 s to report their calls, after which Ray would send a call
+    elsewhere.
+    """
     pair = write_pair(folder)
     command = [sys.executable, "-m", f"tests.deploy.{name}", str(pair.target), str(pair.draft)]
     environment = {**os.environ, "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10"}
@@ -229,7 +232,7 @@ def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None
 
 
 def test_a_replica_takes_the_cores_that_ray_gives_it() -> None:
-    """One stays for HTTP; whoever names a number of threads gets that."""
+    """One core stays for HTTP; a configured number of threads is used."""
     for options, expected in (({"num_cpus": 4}, 3), ({"num_cpus": 0.5}, 1), ({"arguments": "--num-threads 7"}, 7)):
         words = daemon_arguments(Options.model_validate(options))
         assert parse_flags(words).num_threads == expected

@@ -1,4 +1,4 @@
-"""What `polydraft bench` asks for."""
+"""Requests of `polydraft bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadtest.workload import Prompt, random_prompts
 
 @pytest.mark.parametrize("num_prompts", [None, 3])
 def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
-    """Every repeat has prompts of its own, or other seeds where they are too few; its arms have the same."""
+    """Every repeat has separate prompts, or other seeds if there are too few; its arms have the same."""
     options = bench.BenchOptions(
         tasks=["dialogues"],
         concurrency=[1, 4],

@@ -1,4 +1,4 @@
-"""What HTTP costs is measured on a daemon that runs."""
+"""The overhead of HTTP is measured on a running daemon."""
 
 from __future__ import annotations
 

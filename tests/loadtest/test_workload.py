@@ -1,4 +1,4 @@
-"""Prompts of the bench: the embedded tasks, and files of one's own."""
+"""Prompts of the bench: the embedded tasks, and files of users."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("patterns", nargs="*", metavar="MODULE", help="such as engine/sampling/edits.py")
     parser.add_argument("--part", default="1/1", help="3/8: of eight parts of every module's mutants, the third")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--again", action="store_true", help="run again what no test has noticed")
     parser.add_argument("--table", action="store_true", help="only write the table")
     asked = parser.parse_args()

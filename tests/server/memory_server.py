@@ -65,7 +65,7 @@ class Wire(asyncio.Transport):
 
     @property
     def statuses(self) -> list[int]:
-        """Of the answers so far."""
+        """Statuses of the answers so far."""
         return [int(part[:3]) for part in self.written.split(b"HTTP/1.1 ")[1:]]
 
     @property

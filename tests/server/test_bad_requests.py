@@ -149,7 +149,7 @@ def test_a_bad_value_is_refused_by_name(http: httpx.Client, fields: dict[str, An
     ],
 )
 def test_a_bad_chat_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    """What only chats have: roles, parts, tools."""
+    """Fields of chats alone: roles, parts, tools."""
     assert error_of(send(http, CHAT, fields), 400)["param"] == param
 
 
@@ -181,7 +181,7 @@ def test_a_bad_chat_is_refused_by_name(http: httpx.Client, fields: dict[str, Any
     ],
 )
 def test_a_bad_completion_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    """What only completions have: prompts of all kinds, echo, suffix."""
+    """Fields of completions alone: prompts of all types, echo, suffix."""
     assert error_of(send(http, COMPLETIONS, fields), 400)["param"] == param
 
 

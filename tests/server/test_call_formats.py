@@ -105,7 +105,7 @@ def test_a_call_that_quotes_a_whole_answer_of_its_format_is_one_call(form: str) 
 
 
 def test_a_quoted_beginning_of_a_call_does_not_hide_the_calls_behind_it() -> None:
-    """Known at the answer's end only, in the one format whose strings have no end of their own."""
+    """Only the answer's end shows it, in the one format whose strings have no end mark."""
     calls: list[Call] = [("add", {"code": "It begins <tool_call>\n<function=add>\n so"}), PARIS]
     answer = SPELL["qwen3_coder"](calls)
     for pieces in every_cut(answer):

@@ -318,7 +318,7 @@ def test_a_connection_that_closes_waits_for_no_request(server: Server) -> None:
 
 
 def test_an_answer_that_has_begun_is_cut_off_by_a_refusal(server: Server) -> None:
-    """A second status could not be told from its body. What the client has yet to read is still sent."""
+    """A second status would look like a part of the body. Unread bytes are still sent."""
     for num_unsent, ended in ((0, "aborted"), (5, "closed")):
         server.begins_first = True
         wire = server.connect()

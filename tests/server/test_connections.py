@@ -266,7 +266,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
 
 
 def test_httpx_reuses_a_connection_after_a_refusal(daemon: Daemon) -> None:
-    """What was discarded does not disturb the next request."""
+    """Discarded data does not disturb the next request."""
     with daemon.client() as client:
         for _ in range(3):
             assert client.post("/v1/completions", content=b" " * (5 << 20)).status_code == 413

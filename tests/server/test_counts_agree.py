@@ -54,7 +54,7 @@ def scraped(http: httpx.Client) -> Counter[str]:
 
 
 def told(answer: dict[str, Any]) -> Counter[str]:
-    """What an answer says of itself, by the same names."""
+    """Return an answer's counts under the same names."""
     usage, counted = answer["usage"], answer["metrics"]["speculative_decoding"]
     if counted is None:  # nothing was drafted
         num_tokens, num_prompt = usage["completion_tokens"], usage["prompt_tokens"]

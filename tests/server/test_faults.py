@@ -1,4 +1,4 @@
-"""What goes wrong around a daemon: its engine dies, clients leave, it is stopped under load, memory or disk run out."""
+"""Faults of a daemon: its engine dies, clients leave, it is stopped under load, memory or disk run out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW_BLOCKS = "--no-calibrate --max-model-len 512 --num-gpu-blocks-override 56 --
 
 
 def ending(daemon: Daemon, streams: bool, **more: Any) -> str:
-    """How a request ends: `whole`, `error`, or what is wrong about its end."""
+    """Return the end of a request: `whole`, `error`, or a fault of its end."""
     with daemon.client() as client:
         try:
             answer = client.post("/v1/completions", json={**CALL, "stream": streams, **more})
@@ -45,7 +45,7 @@ def ending(daemon: Daemon, streams: bool, **more: Any) -> str:
 
 
 def together(daemon: Daemon, count: int, **more: Any) -> tuple[list[threading.Thread], list[str]]:
-    """So many requests at once, every other one a stream; the threads, and where their ends come."""
+    """Start `count` requests at once, every other one a stream; return the threads and the list of their ends."""
     ends: list[str] = []
     threads = [
         threading.Thread(target=lambda i=i: ends.append(ending(daemon, i % 2 == 0, **more)))  # type: ignore[misc]
@@ -197,7 +197,7 @@ def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon
 
 @pytest.mark.slow  # test_stopping.py has a drain of one stream
 def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
-    """What was accepted is finished, what comes later is refused; exit 0."""
+    """Accepted requests are finished, later ones are refused, and the exit code is 0."""
     daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
     threads, ends = together(daemon, 24)
     with daemon.client() as client:

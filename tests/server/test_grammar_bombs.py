@@ -193,7 +193,7 @@ def test_health_says_that_no_step_ends(http: httpx.Client, strict: Daemon, leave
         os.kill(engine, signal.SIGSTOP)
         try:
             if leaves:
-                # Steps that the engine has told of are read first: after them nothing would seem to be left.
+                # Reported steps are read first; after them the engine would seem to be idle.
                 time.sleep(0.3)
                 stream.response.close()
                 wait_until(lambda: other.get("/load").json()["server_load"] == 0, "the request stays")

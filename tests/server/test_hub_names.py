@@ -164,7 +164,7 @@ def hub_url() -> Iterator[str]:
 
 
 def run_python(code: str, cache: Path, endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own that may ask this hub: its client reads the environment once."""
+    """Run Python in a separate process with access to this hub: the client reads the environment once."""
     own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "POLYDRAFT_PROFILE_CACHE": "off"}
     command = [sys.executable, "-c", code, *words]
     environment = {**os.environ, **own}

@@ -68,7 +68,7 @@ def test_a_lane_has_room_to_the_last_character() -> None:
 
 
 def test_an_end_waits_for_nobody(free: threading.Event) -> None:
-    """What runs goes on without anybody, what waits is not begun."""
+    """Running work continues without its caller; waiting work does not begin."""
     lanes = Lanes(100)
     work = {executor: [executor.submit(free.wait) for _ in range(3)] for executor in
             (lanes.short.executor, lanes.long.executor, lanes.answers)}  # fmt: skip

@@ -35,7 +35,7 @@ def limited(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
 
 
 def rejections(daemon: Daemon, reason: str) -> float:
-    """How often requests were not admitted for this reason."""
+    """Return the number of requests that were not admitted for this reason."""
     lines = httpx.get(f"{daemon.url}/metrics").text.splitlines()
     (line,) = [one for one in lines if one.startswith("polydraft_admission_rejections") and f'reason="{reason}"' in one]
     return float(line.split()[-1])
@@ -143,7 +143,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_window_moves_with_time(clock: list[float]) -> None:
-    """Two a second: the third must wait, one later may come in; each caller has a window of its own."""
+    """At two per second the third must wait, and a later one may pass; each client has a separate window."""
     rate = RateLimit([(2, 1.0)])
     assert [rate.take("a") for _ in range(3)] == [None, None, 1]
     assert rate.take("b") is None

@@ -165,7 +165,7 @@ def test_what_is_not_served_is_refused_by_name(client: anthropic.Anthropic, more
 
 
 def test_values_that_ask_for_nothing_are_taken(client: anthropic.Anthropic) -> None:
-    """As coding agents send them."""
+    """Blocks in the format of coding agents."""
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     ask(
         client, thinking={"type": "disabled"}, metadata={"user_id": "me"}, service_tier="auto",
@@ -182,7 +182,7 @@ def reported(client: anthropic.Anthropic, **more: Any) -> tuple[int, set[str]]:
 
 
 def test_effort_is_a_hint(client: anthropic.Anthropic) -> None:
-    """Claude Code always sends it; this template cannot be told how much to think."""
+    """Claude Code always sends it; this template has no setting for it."""
     asked = {"thinking": {"type": "adaptive", "display": "updates"}, "output_config": {"effort": "max"}}
     assert reported(client, extra_body=asked) == (reported(client)[0], {"output_config.effort"})
     assert reported(client, thinking={"type": "disabled"})[1] == {"thinking"}

@@ -109,7 +109,7 @@ def test_names_and_labels_are_ours_or_vllms(filled: list[Sample]) -> None:
 
 
 def test_both_names_have_the_same_values(filled: list[Sample]) -> None:
-    """What appears under vLLM's name is what we count."""
+    """Values under vLLM's names equal our counts."""
     check_both_names(filled)
 
 
@@ -172,7 +172,7 @@ def test_labels_stay_few_whatever_clients_ask_for() -> None:
 
 
 def test_a_plain_step_has_a_shape_of_its_own() -> None:
-    """So that the share of plain steps can be shown."""
+    """Dashboards compute the share of plain steps from it."""
     metrics = ServerMetrics("tiny", compat=False)
     metrics.ready(FACTS)
     plain = msgspec.structs.replace(outcome(1, 0), num_chains=0, draft_length=0, num_nodes=0)

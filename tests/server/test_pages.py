@@ -180,7 +180,7 @@ def evaluated(module: str, expression: str, *, before: str = "") -> Any:
 
 
 def test_each_part_of_an_answer_has_its_origin() -> None:
-    """By the page's own module, for texts that are not the tokens' texts joined."""
+    """The page's module finds origins also if the text is not the tokens' texts joined."""
     cases = json.dumps([[text, steps] for _, text, steps, _ in ORIGINS])
     runs = f"{cases}.map(one => page.runsOf(...one).map(run => [run.text, run.draft]))"
     assert evaluated("origin.js", runs) == [runs for *_, runs in ORIGINS]

@@ -45,7 +45,7 @@ def test_a_right_prediction_gives_the_same_text_in_fewer_steps(http: httpx.Clien
 
 
 def test_a_wrong_prediction_is_counted_as_rejected(openai_client: openai.OpenAI) -> None:
-    """By the official client, also with several choices; the prediction may come in parts."""
+    """The official client gets them, also with several choices; the prediction may have parts."""
     answer = openai_client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Tell me a story."}],

@@ -177,7 +177,7 @@ def test_logprobs_are_the_model_s_under_speculation(http: httpx.Client, shape: s
 def test_prompt_logprobs_are_right_beside_speculation_and_the_prefix_cache(http: httpx.Client) -> None:
     """vllm-project/vllm#53488: wrong under speculation; #3251 and #8268: an error where the prompt was cached."""
     wish: dict[str, Any] = {"prompt": list(range(300, 390)), "max_tokens": 1, "prompt_logprobs": 1}
-    first = choice_of(http, **wish, speculation=OFF, cache_salt="one of its own")["prompt_logprobs"]
+    first = choice_of(http, **wish, speculation=OFF, cache_salt="another")["prompt_logprobs"]
     for _ in range(2):
         again = choice_of(http, **wish, speculation=SHAPES["bv_race"])["prompt_logprobs"]
         for mine, theirs in zip(again[1:], first[1:], strict=True):

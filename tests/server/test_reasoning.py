@@ -1,4 +1,4 @@
-"""Thoughts are told apart from what is said, however the text is cut into pieces; over HTTP in every shape."""
+"""Thoughts are separated from text for any pieces, and over HTTP in every API."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def thinking(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Daemon:
-    """A daemon whose template opens the thinking when it is told to."""
+    """Daemon whose template opens the thoughts if a variable is set."""
     template = Path(tmp_path_factory.mktemp("thinking")) / "template.jinja"
     template.write_text(TEMPLATE)
     return daemons.get(
@@ -127,7 +127,7 @@ def test_a_chat_has_thoughts_beside_its_content(client: httpx.Client) -> None:
 
 
 def test_thinking_that_the_prompt_has_begun(client: httpx.Client) -> None:
-    """What comes before a closing tag is thought; cut off, all of it."""
+    """Text before a closing tag is a thought; if the answer is cut, all of it is."""
     call = ASKED | {"max_tokens": 6, "reasoning_effort": "high"}
     message = client.post("/v1/chat/completions", json=call).json()["choices"][0]["message"]
     assert message["reasoning_content"]
@@ -140,7 +140,7 @@ def test_thinking_that_the_prompt_has_begun(client: httpx.Client) -> None:
 
 
 def test_thinking_is_switched_at_the_top_of_a_body_too(client: httpx.Client) -> None:
-    """As hosted models have it; each is one and the same switch of the template."""
+    """Switches of hosted models; each sets the same variable of the template."""
 
     def prompt_tokens(path: str = "/v1/chat/completions", **more: Any) -> int:
         body = client.post(path, json=ASKED | {"max_tokens": 1} | more).json()
@@ -250,7 +250,7 @@ def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
     "asked", [{"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {"enable_thinking": True}]
 )
 def test_what_the_template_does_not_know_is_reported(http: httpx.Client, asked: dict[str, Any]) -> None:
-    """A hint has no effect on a model that cannot be told how much to think."""
+    """A hint has no effect on a model without levels of thinking."""
     plain, hinted = (http.post("/v1/chat/completions", json=ASKED | {"seed": 1} | more) for more in ({}, asked))
     assert hinted.json()["choices"] == plain.json()["choices"]
     assert hinted.headers["x-polydraft-ignored-fields"] == next(iter(asked))

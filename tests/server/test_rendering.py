@@ -146,7 +146,7 @@ def test_system_prompts_become_one_where_a_template_wants_it() -> None:
 
 
 def test_turns_of_one_role_become_one_where_a_template_wants_it() -> None:
-    """What the user says beside results of calls is said in the last of them."""
+    """User text next to results of calls moves into the last of them."""
 
     def alternates(messages: list[Turn]) -> bool:
         roles = [one["role"] for one in messages]
@@ -204,7 +204,7 @@ def test_names_must_be_shown_where_they_tell_participants_apart() -> None:
 
 
 def test_a_text_beside_calls_stands_before_them() -> None:
-    """Where the model wrote it: before the mark with which calls begin."""
+    """The text is at its original position: before the mark that begins calls."""
 
     def calls_only(one: Turn) -> str:
         if calls := one.get("tool_calls"):

@@ -50,7 +50,7 @@ def test_lines_of_the_http_server_are_objects_too(json_daemon: Daemon) -> None:
 
 
 def test_every_line_is_an_object(json_daemon: Daemon) -> None:
-    """Once it serves; while models load, libraries write lines of their own."""
+    """Log lines after the start; libraries write other lines while models load."""
     served = json_daemon.log.split('"message": "serving ')[1].splitlines()[1:]
     lines = [json.loads(line) for line in served]
     assert all({"time", "level", "message"} <= line.keys() for line in lines)
@@ -112,7 +112,7 @@ def test_no_line_holds_text(json_daemon: Daemon, client: httpx.Client) -> None:
 
 def test_a_line_as_text_can_be_split_at_its_spaces(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
     """Values with spaces or quotes, which come from clients, are quoted."""
-    call = CALL | {"speculation": {"num_drafts": 2, "draft_length": 3}}  # a shape of its own, so that it always drafts
+    call = CALL | {"speculation": {"num_drafts": 2, "draft_length": 3}}  # a requested shape always drafts
     one_seat_http.post("/v1/completions", json=call, headers={"x-request-id": 'a b" finish_reason=stop'})
     quoted = re.escape(r'id="a b\" finish_reason=stop" path=')
     line = wait_until(lambda: re.search(rf"INFO request {quoted}.*", one_seat.log), "no line about the request")[0]

@@ -106,7 +106,7 @@ def test_the_clients_own_stream_helper_follows(openai_client: openai.OpenAI) -> 
 
 
 def test_some_functions_may_be_allowed(tool_client: openai.OpenAI) -> None:
-    """The model is told of these alone, and calls no other."""
+    """The prompt contains these tools alone, and the model calls no other."""
     clock = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": True}
     wish = {**CALL, "tools": [FUNCTION, clock], "max_output_tokens": 200, "temperature": 1}
 
@@ -148,7 +148,7 @@ def test_a_streamed_call_has_its_arguments_in_pieces(tool_client: openai.OpenAI)
 
 
 class Thing(pydantic.BaseModel):
-    """What a structured answer is parsed to."""
+    """Model of a parsed structured answer."""
 
     name: str = pydantic.Field(pattern="^[a-z]{2,6}$")
     count: int = pydantic.Field(ge=0, le=9)

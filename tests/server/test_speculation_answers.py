@@ -1,4 +1,4 @@
-"""What answers say about their speculation, and what a request may ask of it."""
+"""Speculation statistics of answers, and speculation fields of requests."""
 
 from __future__ import annotations
 

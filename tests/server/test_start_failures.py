@@ -92,7 +92,7 @@ def test_a_bad_command_line_exits_2(capsys: pytest.CaptureFixture[str], argument
 
 
 def test_the_process_exits_with_that_code(daemons: Daemons) -> None:
-    """What `main` returns is the exit code of the process, and its line is all that is printed."""
+    """The result of `main` is the exit code of the process, and its line is all that is printed."""
     failed = daemons.start("--nonsense")
     assert failed.exit_code() == 2
     assert "--nonsense" in one_line(failed.log)
@@ -115,7 +115,7 @@ def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wrong_secret_is_not_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Where keys are set wrongly, the message does not repeat them."""
+    """If keys are set wrongly, the message does not repeat them."""
     path = tmp_path / "settings.json"
     path.write_text(json.dumps({"api-key": {"a": "topsecret"}}))
     code, errors = run(capsys, "--config", str(path))

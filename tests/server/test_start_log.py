@@ -1,4 +1,4 @@
-"""What the log says of speculation once a daemon serves: the truth, and what would help where there is none."""
+"""Log lines about speculation after the start: the settings, or advice if nothing drafts."""
 
 from __future__ import annotations
 

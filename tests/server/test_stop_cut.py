@@ -58,7 +58,7 @@ def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], 
 @settings(deadline=None)
 @given(text=TEXT, stops=STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
-    """What is not released yet is the beginning of a stop string."""
+    """The text held back is the beginning of a stop string."""
     cut = StopCut(stops)
     released = ""
     for end, letter in enumerate(text, start=1):

@@ -16,7 +16,7 @@ CALL: dict[str, Any] = {"model": MODEL, "prompt": "Once upon", "max_tokens": 48,
 
 @pytest.fixture
 def full_text(http: httpx.Client) -> str:
-    """What `CALL` answers without any stop."""
+    """Answer of `CALL` without stop strings."""
     answer = http.post(PATH, json=CALL).json()
     text: str = answer["choices"][0]["text"]
     assert len(text) > 80
@@ -50,7 +50,7 @@ def test_an_answer_ends_before_its_stop_string(http: httpx.Client, full_text: st
 
 
 def test_no_chunk_holds_the_beginning_of_a_stop_string(http: httpx.Client, full_text: str) -> None:
-    """What may become a stop string is held back until it is known: no prefix of the stream contains a part of it."""
+    """Text that may become a stop string is held back: no prefix of the stream contains a part of one."""
     stop = a_stop_in(full_text, 40)
     sent = ""
     with open_stream(http, PATH, **CALL, stop=[stop]) as stream:

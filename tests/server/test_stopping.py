@@ -1,4 +1,4 @@
-"""How a daemon ends: a drain, an abort, the death of its engine."""
+"""Ends of a daemon: a drain, an abort, the death of its engine."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_keys_without_a_value_are_no_keys() -> None:
 
 
 def test_a_grammar_has_a_greatest_length() -> None:
-    """Of its text, whatever it was made of."""
+    """The bound applies to the grammar's text, from any source."""
     literal = "start: //"
     assert structure(guided_regex="a" * (LONGEST_GRAMMAR - len(literal))).param == "guided_regex"
     error = refusal(guided_regex="a" * (LONGEST_GRAMMAR - len(literal) + 1))
@@ -248,7 +248,7 @@ ALL_OF = {"allOf": [{"$ref": "#/$defs/city"}, {"properties": {"unit": {}}}], **D
     ],
 )
 def test_objects_of_arguments_are_closed_by_default(schema: Any, allowed: Any, refused: Any) -> None:
-    """As far as that forbids nothing that the schema allows by name."""
+    """Objects are closed unless that would forbid a listed property."""
     found = closed({"type": "object", **schema}, is_root=True)
     jsonschema.validate(allowed, found)
     with pytest.raises(jsonschema.ValidationError):

@@ -28,7 +28,7 @@ def http(daemon: Daemon) -> Iterator[httpx.Client]:
 
 
 def test_an_operator_may_refuse_unknown_names(daemon: Daemon, http: httpx.Client) -> None:
-    """As OpenAI does; what is known, or asks for nothing, stays as it is."""
+    """Unknown fields are refused as by OpenAI; known ones and ones without effect are not."""
     for path in sorted(BODIES):
         answer = post(http, path, {"modle": "something secret", "x\nERROR y": 1, "z" * 5000: 2})
         error = answer.json()["error"] if MESSAGES in path else error_of(answer, 400)

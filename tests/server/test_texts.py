@@ -178,7 +178,7 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("ends", ["done", "failed", "cancelled"])
 def test_waiting_text_is_bounded_and_given_back(ends: str) -> None:
-    """What is above the limit is refused; text that is done, fails or is cancelled makes room again."""
+    """Text above the limit is refused; text that is done, fails or is cancelled makes room again."""
     free = threading.Event()
     lane = Lane("lane", 1, 100)
 

@@ -121,7 +121,7 @@ def test_structured_output_comes_after_the_thoughts(client: httpx.Client, shape:
 
 
 def test_structured_output_may_come_without_thoughts(client: httpx.Client) -> None:
-    """Where the prompt has closed them it must; where it says nothing, the model chooses."""
+    """If the prompt has closed the thoughts, the grammar applies; if it has not, the model chooses."""
     none = CAPITALS | {"reasoning_effort": "none", "logit_bias": {str(OPENS): 100}}
     open_to_both = CAPITALS | {"thinking_token_budget": 4}
     assert re.fullmatch("[A-Z]{2,6}", answer(client, **none)[1]["content"])

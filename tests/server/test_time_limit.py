@@ -88,7 +88,7 @@ class _Deaf:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_call_ends_also_where_what_is_raised_is_lost(pool: ThreadPoolExecutor, is_cancelled: bool) -> None:
-    """The wrong variant raises once, and the call goes on for ever."""
+    """The wrong variant raises once, and the call never ends."""
     begun = threading.Event()
 
     def deaf() -> None:

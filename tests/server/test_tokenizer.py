@@ -121,7 +121,7 @@ def spacing(kind: str) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
 def test_spaces_before_words_are_kept(kind: str, tmp_path: Path) -> None:
-    """Of the first token of an answer, which follows a prompt, and of a token that is spelled alone."""
+    """Spaces of the first token of an answer, which follows a prompt, and of a single token."""
     inner = spacing(kind)
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -167,7 +167,7 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
 
 
 def test_a_special_token_without_a_role_is_special(tmp_path: Path) -> None:
-    """Decoding leaves it out, so whoever reads marks in the text must know."""
+    """Decoding omits it, which matters to readers of marks in the text."""
     from transformers import AddedToken, PreTrainedTokenizerFast
 
     made = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)

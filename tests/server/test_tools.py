@@ -209,7 +209,7 @@ def test_a_stream_has_the_same_calls_in_pieces(client: openai.OpenAI) -> None:
 
 
 def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
-    """The call and its result are told to the model; the official client's own objects are taken back."""
+    """The prompt contains the call and its result; the official client's objects are accepted."""
     message = ask(client, tool_choice="required", parallel_tool_calls=False, seed=2).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 C"}
     answer = ask(client, messages=[USER, message, result], tool_choice="none", max_tokens=5)
@@ -291,7 +291,7 @@ def test_the_demonstration_pairs_template_takes_tools(openai_client: openai.Open
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_tools_may_be_allowed(client: openai.OpenAI, mode: str) -> None:
-    """The model is told of these alone, and calls no other."""
+    """The prompt contains these tools alone, and the model calls no other."""
     only_clock = {"mode": mode, "tools": [{"type": "function", "function": {"name": "clock"}}]}
     answer = ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": only_clock}, n=3, seed=1)
     alone = ask(client, tools=[CLOCK], max_tokens=1)

@@ -13,7 +13,7 @@ STRICT = (
     "{% if messages | map(attribute='role') | list != ['user', 'assistant'] %}{{ raise_exception('roles') }}{% endif %}"
     "{% if not messages[0].content %}{{ raise_exception('nothing was asked') }}{% endif %}"
 )
-"""As templates of real models are."""
+"""Templates in the style of real models."""
 CHAT = STRICT + "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}END{% endfor %}"
 
 

@@ -63,7 +63,7 @@ def prompt_of(tokenizer: Tokenizer, template: str, turns: list[dict[str, Any]]) 
 
 
 def said(template: str, prompt: str) -> tuple[str, list[Call]]:
-    """What a prompt says that the assistant has said: (text, calls)."""
+    """Return the assistant's part of a prompt: (text, calls)."""
     if FORM_OF[template] != "llama3_json":
         return read(FORM_OF[template], [prompt])
     turns = [turn.partition("<|end|>")[0] for turn in prompt.split("<|assistant|>")[1:]]

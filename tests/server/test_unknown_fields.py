@@ -157,7 +157,7 @@ def test_harmless_names_are_not_taken_for_misspelt_ones(unknown_fields: UnknownF
 
 @pytest.mark.parametrize("path", ANSWERING)
 def test_hints_are_accepted_everywhere(http: httpx.Client, path: str) -> None:
-    """What a model here cannot be told is reported as without effect."""
+    """Fields that this model's template does not support are reported as ignored."""
     hints = {"store": True, "verbosity": "low", "service_tier": "flex", "metadata": {"a": "b"}}
     answer = post(http, path, {**hints, "reasoning_effort": "high"})
     assert answer.status_code == 200, answer.text
