@@ -103,7 +103,8 @@ class Engine:
         with phase("verify"):  # the exact rule of each request
             emissions, largest = verify_chains(plan, draft, logits_NV, recorded)
         with phase("keep"):  # move the accepted paths' K/V to where it stays
-            self.target.keep(target_moves(plan, draft, emissions, self.facts.block_size))
+            if any(moves := target_moves(plan, draft, emissions, self.facts.block_size)):
+                self.target.keep(moves)
             if self.drafter is not None:
                 self.drafter.keep(plan, emissions)
         verdict = Verdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
@@ -230,8 +231,11 @@ def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission],
     """What makes the target's K/V of accepted paths contiguous, by row."""
     if draft is None:
         return []
-    moves = []
+    moves: list[KVMoves] = []
     for row, tree, emission in zip(plan.sampling_rows, draft.trees, emissions, strict=True):
+        if emission.rank == 0 or not emission.accepted:  # the first chain's nodes lie where its tokens will
+            moves.append([])
+            continue
         path = tree.paths[emission.rank][1 : len(emission.accepted) + 1]
         pairs = [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]
         moves.append(slot_moves(pairs, row.block_ids, block_size))

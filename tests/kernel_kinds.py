@@ -15,7 +15,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.cache.tensors import KVShape, KVTensors
-from engine.drafters.draft import draw_numbers, noise_of
+from engine.drafters.numbers import draw_numbers, noise_of
 from engine.execution import triton_attention
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
 from engine.execution.paged import Paged, pages_of

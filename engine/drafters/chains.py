@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.draft import ChainShape, Draft, Layout, Level, drafting_numbers, draw_numbers, layout_of, trees_of
+from engine.drafters.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
 from engine.drafters.drafter import Drafter
+from engine.drafters.numbers import drafting_numbers, draw_numbers
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
 from engine.sampling.node_laws import Nodes, node_laws

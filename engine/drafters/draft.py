@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.drafters.numbers import noise_of
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.law import LawParameters
-from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import MOST_LIKELY, ChainNoise, Chains
 from engine.speculation.topology import Tree, drawn_tree, merge_chains
 from engine.speculation.verification import RULES
@@ -31,13 +31,6 @@ MOST_UNMERGED = 64
 wait for the drafted tokens: so few rows are expected to take about as long as one (not measured yet)."""
 
 Ints = npt.NDArray[np.int64]
-
-_DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
-"""Purposes that need a number for each chain and depth."""
-_ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
-"""Purposes that need a number for each chain."""
-SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
-"""Index, on the first axis of `draw_numbers`, of the numbers that decide the race of scores."""
 
 
 class ChainShape(NamedTuple):
@@ -53,9 +46,7 @@ class ChainShape(NamedTuple):
     @staticmethod
     def of(row: Row) -> ChainShape:
         """The shape of a sampling row."""
-        stable, method = row.sampling.seed_stable, method_of(row)
-        likeliest = stable or (row.sampling.is_greedy and method != "iid")
-        return ChainShape(row.fanout, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
+        return _shape_of(row.fanout, method_of(row), row.sampling.seed_stable, row.sampling.is_greedy)
 
     @property
     def num_chains(self) -> int:
@@ -66,6 +57,12 @@ class ChainShape(NamedTuple):
     def length(self) -> int:
         """Tokens of a chain."""
         return len(self.fanout)
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(fanout: tuple[int, ...], method: str, stable: bool, greedy: bool) -> ChainShape:
+    likeliest = stable or (greedy and method != "iid")
+    return ChainShape(fanout, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
 
 
 def method_of(row: Row) -> str:
@@ -331,32 +328,6 @@ def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
     left = iter(tokens)
     trees = tuple(tree._replace(tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
     return replace(draft, trees=trees, tokens_M=None)
-
-
-def draw_numbers(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> npt.NDArray[np.float64]:
-    """[6, C, L] the random numbers of a step, by purpose, for `noise_of`.
-
-    position_C: the first index that each chain drafts, which names its numbers.
-    """
-    depths = np.arange(max(1, length))
-    purposes = np.array([*_DEEP, *_ONCE])[:, None, None]
-    numbers = uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
-    numbers[0] = numbers[0].T.reshape(numbers[0].shape)  # drafting takes them level by level
-    return numbers
-
-
-def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
-    """([L, C] the numbers that tokens are drafted with, the numbers for the rules): views of `draw_numbers`."""
-    _, accept, chosen_accept, residual, score, chosen_residual = numbers
-    noise = ChainNoise(
-        accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
-    )
-    return drafting_numbers(numbers, length), noise
-
-
-def drafting_numbers(numbers: Tensor, length: int) -> Tensor:
-    """[L, C] the numbers of `draw_numbers` that tokens are drafted with."""
-    return numbers[0].view(-1, numbers.shape[1])[:length]
 
 
 def trees_of(

@@ -41,9 +41,12 @@ class ModelDrafter:
         """Make the K/V of kept paths contiguous."""
         moves = []
         for row, one in zip(plan.sampling_rows, emissions, strict=True):
+            if row.num_drafts <= 1 or not one.num_draft_kept:
+                continue  # a lone chain lies where its tokens will
             pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
             moves.append(slot_moves(pairs, row.block_ids, self.runner.block_size))
-        self.runner.keep(moves)
+        if moves:
+            self.runner.keep(moves)
 
     def _prepare(self, plan: Plan) -> list[Pass]:
         """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""

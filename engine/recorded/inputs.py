@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.drafters.draft import SCORE_PART, Layout, draw_numbers, method_of
+from engine.drafters.draft import Layout, method_of
 from engine.drafters.model import first_key, level_nodes
+from engine.drafters.numbers import SCORE_PART, draw_numbers
 from engine.plan import Plan, Row
 from engine.request import Sampling
 from engine.sampling.law import FILTERS

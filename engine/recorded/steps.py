@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from engine.drafters.chains import draw_levels
-from engine.drafters.draft import ChainShape, Draft, layout_of, noise_of, with_tokens
+from engine.drafters.draft import ChainShape, Draft, layout_of, with_tokens
+from engine.drafters.numbers import noise_of
 from engine.execution.attention import AttentionMetadata
 from engine.execution.paged import Paged
 from engine.execution.runner import ModelRunner

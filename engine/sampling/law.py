@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -39,21 +41,28 @@ class LawParameters:
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> LawParameters:
         """Parameters of one row per entry of `samplings`."""
-        temperatures = [0.0 if s.is_greedy else s.temperature for s in samplings]
-        values, largest = {}, {}
-        for one in FILTERS:
-            of_rows = [getattr(s, one.name) for s in samplings]
-            if any(map(one.changes, of_rows)):
-                values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
-                largest[one.name] = max(of_rows)
-        temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
-        return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest)
+        return _parameters_of(
+            tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device
+        )
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
         temperature_N = self.temperature_N[index_N]
         return LawParameters(temperature_N, self.any_greedy, self.all_greedy, values, self.largest)
+
+
+@lru_cache(maxsize=256)
+def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device) -> LawParameters:
+    """rows: temperature and the parameters of `FILTERS`. What it returns is kept: nobody may write to it."""
+    temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
+    values, largest = {}, {}
+    for one, of_rows in zip(FILTERS, of_filters, strict=True):
+        if any(map(one.changes, of_rows)):
+            values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
+            largest[one.name] = max(of_rows)
+    temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
+    return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest)
 
 
 def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:
@@ -147,3 +156,6 @@ FILTERS = (
     Filter("top_p", lambda value: value < 1, _top_p, of_probabilities=True),
 )
 """In the order in which they apply. A new one is a function, a line here, and its field of `Sampling`."""
+
+_filtered = attrgetter(*(one.name for one in FILTERS))
+"""Parameters of all filters."""

@@ -72,7 +72,7 @@ class _Load(NamedTuple):
     def work(self, num_drafting: int, shape: Shape) -> Work:
         """A step in which so many of the adaptive requests draft this shape."""
         drafting = [fanout for fanout in self.others if fanout]
-        beside = [level_widths(fanout) for fanout in drafting]
+        beside = tuple([level_widths(fanout) for fanout in drafting])
         passes = draft_passes(beside)
         if num_drafting:
             own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))

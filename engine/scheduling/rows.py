@@ -63,7 +63,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
     if not sequence.may_draft:
         fanout = ()
     copies = sequence.copier.copies(sequence.tokens, min(most, max_copied_tokens)) if sequence.copier else ()
-    nodes = sum(level_widths(fanout)) + sum(len(copy.tokens) for copy in copies)
+    nodes = sum(level_widths(fanout)) + sum([len(copy.tokens) for copy in copies])
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
     # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by that many.
@@ -84,8 +84,8 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
 def _text_of(sequence: Sequence) -> LogitContext | None:
     """What the sequence's law depends on besides its logits; None if on nothing."""
     request, least = sequence.request, sequence.request.limits.min_tokens
-    holds_back = sequence.num_emitted < least
-    if not request.sampling.edits_logits and not holds_back:
+    holds_back = least > 0 and sequence.num_emitted < least
+    if not sequence.edits_logits and not holds_back:
         return None
     ends = sequence.ends if holds_back else ()
     num_prompt = len(request.prompt_token_ids)

@@ -67,8 +67,7 @@ class Scheduler:
         """How many tokens beyond the target's chunk the draft model may compute of an adaptive prompt in this step; 0:
         it computes none. Set before the controller chooses: by then `_publish` has promised other requests the draft
         K/V of these blocks."""
-        self._next_id = 0
-        self._step = 0
+        self._next_id = self._step = 0
 
     @property
     def num_waiting(self) -> int:
@@ -188,6 +187,8 @@ class Scheduler:
                 fanout, draft_chunk = (), self.draft_prefill.chunk
             elif not fanout and part.num_known > 1:
                 draft_chunk = self._read_along
+            if not (fanout or draft_chunk or part.sequence.copier):  # as planned
+                continue
             room = budget + part.num_tokens
             found = part_of(part.sequence, fanout, room, self.config.max_copied_tokens, draft_chunk)
             if found.emits and found.num_tokens <= room and self._find_blocks(found):
@@ -356,8 +357,7 @@ class Scheduler:
         is_drawn = bool(row.fanout) and not any(part.num_accepted for part in emission.copied)
         if self.controller is not None and is_drawn and row.speculation.adaptive:
             self.controller.observe(sequence, row.fanout[0], row.draft_length, len(emission.accepted))
-        emitted = [*emission.accepted, emission.next_token]
-        kept, finish_reason = sequence.cut(emitted, self.eos_token_ids)
+        kept, finish_reason = sequence.cut([*emission.accepted, emission.next_token], self.eos_token_ids)
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.copier.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept

@@ -33,6 +33,7 @@ class Sequence:
         "counts",
         "draft_start",
         "draft_window",
+        "edits_logits",
         "ends",
         "fanout",
         "fixed_edits",
@@ -41,6 +42,7 @@ class Sequence:
         "num_cached",
         "num_draft_computed",
         "num_drafted_blocks",
+        "num_prompt",
         "num_published_blocks",
         "num_target_computed",
         "prompt_logprobs",
@@ -72,6 +74,9 @@ class Sequence:
         self.request = request
         self.by_head = by_head
         self.grammar = grammar
+        # Of the request, because every step asks for them.
+        self.num_prompt = len(request.prompt_token_ids)
+        self.edits_logits = request.sampling.edits_logits
         self._stop_ids = frozenset(request.limits.stop_token_ids)
         self.ends: tuple[int, ...] = ()
         """Tokens that would end the answer, held back before min_tokens; none if it has no min_tokens."""
@@ -112,12 +117,12 @@ class Sequence:
     @property
     def num_emitted(self) -> int:
         """Tokens of the answer so far."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
         """Tokens the answer may still get."""
-        return self.request.limits.max_tokens - self.num_emitted
+        return self.request.limits.max_tokens + self.num_prompt - len(self.tokens)
 
     @property
     def num_missing(self) -> int:
@@ -153,16 +158,15 @@ class Sequence:
 
     def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
         """(the emitted tokens that the answer takes, why it ends with them: `stop`, `length` or None)."""
-        limits = self.request.limits
+        limits, num_remaining = self.request.limits, self.num_remaining
         if not limits.max_tokens:  # the prompt alone was asked for; what was drawn after it is dropped
             return [], "length"
+        ends = self._stop_ids if limits.ignore_eos else self._stop_ids | eos_token_ids
+        emitted = emitted[:num_remaining]
         for count, token in enumerate(emitted, start=1):
-            ends = token in eos_token_ids and not limits.ignore_eos
-            if ends or token in self._stop_ids:
+            if token in ends:
                 return emitted[:count], "stop"
-            if count == self.num_remaining:
-                return emitted[:count], "length"
-        return emitted, None
+        return emitted, "length" if len(emitted) == num_remaining else None
 
     def block_keys(self, count: int, block_size: int) -> list[Key]:
         """Keys of the first `count` blocks of its text, all of them full."""

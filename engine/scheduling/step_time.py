@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from engine.plan import Plan
+from engine.plan import Plan, level_widths
 
 Numbers = npt.NDArray[np.float64]
 Shape = tuple[int, int]
@@ -81,25 +81,31 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def of(plan: Plan) -> Work:
         """The work of a plan."""
         rows = plan.sampling_rows
-        drafting = [row for row in rows if row.fanout or row.copies]
-        widths = [row.widths for row in rows if row.fanout]
-        prompt = prompt_text = 0
+        prompt = prompt_text = read = 0
         for row in plan.rows:
-            chunk = len(row.input_ids) - row.emits
-            prompt += chunk
-            prompt_text += chunk * (row.first_index + chunk // 2)
+            read += len(row.draft_input_ids)
+            if chunk := len(row.input_ids) - row.emits:
+                prompt += chunk
+                prompt_text += chunk * (row.first_index + chunk // 2)
+        drafting = [row for row in rows if row.fanout or row.copies]
         fanouts = {() if row.copies else row.fanout for row in drafting}
         (fanout,) = fanouts if len(fanouts) == 1 else ((),)
+        if fanout:  # all draft alike
+            widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)
+            nodes = sum(widths[0]) * len(drafting)
+        else:
+            widths = tuple([row.widths for row in drafting if row.fanout])
+            nodes = sum([row.num_nodes for row in drafting])
         shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
         return Work(
             rows=len(rows),
-            text=sum(row.end for row in rows),
-            nodes=sum(row.num_nodes for row in drafting),
+            text=sum([row.first_index + len(row.input_ids) for row in rows]),
+            nodes=nodes,
             drafting=len(drafting),
             passes=draft_passes(widths),
             prompt=prompt,
             prompt_text=prompt_text,
-            read=sum(len(row.draft_input_ids) for row in plan.rows) - len(widths),
+            read=read - len(widths),
             shape=shape if drafting else PLAIN,
         )
 
@@ -114,7 +120,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prompt=0, prompt_text=0)
 
 
-def draft_passes(widths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Rows of each pass of the draft model, for requests with so many nodes by depth: one row a request at first, then
     the nodes of each depth but the last, from which nothing is drawn."""
     longest = max(map(len, widths), default=0)
@@ -231,11 +238,12 @@ class StepTimes:
         self._slots = {PLAIN: 1 + _NUM_TERMS, MIXED: 2 + _NUM_TERMS}
         """Places of the shapes' factors in the state."""
         self._started: float | None = None
+        self._unaged_s = 0.0  # seconds whose forgetting is still to come
         self._last_shape: Shape | None = None
-        self._num_since = 0
-        """Steps since drafting began or stopped."""
+        self._num_since = 0  # steps since drafting began or stopped
         num_states = 1 + _NUM_TERMS + _MOST_SHAPES
         self._rates = np.zeros(_NUM_TERMS)
+        self._rates_now: Numbers | None = None  # as `_current_rates` returns them until the state changes
         self._state = np.zeros(num_states)
         self._variance = np.zeros((num_states, num_states))
         terms, slots = slice(1, 1 + _NUM_TERMS), slice(1 + _NUM_TERMS, None)
@@ -305,8 +313,9 @@ class StepTimes:
 
     def _current_rates(self) -> Numbers:
         """[terms] the rates as the machine is now."""
-        rates: Numbers = self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS])
-        return rates
+        if self._rates_now is None:
+            self._rates_now = self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS])
+        return self._rates_now
 
     def _slot(self, shape: Shape) -> int:
         """The place of a shape's factor; shapes met when all places are taken share that of mixed ones."""
@@ -319,6 +328,7 @@ class StepTimes:
     def scale(self, factor: float) -> None:
         """The machine now takes so many times as long as when the points were measured."""
         self._state[0] = self._fitted[0] = math.log(factor)
+        self._rates_now = None
 
     def observe(self, work: Work, draft_s: float, rest_s: float, started: float) -> None:
         """A step was made. started: when, on a clock of seconds.
@@ -345,29 +355,37 @@ class StepTimes:
         return is_cold and seconds >= _MUCH_FASTER * predicted_s
 
     def _pass_time(self, seconds: float) -> None:
-        """The machine drifts; of all else a little more gives way to what calibration found."""
-        keep = math.exp(-seconds / _FORGET_S)
-        machine = self._variance[0, 0] + self._drift**2 * seconds
+        """The machine drifts; of all else a little more gives way to what calibration found, in whole seconds."""
+        self._variance[0, 0] += self._drift**2 * seconds
+        self._unaged_s += seconds
+        if self._unaged_s < 1.0:
+            return
+        keep, self._unaged_s = math.exp(-self._unaged_s / _FORGET_S), 0.0
+        machine = self._variance[0, 0]
         self._state[1:] += (1 - keep) * (self._fitted[1:] - self._state[1:])
         self._variance[1:, 1:] *= keep**2
         self._variance[1:, 1:] += (1 - keep**2) * self._fitted_variance[1:, 1:]
         self._variance[0, 1:] *= keep
         self._variance[1:, 0] *= keep
         self._variance[0, 0] = machine
+        self._rates_now = None
 
     def _learn(self, work: Work, draft_s: float, rest_s: float, std: float) -> None:
         draft_s, rest_s = _by_part(work, draft_s, rest_s)
-        drafts_s, rests_s, parts = self._seconds([work])
+        slot = self._slot(work.shape)
+        # Both parts are compared with what was predicted before the step.
+        parts = sizes_of(work, self._window) * self._current_rates()
+        shape = math.exp(self._state[slot])
+        predicted_s, predicted_draft_s = float(parts[:_NUM_REST].sum()), float(parts[_NUM_REST:].sum())
         slopes = np.zeros(len(self._state))
-        slopes[0] = 1.0
-        slopes[1 : 1 + _NUM_REST] = parts[0, :_NUM_REST] / rests_s
-        slopes[self._slot(work.shape)] = 1.0
-        self._update(slopes, rest_s / float(rests_s[0]), std)
-        if draft_s > 0 and drafts_s[0] > 0:
+        slopes[0] = slopes[slot] = 1.0
+        slopes[1 : 1 + _NUM_REST] = parts[:_NUM_REST] / predicted_s
+        self._update(slopes, rest_s / (shape * predicted_s), std)
+        if draft_s > 0 and predicted_draft_s > 0:
             slopes = np.zeros(len(self._state))
             slopes[0] = 1.0
-            slopes[1 + _NUM_REST : 1 + _NUM_TERMS] = parts[0, _NUM_REST:] / drafts_s
-            self._update(slopes, draft_s / float(drafts_s[0]), std)
+            slopes[1 + _NUM_REST : 1 + _NUM_TERMS] = parts[_NUM_REST:] / predicted_draft_s
+            self._update(slopes, draft_s / predicted_draft_s, std)
 
     def _update(self, slopes: Numbers, ratio: float, std: float) -> None:
         """One observation: a part of a step took `ratio` times what was predicted."""
@@ -375,5 +393,7 @@ class StepTimes:
         known = float(slopes @ covariance) + std**2
         # A slow step may have met another process: it moves the state by at most one standard deviation.
         most = min(1.0, known / math.sqrt(max(known - std**2, 1e-12)))
-        self._state += covariance / known * min(most, max(-0.5, ratio - 1.0))
-        self._variance -= np.outer(covariance, covariance) / known  # exactly symmetric
+        self._state += covariance * (min(most, max(-0.5, ratio - 1.0)) / known)
+        covariance *= 1 / math.sqrt(known)
+        self._variance -= covariance[:, None] * covariance  # exactly symmetric
+        self._rates_now = None

@@ -44,12 +44,18 @@ class Tree(NamedTuple):
         return tuple([self.tokens[node - 1] for node in path[1:]])
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
-        """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i."""
-        mask = np.eye(self.num_nodes, dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            if parent > 0:
-                mask[node] |= mask[parent - 1]
-        return mask
+        """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i. Not to be written to."""
+        return _ancestry(tuple(self.parents))
+
+
+@lru_cache(maxsize=1024)
+def _ancestry(parents: tuple[int, ...]) -> npt.NDArray[np.bool_]:
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent > 0:
+            mask[node] |= mask[parent - 1]
+    mask.flags.writeable = False
+    return mask
 
 
 def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:

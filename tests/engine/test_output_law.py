@@ -306,13 +306,13 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
-    from engine.drafters import draft
+    from engine.drafters import numbers
     from engine.sampling.noise import uniform
 
     def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
         return uniform(seed, position + depth, purpose, chain)
 
-    with patch.object(draft, "uniform", by_index):
+    with patch.object(numbers, "uniform", by_index), patch.object(numbers, "usable", lambda *_, **__: False):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=6000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +57,34 @@ def test_is_a_function_of_its_name_and_broadcasts() -> None:
     grid = uniform(np.array([[1], [-5]]), np.arange(4), Purpose.SCORE)
     assert grid.shape == (2, 4)
     assert grid[1, 2] == uniform(-5, 2, Purpose.SCORE)[0]
+
+
+def test_kernel_gives_the_same_numbers() -> None:
+    pytest.importorskip("numba")
+    from engine.sampling import numba_noise
+
+    chance = np.random.default_rng(0)
+    seed_C, position_C, rank_C = chance.integers(-(2**63), 2**63 - 1, (3, 200))
+    purposes = np.array(list(Purpose))
+    plain = uniform(seed_C[:, None], position_C[:, None], purposes[:, None, None], rank_C[:, None], np.arange(9))
+    assert np.array_equal(numba_noise.uniform(seed_C, position_C, purposes, rank_C, 9), plain)
+
+
+@pytest.mark.parametrize("wrong", ["shifted", "purposes exchanged"])
+def test_wrong_kernel_is_not_used(wrong: str) -> None:
+    pytest.importorskip("numba")
+    from engine.drafters import numbers
+    from engine.sampling import numba_noise
+
+    right = numba_noise.uniform
+
+    def changed(seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int) -> Any:
+        position_C, purpose_P = (position_C + 1, purpose_P) if wrong == "shifted" else (position_C, purpose_P[::-1])
+        return right(seed_C, position_C, np.ascontiguousarray(purpose_P), rank_C, length)
+
+    assert numbers._fault_in_numbers(torch.device("cpu")) is None
+    with patch.object(numba_noise, "uniform", changed):
+        assert numbers._fault_in_numbers(torch.device("cpu")) == "numbers differ"
 
 
 def by_hand(*name: int) -> int:

@@ -80,9 +80,9 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
 
 
 def test_nodes_of_the_last_depth_are_in_no_pass_of_the_draft_model() -> None:
-    assert draft_passes([]) == ()
-    assert draft_passes([(3, 3)]) == (1, 3)
-    assert draft_passes([(1,), (4, 4, 4), (2, 2)]) == (3, 6, 4)
+    assert draft_passes(()) == ()
+    assert draft_passes(((3, 3),)) == (1, 3)
+    assert draft_passes(((1,), (4, 4, 4), (2, 2))) == (3, 6, 4)
 
 
 # -- fitting ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.analysis.enumeration import Outcome
-from engine.drafters.draft import draw_numbers, noise_of
+from engine.drafters.numbers import draw_numbers, noise_of
 from engine.sampling import fused
 from engine.speculation import verification
 from engine.speculation.drafting import ChainNoise, Chains

@@ -1,0 +1,69 @@
+"""The random numbers of a step, made in one call for all its chains.
+
+Not for: the numbers themselves (`engine.sampling.noise`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kernels import usable
+from engine.sampling.noise import Purpose, uniform
+from engine.speculation.drafting import ChainNoise
+
+Ints = npt.NDArray[np.int64]
+
+_DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
+"""Purposes that need a number for each chain and depth."""
+_ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
+"""Purposes that need a number for each chain."""
+_PURPOSES = np.array([*_DEEP, *_ONCE])
+SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
+"""Index, on the first axis of `draw_numbers`, of the numbers that decide the race of scores."""
+
+
+def draw_numbers(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> npt.NDArray[np.float64]:
+    """[6, C, L] the random numbers of a step, by purpose, for `noise_of`.
+
+    position_C: the first index that each chain drafts, which names its numbers.
+    """
+    if usable("random numbers are drawn", _fault_in_numbers, torch.device("cpu"), compiler="Numba"):
+        from engine.sampling import numba_noise  # Numba is there where its kernels are used
+
+        numbers = numba_noise.uniform(seed_C, position_C, _PURPOSES, rank_C, max(1, length))
+    else:
+        numbers = _uniform(seed_C, position_C, rank_C, max(1, length))
+    numbers[0] = numbers[0].T.reshape(numbers[0].shape)  # drafting takes them level by level
+    return numbers
+
+
+def _uniform(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> npt.NDArray[np.float64]:
+    """[6, C, L] by plain operations."""
+    depths, purposes = np.arange(length), _PURPOSES[:, None, None]
+    return uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
+
+
+def _fault_in_numbers(_device: torch.device) -> str | None:
+    """What is wrong with the kernel of random numbers; None where it gives those of the plain operations."""
+    from engine.sampling import numba_noise
+
+    seed_C, position_C, rank_C = np.array([[-(2**63), -1, 2**63 - 1, 7], [0, 3, 2**40, 1], [0, 1, 2, 3]])
+    found = numba_noise.uniform(seed_C, position_C, _PURPOSES, rank_C, 5)
+    return None if np.array_equal(found, _uniform(seed_C, position_C, rank_C, 5)) else "numbers differ"
+
+
+def noise_of(numbers: Tensor, length: int) -> tuple[Tensor, ChainNoise]:
+    """([L, C] the numbers that tokens are drafted with, the numbers for the rules): views of `draw_numbers`."""
+    _, accept, chosen_accept, residual, score, chosen_residual = numbers
+    noise = ChainNoise(
+        accept[:, :length], residual[:, 0], score[:, 0], chosen_accept[:, :length], chosen_residual[:, 0]
+    )
+    return drafting_numbers(numbers, length), noise
+
+
+def drafting_numbers(numbers: Tensor, length: int) -> Tensor:
+    """[L, C] the numbers of `draw_numbers` that tokens are drafted with."""
+    return numbers[0].view(-1, numbers.shape[1])[:length]
