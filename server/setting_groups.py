@@ -92,11 +92,11 @@ class GeneralSettings(BaseModel):
 class ModelSettings(BaseModel):
     """model"""
 
-    model: str = Field("", description="target model: a folder, or a hub name")
-    tokenizer: str | None = Field(None, description="folder of the tokenizer; the target's when left out")
+    model: str = Field("", description="target model: a folder or a hub name")
+    tokenizer: str | None = Field(None, description="folder of the tokenizer; default: the target's")
     revision: str | None = Field(None, description="hub revision of the target and its tokenizer")
     quantization: str | None = Field(
-        None, description="how the weights of MODEL are quantised; its config.json decides, and must say the same"
+        None, description="quantisation method of MODEL; its config.json must name the same"
     )
     dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
     device: Device = Field("auto", description="where the models run")
@@ -105,19 +105,19 @@ class ModelSettings(BaseModel):
         1, description="devices (on a CPU: processes) over which the target is split"
     )
     max_model_len: Annotated[NotNegativeAmount, BeforeValidator(_automatic)] = Field(
-        0, description="longest prompt plus answer; 0: the model's limit, or what the K/V cache holds"
+        0, description="maximum tokens of prompt plus answer; 0: the model's limit, or the K/V cache's capacity"
     )
     served_model_name: Words = Field(
-        [], description="name that clients use; repeat for several, the first is in metrics; MODEL when left out"
+        [], description="name that clients use; repeat for several, metrics have the first; default: MODEL"
     )
     chat_template: File = Field(None, description="file with a Jinja chat template")
     tool_call_parser: Literal["auto"] | CallFormat = Field(
-        "auto", description="how the model writes calls of tools; auto: by its chat or response template"
+        "auto", description="format of the model's tool calls; auto: from its chat or response template"
     )
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
         "auto",
-        description="whether answers hold thoughts between <think> tags; deepseek_r1: the prompt has opened them; "
-        "auto: by chat template and prompt",
+        description="whether answers contain thoughts between <think> tags; deepseek_r1: the prompt opens them; "
+        "auto: from chat template and prompt",
     )
     generation_config: Literal["auto", "neutral"] = Field(
         "auto",
@@ -126,8 +126,7 @@ class ModelSettings(BaseModel):
     )
     prepack: Prepack = Field(
         "auto",
-        description="on a CPU repack weights (oneDNN's layout, or own kernels), on CUDA fuse norms into products; "
-        "auto: where that is measured to be faster",
+        description="repack weights on a CPU, for oneDNN or for own kernels; auto: if that is measured to be faster",
         json_schema_extra=RARE,
     )
 
@@ -135,9 +134,9 @@ class ModelSettings(BaseModel):
 class SpeculationSettings(BaseModel):
     """speculation"""
 
-    draft_model: str | None = Field(None, description="draft model: a folder, or a hub name; none serves plainly")
+    draft_model: str | None = Field(None, description="draft model: a folder or a hub name; default: plain decoding")
     draft_revision: str | None = Field(None, description="hub revision of the draft model", json_schema_extra=RARE)
-    spec_drafters: Words = Field(["model"], description="where drafts come from: model, prompt_lookup, or both")
+    spec_drafters: Words = Field(["model"], description="sources of drafts: model, prompt_lookup, or both")
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")
     draft_length: Positive = Field(5, description="tokens in a chain (L)")
     spec_shape: str = Field(
@@ -147,7 +146,7 @@ class SpeculationSettings(BaseModel):
     )
     spec_rule: str = Field("bv_race", description="verification rule (docs/speculation.md lists them), or off")
     seed_stable: bool = Field(
-        False, description="the same seed gives the same answer whatever is drafted; costs acceptance"
+        False, description="make answers depend on the seed and not on the drafts; lowers acceptance"
     )
     calibrate: bool = Field(
         True, description="measure step times at start; without them shapes are fixed and answers report no speedup"
@@ -158,32 +157,31 @@ class SpeculationSettings(BaseModel):
         json_schema_extra=RARE,
     )
     draft_method: str | None = Field(
-        None, description="how children of a node are drawn; default: the rule's own", json_schema_extra=RARE
+        None, description="sampling method of a node's children; default: the rule's", json_schema_extra=RARE
     )
     draft_window: NotNegativeAmount = Field(
         0,
-        description="last tokens of the text that the draft model sees, which is also the most it reads of a prompt; "
-        "0: all. With a window the answer to a seed may depend on what else is served",
+        description="last tokens of a text that the draft model reads; 0: all. With a window the answer to a seed may "
+        "depend on other requests",
         json_schema_extra=RARE,
     )
     seed_shape: str | None = Field(
         None,
-        description="K,L of requests with a seed, which keep one shape; default: 1,4 on a CPU, else num-drafts and "
-        "draft-length",
+        description="fixed K,L of requests with a seed; default: 1,4 on a CPU, else num-drafts and draft-length",
         json_schema_extra=RARE,
     )
     max_copied_tokens: NotNegative = Field(
-        32, description="longest chain copied from a prediction or the text; 0 refuses both", json_schema_extra=RARE
+        32,
+        description="maximum tokens of a text draft (prompt lookup, prediction); 0 turns both off",
+        json_schema_extra=RARE,
     )
-    max_num_drafts: Positive = Field(16, description="highest num_drafts a request may ask for", json_schema_extra=RARE)
-    max_draft_length: Positive = Field(
-        16, description="highest draft_length a request may ask for", json_schema_extra=RARE
-    )
+    max_num_drafts: Positive = Field(16, description="maximum num_drafts of a request", json_schema_extra=RARE)
+    max_draft_length: Positive = Field(16, description="maximum draft_length of a request", json_schema_extra=RARE)
     max_over_acceptance: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="most lossy over-acceptance a request may ask for; 0 allows exact answers only",
+        description="maximum over-acceptance of a request; 0 allows exact answers only",
         json_schema_extra=RARE,
     )
     spec_observed_share: float = Field(
@@ -195,11 +193,13 @@ class SpeculationSettings(BaseModel):
     )
     profile_cache: str = Field(
         "~/.cache/polydraft",
-        description="folder that keeps what was measured for the next start; off: measure always",
+        description="folder that stores measurements for the next start; off: always measure",
         json_schema_extra=RARE,
     )
     selfcheck: bool = Field(
-        False, description="check at start that the output keeps the target law (some seconds)", json_schema_extra=RARE
+        False,
+        description="check at start that outputs follow the target distribution (some seconds)",
+        json_schema_extra=RARE,
     )
 
     @field_validator("spec_shape")
@@ -231,8 +231,8 @@ class SchedulingSettings(BaseModel):
     max_num_batched_tokens: PositiveAmount = Field(2048, description="tokens of one target pass")
     max_prompt_tokens_per_step: NotNegativeAmount = Field(
         0,
-        description="most prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; "
-        "where step times are measured, prompts also add no more time than decoding takes, or 0.1 s",
+        description="maximum prompt tokens of a step while other requests decode; 0: 512 on a CPU, else all that fit; "
+        "with measured step times, prompts also add at most the time of decoding, or 0.1 s",
         json_schema_extra=RARE,
     )
     max_num_queued_reqs: NotNegative = Field(256, description="requests that may wait; more get 429")
@@ -246,18 +246,18 @@ class SchedulingSettings(BaseModel):
     )
     stall_timeout: Annotated[float, Field(ge=0)] = Field(
         60.0,
-        description="seconds without the end of a step after which /health is 503; 0: never",
+        description="seconds without a completed step after which /health is 503; 0: never",
         json_schema_extra=RARE,
     )
     shutdown_timeout: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds to drain after SIGTERM")
     grammar_start_timeout: PositiveSeconds = Field(
         5.0,
-        description="seconds of CPU time to read a request's grammar; one that needs more gets 400",
+        description="CPU seconds to compile a request's grammar; slower ones get 400",
         json_schema_extra=RARE,
     )
     grammar_mask_timeout: PositiveSeconds = Field(
         0.05,
-        description="seconds of CPU time for a grammar's masks in a step; a request that needs more ends",
+        description="CPU seconds for a grammar's masks in a step; slower requests end",
         json_schema_extra=RARE,
     )
     grammar_memory_bytes: PositiveAmount = Field(
@@ -269,14 +269,14 @@ class MemorySettings(BaseModel):
     """memory"""
 
     kv_cache_memory_bytes: NotNegativeAmount = Field(
-        0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of what is free beside the needs of a step"
+        0, description="memory for K/V; 0: 1 GiB on a CPU, on CUDA 90 % of the memory that a step leaves free"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="share of a CUDA device's memory for weights, steps and K/V together; left out: 90 % of what is "
-        "free beside weights and steps",
+        description="share of a CUDA device's memory for weights, steps and K/V together; default: 90 % of the "
+        "memory that weights and steps leave free",
     )
-    enable_prefix_caching: bool = Field(True, description="keep K/V of ended requests for others of the same beginning")
+    enable_prefix_caching: bool = Field(True, description="cache K/V of ended requests for others with the same prefix")
     block_size: Positive = Field(16, description="tokens in a K/V block", json_schema_extra=RARE)
     num_gpu_blocks_override: NotNegative = Field(
         0, description="K/V blocks; 0 sizes the pool from memory", json_schema_extra=RARE
@@ -296,7 +296,7 @@ class HttpSettings(BaseModel):
     ssl_certfile: File = Field(None, description="TLS certificate")
     rate_limit: str | None = Field(
         None,
-        description="POSTs under /v1/ that one key (without keys: one address) may send, such as 60/minute,5/second",
+        description="limit of POSTs under /v1/ per key (without keys: per address), such as 60/minute,5/second",
     )
     max_request_bytes: PositiveAmount = Field(4 << 20, description="largest request body; more gets 413")
     dashboard: bool = Field(True, description="serve the live page at /dashboard")
@@ -305,17 +305,17 @@ class HttpSettings(BaseModel):
     )
     send_timeout: Annotated[float, Field(ge=0)] = Field(
         60.0,
-        description="seconds a client may leave its answer unread before its requests are ended; 0: no limit",
+        description="seconds that a client may leave its answer unread before its requests are aborted; 0: no limit",
         json_schema_extra=RARE,
     )
     receive_timeout: Annotated[float, Field(ge=0)] = Field(
         60.0,
-        description="seconds a client may take to send a request, or to begin one; then it gets 408; 0: no limit",
+        description="seconds that a client may take to begin and to send a request; slower ones get 408; 0: no limit",
         json_schema_extra=RARE,
     )
     max_connections: NotNegative = Field(
         0,
-        description="connections that may be open; 0: as many as the limit of open files allows",
+        description="maximum open connections; 0: the limit of open files decides",
         json_schema_extra=RARE,
     )
     sse_keep_alive_interval: Annotated[float, Field(ge=0)] = Field(
@@ -353,8 +353,8 @@ class HttpSettings(BaseModel):
 class ObservabilitySettings(BaseModel):
     """observability"""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
-    log_format: Literal["text", "json"] = Field("text", description="form of log lines; json: one object a line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum severity of log lines")
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines; json: one object per line")
     enable_log_requests: bool = Field(
         False, description="log one line per request when its answer ends: tokens, times, speedup; never its text"
     )

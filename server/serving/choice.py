@@ -15,7 +15,7 @@ import msgspec
 
 from engine.api import Outcome, Request, StepStats, TokenLogprob
 from server.openai.answers import DraftedStep
-from server.serving.statistics import Clock, SpeculationCount, drafters_of, kept_part
+from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
@@ -133,7 +133,7 @@ class Choice:
         """
         self.num_cached = outcome.num_cached
         echoed = self._echo_prompt()
-        text, num_kept = self._detokenize(outcome)
+        text, num_taken = self._detokenize(outcome)
         if self._cut.is_cut:
             self.finish_reason = "stop"
         elif self._counting_calls is not None and self._counting_calls.is_over:
@@ -143,26 +143,26 @@ class Choice:
             self.finish_reason = outcome.finish_reason
             text += self._cut.finish()
         parts = self._read(echoed + text)
-        self.num_tokens += num_kept
-        self.num_predicted += min(outcome.num_predicted, num_kept)
+        self.num_tokens += num_taken
+        self.num_predicted += min(outcome.num_predicted, num_taken)
         self.text += "".join(part for part in parts if isinstance(part, str))
         self.thoughts += "".join(part.text for part in parts if isinstance(part, Thought))
-        self._spell(outcome, num_kept)
+        self._spell(outcome, num_taken)
         if self.token_ids is not None:
-            self.token_ids += outcome.token_ids[:num_kept]
+            self.token_ids += outcome.token_ids[:num_taken]
         if self.drafts is not None:
-            self.drafts.append(self._drafted(outcome, num_kept))
-        kept = kept_part(outcome, num_kept)
-        self.speculation.add_step(kept, stats)
-        return parts, self.clock.add(outcome, num_kept), kept
+            self.drafts.append(self._drafted(outcome, num_taken))
+        taken = answer_part(outcome, num_taken)
+        self.speculation.add_step(taken, stats)
+        return parts, self.clock.add(outcome, num_taken), taken
 
-    def _drafted(self, outcome: Outcome, num_kept: int) -> DraftedStep:
+    def _drafted(self, outcome: Outcome, num_taken: int) -> DraftedStep:
         def texts(tokens: Sequence[int]) -> list[str]:
             return [self._tokenizer.spell(token)[0] for token in tokens]
 
-        num_accepted = min(outcome.num_accepted, num_kept)
+        num_accepted = min(outcome.num_accepted, num_taken)
         chains = [texts(chain) for chain in outcome.drafts]
-        return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_kept]))
+        return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_taken]))
 
     def _read(self, text: str) -> list[Part]:
         """Return the thoughts and the other parts of a text."""
@@ -202,11 +202,11 @@ class Choice:
         if not (self._skips_special and self._tokenizer.is_special(token)):
             self._offset += len(logprobs[-1].text)
 
-    def _spell(self, outcome: Outcome, num_kept: int) -> None:
+    def _spell(self, outcome: Outcome, num_taken: int) -> None:
         """Add the logprobs of the tokens that belong to the answer."""
         if self.logprobs is None:
             return
-        for token, found in zip(outcome.token_ids[:num_kept], outcome.logprobs, strict=False):
+        for token, found in zip(outcome.token_ids[:num_taken], outcome.logprobs, strict=False):
             self._add_logprob(self.logprobs, token, found)
 
     def _count(self, piece: str) -> None:

@@ -118,11 +118,11 @@ class Generation:
 
     def _add(self, choice: Choice, outcome: Outcome, stats: StepStats, observer: Observer) -> list[Part]:
         is_first, before = choice.num_tokens == 0, choice.num_tokens
-        parts, gap_s, kept = choice.add(outcome, stats)
+        parts, gap_s, taken = choice.add(outcome, stats)
         num_new = choice.num_tokens - before
         self.clock.add(outcome, num_new)
         metrics = observer.metrics
-        observer.take(kept, stats)
+        observer.take(taken, stats)
         metrics.tokens(num_new, gap_s, choice.clock.ttft_s if is_first and num_new else None)
         if choice.finish_reason is not None:
             counted = choice.speculation

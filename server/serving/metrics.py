@@ -210,7 +210,7 @@ class ServerMetrics:
         self._count_taken()
 
     def take(self, outcome: Outcome) -> None:
-        """Count a step's tokens of an answer; outcome: the part that it has taken (`kept_part`).
+        """Count a step's tokens of an answer; outcome: the part that it has taken (`answer_part`).
 
         The counts of all answers are published together, at the next step or scrape.
         """

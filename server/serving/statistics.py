@@ -19,20 +19,20 @@ def _rounded(value: float | None, decimals: int) -> float | None:
     return None if value is None else round(value, decimals)
 
 
-def kept_part(outcome: Outcome, num_kept: int) -> Outcome:
-    """Return the part of a step's outcome that belongs to the answer: its first `num_kept` tokens.
+def answer_part(outcome: Outcome, num_taken: int) -> Outcome:
+    """Return the part of a step's outcome that belongs to the answer: its first `num_taken` tokens.
 
     Answers and the daemon's metrics count the same part, so that their sums agree.
     """
-    num_accepted = left = min(outcome.num_accepted, num_kept)
-    if num_kept == len(outcome.token_ids) and not outcome.copied:
+    num_accepted = left = min(outcome.num_accepted, num_taken)
+    if num_taken == len(outcome.token_ids) and not outcome.copied:
         return outcome
     copied = []
     for part in outcome.copied:
         accepted = min(left, part.num_accepted)
         left -= accepted
         copied.append(msgspec.structs.replace(part, num_accepted=accepted))
-    tokens = outcome.token_ids[:num_kept]
+    tokens = outcome.token_ids[:num_taken]
     return msgspec.structs.replace(outcome, token_ids=tokens, num_accepted=num_accepted, copied=copied)
 
 
@@ -63,12 +63,12 @@ class SpeculationCount:
     """Counts by text drafter: `chains`, `nodes`, `accepted`."""
 
     def add_step(self, outcome: Outcome, stats: StepStats) -> None:
-        """Count a step whose tokens all belong to the answer (`kept_part`)."""
-        num_kept = len(outcome.token_ids)
+        """Count a step whose tokens all belong to the answer (`answer_part`)."""
+        num_taken = len(outcome.token_ids)
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
         if stats.plain_s is not None:
-            self.plain_s += num_kept * stats.plain_s + stats.prompt_s
+            self.plain_s += num_taken * stats.plain_s + stats.prompt_s
             self.calibrated_wall_s += stats.wall_s
         if outcome.draft_length:
             self.accepted_per_step[outcome.num_accepted] += 1
@@ -76,7 +76,7 @@ class SpeculationCount:
             self.num_nodes += outcome.num_nodes
             # Text drafts may be longer than the sampled chains.
             self.num_spec_tokens = max(self.num_spec_tokens, outcome.draft_length)
-            self.num_emitted += num_kept
+            self.num_emitted += num_taken
             self.bias += outcome.bias
             for part in outcome.copied:
                 counts = {"chains": part.num_chains, "nodes": part.num_nodes, "accepted": part.num_accepted}
@@ -156,16 +156,16 @@ class Clock:
         self.queue_s: float | None = None
         self.num_tokens = 0
 
-    def add(self, outcome: Outcome, num_kept: int) -> float | None:
+    def add(self, outcome: Outcome, num_taken: int) -> float | None:
         """Note a step's tokens. Returns the seconds per token since the last ones, None for the first."""
         now = time.perf_counter()
         gap = None
         if self.first_token is None:
             self.first_token, self.queue_s = now, outcome.queue_s
-        elif self.last_token is not None and num_kept:
-            gap = (now - self.last_token) / num_kept
+        elif self.last_token is not None and num_taken:
+            gap = (now - self.last_token) / num_taken
         self.last_token = now
-        self.num_tokens += num_kept
+        self.num_tokens += num_taken
         return gap
 
     @property

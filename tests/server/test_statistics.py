@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import PHASES, Outcome, StepStats
-from server.serving.statistics import Clock, SpeculationCount, kept_part
+from server.serving.statistics import Clock, SpeculationCount, answer_part
 
 LENGTH, CHAINS = 4, 3
 
@@ -64,7 +64,7 @@ def count_of(steps: list[tuple[int, bool, int]]) -> SpeculationCount:
     counted = SpeculationCount("bv_race", LENGTH)
     for num_accepted, drafts, num_kept in steps:
         emitted = outcome(num_accepted + 1, num_accepted) if drafts else outcome(1, 0, draft_length=0)
-        counted.add_step(kept_part(emitted, num_kept), stats())
+        counted.add_step(answer_part(emitted, num_kept), stats())
     return counted
 
 
