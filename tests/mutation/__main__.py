@@ -30,14 +30,13 @@ def main() -> None:
     results = table.load(paths)
     for path in [] if asked.table else paths:
         if not asked.patterns or any(fnmatch(str(path), pattern) for pattern in asked.patterns):
-            _run(path, results[str(path)], part, parts, ends, asked.again)
-            table.save(results)
+            _run(path, results, part, parts, ends, asked.again)
     table.save(results)
     print(table.RESULTS.with_suffix(".md").read_text().partition("## Gaps")[0])
 
 
-def _run(path: Path, result: table.Result, part: int, parts: int, ends: float, again: bool) -> None:
-    module = Module(path)
+def _run(path: Path, results: dict[str, table.Result], part: int, parts: int, ends: float, again: bool) -> None:
+    module, result = Module(path), results[str(path)]
     result.begin(module)
     if again:
         result.statuses = result.statuses.replace(SURVIVED, NOT_RUN).replace(NO_TESTS, NOT_RUN)
@@ -53,6 +52,7 @@ def _run(path: Path, result: table.Result, part: int, parts: int, ends: float, a
             return
         status = runner.run(mutant)
         result.add(mutant, status)
+        table.save(results)
         print(f"{path}:{mutant.line} {mutant.number + 1}/{len(module.mutants)} {status}", flush=True)
 
 

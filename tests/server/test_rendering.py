@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
+import jinja2
 import pytest
 
-from engine.api import RequestError
+from engine.api import TEMPLATE_FAILED, RequestError
 from server.text.rendering import render_conversation
 
 Turn = dict[str, Any]
@@ -107,6 +109,7 @@ def test_ids_become_nine_letters_and_digits_where_a_template_wants_them() -> Non
     assert first[2] == SHORT
     assert text == rendered(template(is_short), USER, called(*ids, x=1), *map(result, ids))
     assert "call_1" in rendered(template(), USER, called(*ids, x=1), *map(result, ids))
+    assert re.search("<tool [a-zA-Z0-9]{9}>", rendered(template(is_short), USER, result("call_1")))
 
 
 def test_arguments_become_text_where_a_template_wants_it() -> None:
@@ -219,3 +222,123 @@ def test_a_text_beside_calls_stands_before_them() -> None:
     assert text.endswith('<assistant>And.[CALL]f0{"x": 2}[CALL]f1{"x": 2}')
     for marks in ((), ("never",)):
         assert refused(template(shows=calls_only), *turns, marks=marks).param == "messages.1.content"
+
+
+def alternates(messages: list[Turn]) -> bool:
+    """Whether no turn follows one of its own role."""
+    return all(one["role"] != other["role"] for one, other in itertools.pairwise(messages))
+
+
+@pytest.mark.parametrize(
+    ("wish", "turns", "expected"),
+    [
+        (lambda m: all(one["role"] != "system" for one in m[1:]), [says("system", "A"), says("system", "B")],
+         "<system>A\n\nB"),
+        (alternates, [says("user", "A"), says("user", "B")], "<user>A\n\nB"),
+        (alternates, [ANSWER, says("system", "A"), says("system", "B")], "<assistant>Ho<system>A\n\nB"),
+    ],
+    ids=["systems", "users", "later systems"],
+)  # fmt: skip
+def test_two_turns_are_enough_to_become_one(wish: Wish, turns: list[Turn], expected: str) -> None:
+    assert rendered(template(wish), *turns) == expected
+
+
+def test_no_form_is_tried_twice() -> None:
+    """A template may take long, and a conversation may be a client's largest."""
+    for turns, num_forms in (
+        ([USER, called(SHORT, x=1), result(SHORT)], 2),
+        ([USER, called("call_1", x=1), result("call_1")], 4),
+        ([USER, called("a" * 9, "b" * 9, x=1), result("a" * 9), result("b" * 9)], 4),
+        ([says("system", "A"), USER, ANSWER], 2),
+        ([USER, ANSWER], 1),
+    ):
+        tried: list[str] = []
+
+        def note(messages: Any, *_: Any, tried: list[str] = tried) -> str:
+            tried.append(json.dumps(messages))
+            raise ValueError
+
+        refused(note, *turns)
+        assert len(tried) == num_forms, turns
+
+
+def test_short_ids_take_every_letter_in_every_place() -> None:
+    """Else ids of different calls would soon be the same."""
+    short = template(lambda messages: len(messages[-1]["tool_call_id"]) == 9)
+    found = [rendered(short, result(f"call_{number}", ""))[6:15] for number in range(600)]
+    for place in range(9):
+        assert len({one[place] for one in found}) > 50
+
+
+def test_a_template_may_show_less_in_several_ways() -> None:
+    """What is still missing after a change is found out, too."""
+
+    def as_python(one: Turn) -> str:
+        calls = "".join(f"{c['function']['name']}{c['function']['arguments']}" for c in one.get("tool_calls", ()))
+        return f"<{one['role']}>{one.get('content') or ''}{calls}"
+
+    turns = [says("system", "A"), says("user", "B"), called(SHORT, city=1), result(SHORT)]
+    text = rendered(template(shows=lambda one: "" if one["role"] == "system" else as_python(one)), *turns)
+    assert text == '<user>A\n\nB<assistant>f0{"city": 1}<tool>12'
+    hidden = template(shows=lambda one: "" if one["role"] in ("system", "tool") else as_python(one))
+    assert refused(hidden, *turns).param == "messages.2.content"
+    assert refused(without("system", "assistant"), turns[0], USER, ANSWER).param == "messages.1.content"
+
+
+def test_marks_of_calls_are_no_place_for_anything_else() -> None:
+    """Neither for an answer without calls, nor for calls that are not shown themselves."""
+    assert refused(without("assistant"), USER, ANSWER, marks=["<user>"]).param == "messages.1.content"
+    error = refused(without("assistant"), USER, called(SHORT, content="So."), marks=["<user>"])
+    assert error.param in ("messages.1.content", "messages.1.tool_calls")
+    calls_alone = template(shows=lambda one: shown({**one, "content": ""} if "tool_calls" in one else one))
+    nameless = [USER, {**called(SHORT, content="So."), "name": "Ann"}, says("assistant", "Ho", name="Bob")]
+    hidden = template(shows=lambda one: shown({key: one[key] for key in one if key != "name"}))
+    assert refused(hidden, *nameless, marks=["!"]).param == "messages.1.name"
+    assert rendered(calls_alone, *nameless, marks=["!"]).startswith("<user>Hi<assistant Ann>So.!")
+
+
+def jinja(text: str) -> Any:
+    """A template that may raise on purpose."""
+
+    def raise_exception(reason: str) -> None:
+        raise jinja2.TemplateError(reason)
+
+    found = jinja2.Environment().from_string(text, {"raise_exception": raise_exception})
+    return lambda messages, tools, documents: found.render(messages=messages, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{% if messages | length > 1 %}\n{{ a.b.c }}{% endif %}\n{{ a.b.c }}", 2),
+        ("\n\n{{ a.b.c }}", 3),
+        ("{% macro show() %}\n{{ a.b.c }}{% endmacro %}\n{{ show() }}", 2),
+        ("{% macro one() %}\n{{ a.b.c }}{% endmacro %}\n{% macro two() %}{{ one() }}{% endmacro %}{{ two() }}", 2),
+    ],
+)
+def test_a_mistake_in_a_template_is_the_operators(text: str, line: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The type and the place in the first form are said, the words of the conversation are not."""
+    error = refused(jinja(text), USER, says("user", "secret"))
+    fault = f"UndefinedError on line {line}"
+    assert str(error) == f"the chat template of this model fails ({fault}); the operator has to correct it"
+    assert (error.param, error.code) == ("messages", TEMPLATE_FAILED)
+    assert isinstance(error.__cause__, jinja2.UndefinedError)
+    told = f"the chat template fails ({fault}); correct it, or choose another by --chat-template"
+    assert caplog.record_tuples == [("polydraft.rendering", logging.WARNING, told)]
+
+
+def test_a_template_that_cannot_be_read_is_the_operators() -> None:
+    def render(*_: Any) -> str:
+        raise jinja2.TemplateSyntaxError("secret", 7)
+
+    assert "(TemplateSyntaxError on line 7)" in str(refused(render, USER))
+
+
+def test_a_template_refuses_on_purpose() -> None:
+    """Also if it would fail by mistake in another form."""
+    for text in (
+        "{{ raise_exception('no') }}",
+        "{% if messages | length > 1 %}{{ a.b.c }}{% endif %}{{ raise_exception('no') }}",
+    ):
+        error = refused(jinja(text), USER, USER)
+        assert (str(error), error.code) == ("the chat template refuses these messages: no", None)
