@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
-import jinja2
 import pytest
 
-from engine.api import TEMPLATE_FAILED, RequestError
+from engine.api import RequestError
 from server.text.rendering import render_conversation
 
 Turn = dict[str, Any]
@@ -206,6 +205,43 @@ def test_names_must_be_shown_where_they_tell_participants_apart() -> None:
     assert rendered(template(), one, other) == "<user Ann>A<user Bob>B"
 
 
+def test_names_of_tools_need_not_be_shown() -> None:
+    """Their calls tell results apart."""
+    nameless = template(shows=lambda one: shown({key: value for key, value in one.items() if key != "name"}))
+    turns = [{**result(SHORT, name), "name": name} for name in ("Ann", "Bob")]
+    assert rendered(nameless, *turns).endswith(">Bob")
+
+
+@pytest.mark.parametrize("part", ["name", "keys", "values"])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_every_part_of_a_call_must_be_shown(part: str, is_text: bool) -> None:
+    def parts(call: Turn) -> dict[str, str]:
+        given = call["function"]["arguments"]
+        found = {"name": call["function"]["name"], "keys": str(given), "values": str(given)}
+        return found if is_text else found | {"keys": "".join(given), "values": "".join(given.values())}
+
+    def shows(one: Turn) -> str:
+        calls = one.get("tool_calls", ())
+        return f"<{one['role']}>" + "".join(
+            some for c in calls for name, some in parts(c).items() if name not in hidden
+        )
+
+    def wish(messages: list[Turn]) -> bool:
+        return all(isinstance(call["function"]["arguments"], str) == is_text for call in all_calls(messages))
+
+    hidden = {part, "keys", "values"} if is_text and part != "name" else {part}
+    assert refused(template(wish, shows), called(SHORT, city="Paris")).param == "messages.0.tool_calls"
+    hidden = set()
+    assert "Paris" in rendered(template(wish, shows), called(SHORT, city="Paris"))
+
+
+def test_a_document_is_not_shown_by_another_part() -> None:
+    def no_place(messages: Any, *_: Any) -> str:
+        return "".join(map(shown, messages))
+
+    assert refused(no_place, says("user", "Paper"), documents=[{"text": "Paper"}]).param == "documents"
+
+
 def test_a_text_beside_calls_stands_before_them() -> None:
     """The text is at its original position: before the mark that begins calls."""
 
@@ -217,9 +253,11 @@ def test_a_text_beside_calls_stands_before_them() -> None:
         return shown(one)
 
     turns = [USER, called(SHORT, content="So.", x=1), result(SHORT), called(SHORT, SHORT, content="And.", x=2)]
+    before = copy.deepcopy(turns)
     text = rendered(template(shows=calls_only), *turns, marks=["never", "[CALL]"])
     assert '<assistant>So.[CALL]f0{"x": 1}<tool' in text
     assert text.endswith('<assistant>And.[CALL]f0{"x": 2}[CALL]f1{"x": 2}')
+    assert turns == before
     for marks in ((), ("never",)):
         assert refused(template(shows=calls_only), *turns, marks=marks).param == "messages.1.content"
 
@@ -241,6 +279,30 @@ def alternates(messages: list[Turn]) -> bool:
 )  # fmt: skip
 def test_two_turns_are_enough_to_become_one(wish: Wish, turns: list[Turn], expected: str) -> None:
     assert rendered(template(wish), *turns) == expected
+
+
+def test_turns_of_one_call_stay_where_another_is_taken_apart() -> None:
+    """Each new turn has a content, which templates may look at."""
+    ids = [letter * 9 for letter in "abc"]
+    turns = [called(ids[2], content="One."), result(ids[2], "3"), called(*ids[:2], content="Two."), result(ids[0], "1")]
+    shows = template(lambda messages: all(len(one.get("tool_calls", ())) < 2 for one in messages), strictly)
+    assert rendered(shows, *turns) == "<assistant>One.c f0{}<tool>3<assistant>Two.a f0{}<tool>1<assistant>b f1{}"
+
+
+def strictly(one: Turn) -> str:
+    """A turn, whose content must be there."""
+    calls = (
+        f"{call['id'][0]} {call['function']['name']}{call['function']['arguments']}"
+        for call in one.get("tool_calls", ())
+    )
+    return f"<{one['role']}>{one['content'] or ''}{''.join(calls)}"
+
+
+def test_a_first_turn_that_is_no_system_prompt_stays() -> None:
+    one_system = template(lambda messages: all(one["role"] != "system" for one in messages[1:]))
+    assert rendered(one_system, USER, says("system", "A")) == "<user>Hi<user>A"
+    named = [says("system", "A", name="Ann"), says("system", "B", name="Bob")]
+    assert rendered(one_system, *named) == "<system Ann>A\n\nB"
 
 
 def test_no_form_is_tried_twice() -> None:
@@ -295,50 +357,3 @@ def test_marks_of_calls_are_no_place_for_anything_else() -> None:
     hidden = template(shows=lambda one: shown({key: one[key] for key in one if key != "name"}))
     assert refused(hidden, *nameless, marks=["!"]).param == "messages.1.name"
     assert rendered(calls_alone, *nameless, marks=["!"]).startswith("<user>Hi<assistant Ann>So.!")
-
-
-def jinja(text: str) -> Any:
-    """A template that may raise on purpose."""
-
-    def raise_exception(reason: str) -> None:
-        raise jinja2.TemplateError(reason)
-
-    found = jinja2.Environment().from_string(text, {"raise_exception": raise_exception})
-    return lambda messages, tools, documents: found.render(messages=messages, tools=tools)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("{% if messages | length > 1 %}\n{{ a.b.c }}{% endif %}\n{{ a.b.c }}", 2),
-        ("\n\n{{ a.b.c }}", 3),
-        ("{% macro show() %}\n{{ a.b.c }}{% endmacro %}\n{{ show() }}", 2),
-        ("{% macro one() %}\n{{ a.b.c }}{% endmacro %}\n{% macro two() %}{{ one() }}{% endmacro %}{{ two() }}", 2),
-    ],
-)
-def test_a_mistake_in_a_template_is_the_operators(text: str, line: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The type and the place in the first form are said, the words of the conversation are not."""
-    error = refused(jinja(text), USER, says("user", "secret"))
-    fault = f"UndefinedError on line {line}"
-    assert str(error) == f"the chat template of this model fails ({fault}); the operator has to correct it"
-    assert (error.param, error.code) == ("messages", TEMPLATE_FAILED)
-    assert isinstance(error.__cause__, jinja2.UndefinedError)
-    told = f"the chat template fails ({fault}); correct it, or choose another by --chat-template"
-    assert caplog.record_tuples == [("polydraft.rendering", logging.WARNING, told)]
-
-
-def test_a_template_that_cannot_be_read_is_the_operators() -> None:
-    def render(*_: Any) -> str:
-        raise jinja2.TemplateSyntaxError("secret", 7)
-
-    assert "(TemplateSyntaxError on line 7)" in str(refused(render, USER))
-
-
-def test_a_template_refuses_on_purpose() -> None:
-    """Also if it would fail by mistake in another form."""
-    for text in (
-        "{{ raise_exception('no') }}",
-        "{% if messages | length > 1 %}{{ a.b.c }}{% endif %}{{ raise_exception('no') }}",
-    ):
-        error = refused(jinja(text), USER, USER)
-        assert (str(error), error.code) == ("the chat template refuses these messages: no", None)
