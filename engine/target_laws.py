@@ -19,8 +19,8 @@ def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTabl
     """The law of every node, and which node lies below the first i tokens of each chain."""
     device, table = logits_NV.device, draft.nodes
     nodes = Nodes(
-        row_N=table.row_N,
-        depth_N=table.depth_N,
+        row_N=table.rows,
+        depth_N=table.depths,
         paths=lambda: _paths(draft),
         path_ND=lambda: _tokens_above(rows, draft, device),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -129,10 +130,12 @@ def _emitted(
     rows: Sequence[Row], draft: Draft, chains: list[int], accepted: list[int], next_tokens: list[int]
 ) -> list[Emission]:
     """The emissions of a verdict about all chains that were drawn, by row."""
-    count = len(rows)
-    verdict = HostVerdict(chains, accepted, next_tokens, [0.0] * count, [()] * count)
-    every = np.arange(draft.layout.num_chains)
-    return list(_emissions(rows, draft, _Copied(every, {}, np.ones(count, dtype=np.bool_)), verdict, every))
+    ranks = draft.layout.rank_C[chains].tolist()
+    found = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
+    return [
+        _emission(row, tree, rank, count, token, min(count, max(0, row.draft_length - 1)))
+        for row, tree, rank, count, token in found
+    ]
 
 
 def _read(rows: Sequence[Row], draft: Draft, step: RecordedStep) -> tuple[Draft, list[Emission], Floats]:
@@ -263,18 +266,22 @@ def _emissions(
             accepted += followed.depth
             if not copied.goes_on_R[number]:
                 rank, num_draft_kept = followed.rank, 0
-        yield Emission(
-            accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]),
-            next_token=next_token,
-            num_nodes=tree.num_nodes,
-            # The draft model never ran on the last token of a chain.
-            num_draft_kept=min(accepted, num_draft_kept),
-            copied=() if followed is None else _copied(row, tree, followed),
-            shifts=shifts,
-            bias=bias,
-            chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
-            rank=rank,
-        )
+        # The draft model never ran on the last token of a chain.
+        found_copies = () if followed is None else _copied(row, tree, followed)
+        emission = _emission(row, tree, rank, accepted, next_token, min(accepted, num_draft_kept))
+        yield msgspec.structs.replace(emission, copied=found_copies, shifts=shifts, bias=bias)
+
+
+def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
+    """An accepted prefix of one of the row's chains, and the token behind it."""
+    return Emission(
+        accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]) if accepted else (),
+        next_token=next_token,
+        num_nodes=tree.num_nodes,
+        num_draft_kept=num_draft_kept,
+        chains=tuple(map(tree.tokens_of, tree.paths)) if row.reports_drafts and tree.num_nodes else (),
+        rank=rank,
+    )
 
 
 def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:

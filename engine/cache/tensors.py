@@ -125,10 +125,9 @@ class KVTensors:
             return
         pairs = torch.from_numpy(np.concatenate(moves)).to(self.keys.device, non_blocking=True)
         source, destination = pairs[:, 0], pairs[:, 1]
-        self.keys[:, destination] = self.keys[:, source]
-        self.values[:, destination] = self.values[:, source]
-        if self.hidden is not None:
-            self.hidden[destination] = self.hidden[source]
+        for kept, dim in ((self.keys, 1), (self.values, 1), (self.hidden, 0)):
+            if kept is not None:
+                kept.index_copy_(dim, destination, kept.index_select(dim, source))
 
 
 def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str | None:

@@ -115,28 +115,38 @@ class NodeTable:
 
     starts: Ints
     """Where the root of each sampling row stands, its nodes behind it; and the end."""
-    row_N: Ints
-    """Number of the sampling row."""
-    depth_N: Ints
-    # On the device.
-    row: Tensor
-    """`row_N`."""
     node_CX: Tensor
-    """[C, L + 1] which of them lies below the first i tokens of each drawn chain; the root beyond a chain's end."""
+    """[C, L + 1] which of them lies below the first i tokens of each drawn chain; the root beyond a chain's end. On the
+    device."""
+    of_trees: Sequence[Sequence[int]]
+    """Depths of the nodes of each tree, without its root."""
 
     @staticmethod
     def of(trees: Sequence[Tree], layout: Layout) -> NodeTable:
         """trees: of the layout's rows; their drawn chains come first."""
-        device = layout.request.device
-        starts = np.cumsum([0, *(1 + tree.num_nodes for tree in trees)])
-        row_N = np.repeat(np.arange(len(trees)), np.diff(starts))
-        depth_N = np.array([depth for tree in trees for depth in (0, *tree.depths)])
-        node_CX = starts[layout.request_C][:, None].repeat(layout.max_length + 1, axis=1)
-        if layout.max_length:
-            for chain_X, request, rank in zip(node_CX, layout.request_C.tolist(), layout.rank_C.tolist(), strict=True):
-                path = trees[request].paths[rank]
-                chain_X[: len(path)] += path
-        return NodeTable(starts, row_N, depth_N, to_device(row_N, device), to_device(node_CX, device))
+        starts, paths, most = [0], [], layout.max_length + 1
+        for tree, count in zip(trees, layout.counts, strict=True):
+            start = starts[-1]
+            for path in tree.paths[:count]:
+                paths.append([start + node for node in path] + [start] * (most - len(path)))
+            starts.append(start + 1 + tree.num_nodes)
+        node_CX = to_device(np.array(paths, dtype=np.int64), layout.request.device)
+        return NodeTable(np.array(starts), node_CX, [tree.depths for tree in trees])
+
+    @cached_property
+    def rows(self) -> Ints:
+        """[N] number of the sampling row."""
+        return np.repeat(np.arange(len(self.of_trees)), np.diff(self.starts))
+
+    @cached_property
+    def depths(self) -> Ints:
+        """[N] depth of each, 0 of roots."""
+        return np.array([depth for of_tree in self.of_trees for depth in (0, *of_tree)])
+
+    @cached_property
+    def row(self) -> Tensor:
+        """`rows` on the device."""
+        return to_device(self.rows, self.node_CX.device)
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,12 @@ class Layout:
     def num_laws(self) -> int:
         """Draft laws: one for every node that has drafted children."""
         return len(self.law_row_of_N)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Chains of each row."""
+        counts: list[int] = np.bincount(self.request_C).tolist()
+        return counts
 
     @cached_property
     def nodes(self) -> NodeTable:
