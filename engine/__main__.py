@@ -1,4 +1,4 @@
-"""`python -m engine INBOX OUTBOX`: the engine process (`process.py`).
+"""`python -m engine`: the engine process (`process.py`).
 
 Python searches for garbage again and again while modules are imported and a model is loaded, and would search what they
 left for ever after. Both are left out: the search begins when the engine is ready, and looks at nothing older.

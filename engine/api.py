@@ -6,6 +6,7 @@ are msgpack over two one-way sockets; one message per step, never one per token.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -153,13 +154,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """To the engine, on its standard input: what it loads, and the zmq addresses of its messages."""
+
+    config: EngineConfig
+    inbox: str
+    outbox: str
+    is_offline: bool
+    """Whether the hub is not asked."""
+
+
 ToEngine = Submit | Abort | Stop
 FromEngine = Loading | Ready | Accepted | Refused | Step | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-_config = msgspec.msgpack.Decoder(EngineConfig)
+_launch = msgspec.msgpack.Decoder(Launch)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
@@ -177,27 +188,28 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _from_engine.decode(data)
 
 
-def decode_config(data: bytes) -> EngineConfig:
-    """The configuration a new engine process reads from its standard input."""
-    return _config.decode(data)
+def decode_launch(data: bytes) -> Launch:
+    """What a new engine process reads from its standard input."""
+    return _launch.decode(data)
 
 
-def start_process(config: EngineConfig, inbox: str, outbox: str) -> subprocess.Popen[bytes]:
-    """Start the engine process; it reads messages from `inbox` and writes to `outbox` (zmq addresses).
+def start_process() -> subprocess.Popen[bytes]:
+    """Start the engine process, which imports its libraries until `launch` says what it loads.
 
     It exits by itself when this process ends. (-P: modules in the user's folder are not ours.)
     """
     environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine", inbox, outbox],
-        stdin=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine"], stdin=subprocess.PIPE, env=environment, start_new_session=True
     )
+
+
+def launch(process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str) -> None:
+    """Tell a new engine process what to load, and that it reads messages from `inbox` and writes to `outbox`."""
+    is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"  # may have been found out after the process was started
     assert process.stdin is not None
-    process.stdin.write(_encoder.encode(config))
-    process.stdin.close()
-    return process
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended is noticed as such
+        process.stdin.write(_encoder.encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -230,6 +242,7 @@ __all__ = [
     "Failed",
     "FromEngine",
     "GrammarConfig",
+    "Launch",
     "Limits",
     "Loading",
     "ModelConfig",
@@ -255,12 +268,13 @@ __all__ = [
     "check_settings",
     "check_source",
     "choice_seed",
-    "decode_config",
     "decode_from_engine",
+    "decode_launch",
     "decode_to_engine",
     "default_speculation",
     "encode",
     "file_fault",
+    "launch",
     "log_fields",
     "model_file",
     "read_logprobs",

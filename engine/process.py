@@ -6,6 +6,7 @@ other error ends the process with a `Failed`. It leaves when its parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ from engine.api import (
     Step,
     Stop,
     Submit,
-    decode_config,
+    decode_launch,
     decode_to_engine,
     default_speculation,
     encode,
@@ -164,15 +165,19 @@ def _restart_garbage_collection() -> None:
 
 def main() -> int:
     """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
-    inbox, outbox = sys.argv[1:3]
-    mailbox = Mailbox(inbox, outbox)
+    with contextlib.suppress(Exception):  # raised again, and reported, where they are used
+        import engine.building
+        import engine.calibration  # noqa: F401  (while the other process reads its settings)
+    told = sys.stdin.buffer.read()
+    if not told:  # the parent was ended before it could say what to load
+        return 0
+    launch = decode_launch(told)
+    if launch.is_offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    mailbox = Mailbox(launch.inbox, launch.outbox)
     try:
-        told = sys.stdin.buffer.read()
-        if not told:  # the parent was ended before it could say what to load
-            return 0
-        config = decode_config(told)
-        set_up_log("warning", config.log_format)
-        serve(start(config, mailbox), mailbox)
+        set_up_log("warning", launch.config.log_format)
+        serve(start(launch.config, mailbox), mailbox)
     except ConfigError as error:
         mailbox.send(Failed(str(error), 2))
         return 2

@@ -89,6 +89,20 @@ def _held_back() -> MemoryHandler:
 def _serve(arguments: list[str]) -> int:
     # Nothing has started yet. An exception could break a library during its import (pydantic_core is one).
     _on_signals(lambda *_: os._exit(0))
+    from engine.api import start_process
+
+    # Its imports take longest, and need none of the settings.
+    process = start_process()
+    try:
+        return _serve_by(process, arguments)
+    finally:
+        if process.stdin and not process.stdin.closed:  # it has not been told what to load
+            process.kill()
+            process.communicate()
+
+
+def _serve_by(process: subprocess.Popen[bytes], arguments: list[str]) -> int:
+    """Read the settings, then serve; process: a new one for the engine."""
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
@@ -126,7 +140,7 @@ def _serve(arguments: list[str]) -> int:
             from server.daemon import run
 
             _on_signals(lambda *_: sys.exit(0))
-            return run(settings, config, listener)
+            return run(settings, config, listener, process)
         except ConfigError as error:
             print(f"polydraft serve: {error}", file=sys.stderr)
             return 2

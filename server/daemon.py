@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -65,8 +66,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
-    """Serve until a signal stops the daemon, and return the exit code.
+def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
+    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the engine.
 
     Raises ConfigError for a tokenizer or a chat template that cannot be used.
     """
@@ -78,7 +79,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket) -> int:
         settings.max_num_queued_tokens,
     )
     # The engine takes longest to load, so it starts before the tokenizer is read.
-    client.launch()
+    client.launch(process)
     try:
         server = build_server(settings, client)
         daemon = _Daemon(server, listener)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -38,7 +39,7 @@ from engine.api import (
     ToEngine,
     decode_from_engine,
     encode,
-    start_process,
+    launch,
 )
 from server.serving.socket_folder import INBOX, OUTBOX, SocketFolder
 
@@ -168,9 +169,10 @@ class EngineClient:
             raise EngineStopped(f"the model is still loading ({self.loading}); try again soon", "loading")
         return self.facts
 
-    def launch(self) -> None:
-        """Start the process, which begins to load its models; `start` or `kill` must follow."""
+    def launch(self, process: subprocess.Popen[bytes]) -> None:
+        """Tell a new engine process what it loads; `start` or `kill` must follow."""
         log.info("starting the engine")
+        self.process = process
         self._folder = SocketFolder()
         inbox, outbox = (f"ipc://{self._folder.name}/{name}" for name in (INBOX, OUTBOX))
         self._context = zmq.Context()
@@ -179,7 +181,7 @@ class EngineClient:
             socket.set_hwm(0)
             socket.bind(address)
         try:
-            self.process = start_process(self.config, inbox, outbox)
+            launch(process, self.config, inbox, outbox)
         except BaseException:  # also a signal that ends this process
             self._context.destroy(linger=0)
             self._folder.cleanup()
