@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from engine.execution.loading import Progress
 from engine.kept import NOWHERE, keep, kept_file, read_kept
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
-from engine.scheduling.step_time import Point, StepTimes, Work
+from engine.scheduling.step_time import NUM_TERMS, Point, StepTimes, Work
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -37,7 +38,7 @@ _LONG_PROMPT = 4096
 there."""
 _MOST_NODES = 256
 """Drafted tokens of a step: beyond this, time grows in proportion."""
-_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.16, 4, 8
+_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
 """Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
 _NUM_WARM, _NUM_TIMED = 4, 3
 """A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
@@ -46,9 +47,18 @@ _WARM_UP_BELOW_S = 0.03
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
 this share), and by no more than this factor."""
-_FORMAT = 16
+_FORMAT = 17
 """Of the file: higher where the engine's steps, or what is measured of them, have changed."""
 _PLAIN = Speculation()
+
+
+class Measured(NamedTuple):
+    """Content of the file."""
+
+    points: list[Point]
+    rates: list[float]
+    """Fitted to them (`StepTimes.rates`)."""
+
 
 Tell = Callable[[float], None]
 """Called with the share of a measurement that is done."""
@@ -67,8 +77,9 @@ def measure(engine: Engine, config: EngineConfig, speculation: Speculation, prog
         why = found
     progress(f"measuring steps ({why})")
     points = measure_points(engine, speculation, _say_every(2.0, progress))
-    keep(file, msgspec.to_builtins(points), progress)
-    return StepTimes(points, window)
+    times = StepTimes(points, window)
+    keep(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
+    return times
 
 
 def _say_every(seconds: float, progress: Progress) -> Tell:
@@ -105,9 +116,10 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
     if file is None or not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
-        points = msgspec.convert(read_kept(file), list[Point])
+        points, rates = msgspec.convert(read_kept(file), Measured)
         shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
-        if 1 not in shortest_s or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
+        are_usable = len(rates) == NUM_TERMS and all(rate >= 0 for rate in rates)
+        if 1 not in shortest_s or not are_usable or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
             raise ValueError
     except ValueError:
         return f"{file} cannot be read"
@@ -119,7 +131,7 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
         return f"by number of requests plain steps have changed differently: {said}"
     if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
         return f"plain steps have changed too much: {said}"
-    times = StepTimes(points, window)
+    times = StepTimes(points, window, rates=rates)
     times.scale(sum(factors.values()) / len(factors))
     return times
 

@@ -132,6 +132,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     from engine.building import build_engine
     from engine.calibration import measure
     from engine.execution.host import cpu_threads, keep_freed_memory
+    from engine.rehearsal import rehearse
     from engine.scheduling.controller import Controller
 
     keep_freed_memory()
@@ -151,6 +152,9 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()
+    if config.calibrate:
+        progress("rehearsing")
+        rehearse(engine, speculation)
     mailbox.send(Ready(engine.facts))
     return engine
 

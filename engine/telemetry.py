@@ -137,7 +137,8 @@ class Telemetry:
         self.phase = self.stopwatch.phase
         self.num_steps = 0
         self._scheduler = scheduler
-        self._overhead = Overhead()
+        self.overhead = Overhead()
+        """Host time around the parts of steps; may be that of an engine around the same models."""
         self._controlled_s = 0.0
 
     def begin_step(self) -> None:
@@ -149,13 +150,13 @@ class Telemetry:
         wall_s, phases_s = self.stopwatch.stop(waits=not self._scheduler.last_plan.sampling_rows)
         self.num_steps += 1
         # Planning and messages cost plain decoding the same; the controller does not run then.
-        around_s = self._overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
+        around_s = self.overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
         plain_s, prompt_s = self._learn(phases_s["draft"], self.stopwatch.parts_s - phases_s["draft"], around_s.usual)
         return self.stats(num_awaiting_grammar, wall_s + around_s.before, plain_s, prompt_s, phases_s)
 
     def pause(self) -> None:
         """The next step does not follow the last one at once: it does not pay for the time between them."""
-        self._overhead.pause()
+        self.overhead.pause()
 
     def stats(
         self,

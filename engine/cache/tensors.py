@@ -9,6 +9,8 @@ stream that leaves the last of N layers, and `NORMED` that stream after the fina
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,13 +73,13 @@ class KVTensors:
 
     def __init__(self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         layout = (shape.num_layers, num_slots, shape.num_kv_heads)
-        self.keys = torch.zeros((*layout, shape.key_dim), dtype=dtype, device=device)
-        self.values = torch.zeros((*layout, shape.value_dim), dtype=dtype, device=device)
+        self.keys = _zeros((*layout, shape.key_dim), dtype, device)
+        self.values = _zeros((*layout, shape.value_dim), dtype, device)
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         """(keys, values) of each layer: views."""
         self.taps = shape.taps
         width = shape.all_hidden_dim
-        self.hidden = torch.zeros((num_slots, width), dtype=dtype, device=device) if width else None
+        self.hidden = _zeros((num_slots, width), dtype, device) if width else None
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self.has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
 
@@ -128,6 +130,14 @@ class KVTensors:
         for kept, dim in ((self.keys, 1), (self.values, 1), (self.hidden, 0)):
             if kept is not None:
                 kept.index_copy_(dim, destination, kept.index_select(dim, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU they take memory only where something is written to them; `torch.zeros` writes everywhere."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), dtype=dtype).view(shape)
 
 
 def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str | None:

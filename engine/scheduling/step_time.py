@@ -19,7 +19,6 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from engine.plan import Plan, level_widths
 
@@ -147,7 +146,7 @@ _NUM_RAMPS = len(_KNOTS) - 1
 _TEXTS = _NUM_RAMPS + 7
 _NUM_REST = _TEXTS + 5
 _DRAFT_TEXTS = _NUM_REST + _NUM_RAMPS + 4
-_NUM_TERMS = _DRAFT_TEXTS + 2
+NUM_TERMS = _DRAFT_TEXTS + 2
 
 
 def _is_shared(passes: tuple[int, ...]) -> bool:
@@ -159,7 +158,7 @@ def _is_shared(passes: tuple[int, ...]) -> bool:
 def _sizes_without_texts(
     rows: int, nodes: int, drafting: int, passes: tuple[int, ...], prompt: int, read: int
 ) -> Numbers:
-    sizes = np.zeros(_NUM_TERMS)
+    sizes = np.zeros(NUM_TERMS)
     sizes[0] = 1.0
     sizes[1 : 1 + _NUM_RAMPS] = _ramps(rows + nodes + prompt)
     sizes[1 + _NUM_RAMPS : _TEXTS] = rows, rows > 1, bool(nodes), drafting, nodes, bool(prompt)
@@ -208,6 +207,8 @@ def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Nu
     of_ramps = bends[:, ramps]
     of_ramps[before, before], of_ramps[before, before + 1] = -slopes[before, before], slopes[before, before + 1]
     system = np.concatenate([sizes / seconds[:, None], bends])
+    from scipy.optimize import nnls  # takes a while to import: where rates are given, it is not needed
+
     scale = np.maximum(abs(system).max(0), 1e-300)  # sizes differ by many orders of magnitude
     rates, _ = nnls(system / scale, np.concatenate([np.ones(len(seconds)), np.zeros(len(bends))]))
     result: Numbers = rates / scale
@@ -223,32 +224,32 @@ class StepTimes:
         window: int = 0,
         drift: float = _MACHINE_DRIFT,
         cold_std: float = _COLD_STD,
+        rates: Sequence[float] = (),
     ) -> None:
-        """points: what calibration measured; window: tokens that the draft model sees, 0 is all.
-
-        drift: standard deviation that a second adds to the logarithm of the machine's factor. cold_std: noise of the
-        first steps after drafting began or stopped.
-        """
+        """points: what calibration measured; window: tokens that the draft model sees, 0 is all; drift: standard
+        deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps after
+        drafting began or stopped; rates: fitted to these points before."""
         self.points = points
         self.host_s = 0.0
         """What usually passes between the parts of two steps: planning and messages."""
         self._window = window
         self._drift = drift
         self._cold_std = cold_std
-        self._slots = {PLAIN: 1 + _NUM_TERMS, MIXED: 2 + _NUM_TERMS}
+        self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}
         """Places of the shapes' factors in the state."""
         self._started: float | None = None
         self._unaged_s = 0.0  # seconds whose forgetting is still to come
         self._last_shape: Shape | None = None
         self._num_since = 0  # steps since drafting began or stopped
-        num_states = 1 + _NUM_TERMS + _MOST_SHAPES
-        self._rates = np.zeros(_NUM_TERMS)
+        num_states = 1 + NUM_TERMS + _MOST_SHAPES
+        self.rates = np.array(rates) if len(rates) else self._fit(points)  # [terms] seconds for a unit of each size
         self._rates_now: Numbers | None = None  # as `_current_rates` returns them until the state changes
         self._state = np.zeros(num_states)
         self._variance = np.zeros((num_states, num_states))
-        terms, slots = slice(1, 1 + _NUM_TERMS), slice(1 + _NUM_TERMS, None)
+        terms, slots = slice(1, 1 + NUM_TERMS), slice(1 + NUM_TERMS, None)
         np.fill_diagonal(self._variance[terms, terms], _RATE_STD**2)
-        self._fit(points)
+        for work, draft_s, rest_s in points:
+            self._learn(work, draft_s, rest_s, _POINT_STD)
         # Served steps differ from those of calibration, by shape.
         np.fill_diagonal(self._variance[slots, slots], _SHAPE_STD**2)
         # Calibration knows none of the steps that stand for all others, such as those with copied drafts.
@@ -256,20 +257,20 @@ class StepTimes:
         self._fitted, self._fitted_variance = self._state.copy(), self._variance.copy()
         self._variance[0, 0] = _MACHINE_STD**2
 
-    def _fit(self, points: Sequence[Point]) -> None:
-        """Fit the rates to the points; the variance keeps what the points do not determine."""
+    def _fit(self, points: Sequence[Point]) -> Numbers:
+        """[terms] rates for the points; the variance keeps what the points do not determine."""
+        rates = np.zeros(NUM_TERMS)
         sizes = np.array([sizes_of(work, self._window) for work, _, _ in points])
         drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
-        rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, _NUM_TERMS)
+        rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, NUM_TERMS)
         rows = np.array([work.rows + work.nodes + work.prompt for work, _, _ in points])
-        self._rates[rest] = _fitted(sizes[:, rest], rests_s, slice(1, 1 + _NUM_RAMPS), rows)
+        rates[rest] = _fitted(sizes[:, rest], rests_s, slice(1, 1 + _NUM_RAMPS), rows)
         has_passes = np.array([bool(work.passes) for work, _, _ in points])
         if has_passes.any():
             rows = np.array([max(work.passes) for work, _, _ in points if work.passes])
             ramps = slice(4, 4 + _NUM_RAMPS)
-            self._rates[draft] = _fitted(sizes[has_passes, draft], drafts_s[has_passes], ramps, rows)
-        for work, draft_s, rest_s in points:
-            self._learn(work, draft_s, rest_s, _POINT_STD)
+            rates[draft] = _fitted(sizes[has_passes, draft], drafts_s[has_passes], ramps, rows)
+        return rates
 
     # -- predicting ---------------------------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class StepTimes:
         drafts_s, rests_s, parts = self._seconds(works)
         slopes = np.zeros((len(works), len(self._state)))
         slopes[:, 0] = drafts_s + rests_s
-        slopes[:, 1 : 1 + _NUM_TERMS] = parts
+        slopes[:, 1 : 1 + NUM_TERMS] = parts
         slopes[np.arange(len(works)), [self._slot(work.shape) for work in works]] = rests_s
         slopes /= slopes[:, :1]
         covariance: Numbers = slopes @ self._variance @ slopes.T
@@ -314,13 +315,13 @@ class StepTimes:
     def _current_rates(self) -> Numbers:
         """[terms] the rates as the machine is now."""
         if self._rates_now is None:
-            self._rates_now = self._rates * np.exp(self._state[0] + self._state[1 : 1 + _NUM_TERMS])
+            self._rates_now = self.rates * np.exp(self._state[0] + self._state[1 : 1 + NUM_TERMS])
         return self._rates_now
 
     def _slot(self, shape: Shape) -> int:
         """The place of a shape's factor; shapes met when all places are taken share that of mixed ones."""
         if shape not in self._slots and len(self._slots) < _MOST_SHAPES:
-            self._slots[shape] = 1 + _NUM_TERMS + len(self._slots)
+            self._slots[shape] = 1 + NUM_TERMS + len(self._slots)
         return self._slots.get(shape, self._slots[MIXED])
 
     # -- learning -----------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class StepTimes:
         if draft_s > 0 and predicted_draft_s > 0:
             slopes = np.zeros(len(self._state))
             slopes[0] = 1.0
-            slopes[1 + _NUM_REST : 1 + _NUM_TERMS] = parts[_NUM_REST:] / predicted_draft_s
+            slopes[1 + _NUM_REST : 1 + NUM_TERMS] = parts[_NUM_REST:] / predicted_draft_s
             self._update(slopes, draft_s / predicted_draft_s, std)
 
     def _update(self, slopes: Numbers, ratio: float, std: float) -> None:
