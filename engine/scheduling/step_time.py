@@ -49,6 +49,7 @@ _SHORT_TEXT = 256
 """Tokens of a text beyond which each further one may add more: on a CPU 2.7 microseconds before, 6 behind it."""
 _BEND_WEIGHT = 0.1
 """In the fit, the weight of a change of slope between two knots against the errors of the points."""
+_LEAST_SHARE = 0.01  # of the shortest measured step, which any step takes: noise may leave nothing for a small one
 _FORGET_S = 1800.0
 """Seconds after which about a third of what served steps have told is left."""
 _MOST_SHAPES = 16
@@ -230,13 +231,11 @@ class StepTimes:
         deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps after
         drafting began or stopped; rates: fitted to these points before."""
         self.points = points
-        self.host_s = 0.0
-        """What usually passes between the parts of two steps: planning and messages."""
+        self.host_s = 0.0  # what usually passes between the parts of two steps: planning and messages
         self._window = window
         self._drift = drift
         self._cold_std = cold_std
-        self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}
-        """Places of the shapes' factors in the state."""
+        self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # places of the shapes' factors in the state
         self._started: float | None = None
         self._unaged_s = 0.0  # seconds whose forgetting is still to come
         self._last_shape: Shape | None = None
@@ -265,6 +264,7 @@ class StepTimes:
         rest, draft = slice(0, _NUM_REST), slice(_NUM_REST, NUM_TERMS)
         rows = np.array([work.rows + work.nodes + work.prompt for work, _, _ in points])
         rates[rest] = _fitted(sizes[:, rest], rests_s, slice(1, 1 + _NUM_RAMPS), rows)
+        rates[0] = max(rates[0], _LEAST_SHARE * rests_s.min())
         has_passes = np.array([bool(work.passes) for work, _, _ in points])
         if has_passes.any():
             rows = np.array([max(work.passes) for work, _, _ in points if work.passes])

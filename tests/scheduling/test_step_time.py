@@ -149,6 +149,15 @@ def test_the_draft_model_reads_no_more_of_a_text_than_its_window() -> None:
     assert StepTimes(points).step_s([chains(1, (1, 3), 5000)])[0] > 0.03
 
 
+def test_no_step_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if noise has left no rate for what a step consists of."""
+    monkeypatch.setattr("scipy.optimize.nnls", lambda system, _: (np.zeros(system.shape[1]), 0.0))
+    works = [Work(rows=rows, text=32 * rows) for rows in (1, 2, 4, 16)]
+    seconds = StepTimes([(work, 0.0, 0.001 * work.rows) for work in works]).step_s(works)
+    assert (seconds > 0).all()
+    assert np.isfinite(seconds).all()
+
+
 def test_points_are_written_and_read_again() -> None:
     points = Machine().points()
     again = msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(points))), list[Point])
