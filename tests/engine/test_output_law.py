@@ -286,7 +286,11 @@ def test_a_wrong_rule_is_rejected(
     pair: tuple[LoadedModel, LoadedModel], wrong: object, name: str, num_drafts: int
 ) -> None:
     rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
-    with patch("engine.verifying.RULES", rules), patch("engine.drafters.draft.RULES", rules):
+    with (
+        patch("engine.verifying.RULES", rules),
+        patch("engine.verifying._are_plain", lambda *_: False),  # whose rules are compiled
+        patch("engine.drafters.draft.RULES", rules),
+    ):
         counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def wrong_race() -> Iterator[None]:
     """The score race, chosen by length: it looks at the tokens it chooses between."""
     rules = {**RULES, "bv_race": WRONG}
-    with patch("engine.verifying.RULES", rules):
+    with patch("engine.verifying.RULES", rules), patch("engine.verifying._are_plain", lambda *_: False):
         yield
 
 
