@@ -204,10 +204,6 @@ def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
 
 def _check_head(config: EngineConfig, head: HeadConfig) -> None:
     """Raise ConfigError for settings that do not go with a head."""
-    if config.self_check:
-        raise ConfigError(
-            f"--selfcheck compares the probabilities of language models, and {head.name} is a head; leave it out"
-        )
     length = len(config.speculation.tree) or config.speculation.draft_length
     if length > (head.most_drafts or length):
         raise ConfigError(f"--draft-length {length}: {head.name} drafts at most {head.most_drafts} tokens; lower it")

@@ -21,6 +21,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
+from engine.analysis.draft_logits import drafts_by_head
 from engine.engine import Engine
 from engine.errors import LoadError
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
@@ -174,7 +175,10 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cel
     """Cells for the two tokens after a prompt."""
     assert engine.draft_runner is not None, "only a pair can be checked"
     first_V = _laws(engine.target, engine, prompt, (), sampling)[0]
-    draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
+    if drafts_by_head(engine):  # it does not draft the first token
+        draft_V = torch.ones_like(first_V)
+    else:
+        draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
     first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
     second_NV = _laws(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
     cells: dict[Cell, float] = {}
@@ -220,9 +224,13 @@ def check_law(
     prompt: Sequence[int],
     num_answers: int,
     temperature: float,
+    max_tokens: int = 4,
     **filters: Any,
 ) -> Check:
-    """Answer a prompt many times and compare with the exact law; filters: fields of `Sampling`."""
+    """Answer a prompt many times and compare with the exact law; filters: fields of `Sampling`.
+
+    max_tokens: of an answer, of which the first two are compared.
+    """
     sampling = Sampling(temperature=temperature, **filters)
     cells = make_cells(engine, prompt, sampling)
     counts: Counter[Cell] = Counter()
@@ -231,7 +239,7 @@ def check_law(
             request_id=str(seed),
             prompt_token_ids=tuple(prompt),
             sampling=Sampling(temperature=temperature, seed=seed, **filters),
-            limits=Limits(max_tokens=4, ignore_eos=True),
+            limits=Limits(max_tokens=max_tokens, ignore_eos=True),
             speculation=speculation,
         )
         for seed in range(num_answers)
@@ -247,8 +255,10 @@ def check_law(
 
 def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, temperature: float) -> Check:
     """The same test on a rule that is known to be biased: see `is_blind`."""
-    biased = Speculation(rule="token", num_drafts=1, draft_length=2, over_acceptance=_OVER_ACCEPTANCE)
-    return check_law(engine, "over-acceptance", biased, prompt, num_answers, temperature)
+    # Bias is reported of all drafted tokens. With a head only the second token of the two is drafted.
+    length, max_tokens = (1, 3) if drafts_by_head(engine) else (2, 4)
+    biased = Speculation(rule="token", num_drafts=1, draft_length=length, over_acceptance=_OVER_ACCEPTANCE)
+    return check_law(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)
 
 
 def is_blind(power: Check) -> bool:

@@ -19,7 +19,6 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.host import usable_cores
-from engine.execution.loading import find_head
 
 _CACHE_BYTES = 1 << 29
 
@@ -56,8 +55,6 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
     model = ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device)
-    if (head := find_head(model)) is not None:
-        raise ConfigError(f"{head.name} is a head, and pairs of language models are analysed; measure it with bench")
     config = EngineConfig(
         model=model,
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from engine.admission import check_speculation
 from engine.analysis import bounds
 from engine.analysis.bounds import Verification
+from engine.analysis.draft_logits import draft_logits, drafts_by_head
 from engine.analysis.law_check import run_to_end
 from engine.analysis.loading import load_pair, names_of, read_prompts
 from engine.analysis.report import print_report, save_plots
@@ -226,7 +227,8 @@ def _measure_laws(
         front: list[list[tuple[float, float]]] = []
         for number, (prompt, tokens) in enumerate(tqdm(pairs, desc=f"laws, T = {temperature}", unit="answer")):
             target_NV, draft_NV = laws_along(engine, prompt, tokens, temperature)
-            add_closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
+            if not drafts_by_head(engine):  # below drafted tokens, a head drafts from its own states
+                add_closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
             step = max(1, len(tokens) // wanted)
             for position in range(number % step, len(tokens), step):
                 p, q = (rows[position].double().cpu().numpy() for rows in (target_NV, draft_NV))
@@ -274,10 +276,8 @@ def laws_along(
     known = (*prompt, *tokens[:-1])
     blocks = tuple(range(-(-len(known) // engine.facts.block_size)))
     part = SequenceInput(known, 0, blocks, NO_NODES, slice(len(prompt) - 1, None))
-    assert engine.draft_runner is not None
     laws = []
-    for runner in (engine.target, engine.draft_runner):
-        logits_NV = runner.forward([part])
+    for logits_NV in (engine.target.forward([part]), draft_logits(engine, known, len(prompt) - 1)):
         parameters = LawParameters.of([Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device)
         laws.append(law(logits_NV, parameters))
     return laws[0], laws[1]

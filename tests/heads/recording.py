@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,10 +80,17 @@ class Oracle(Protocol):
 
 
 def served(
-    target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False
+    target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False, paged: bool = False
 ) -> tuple[Recorder, list[list[int]]]:
-    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence."""
-    engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
+    """An engine after texts with a common beginning, in few blocks and chunks; the texts by sequence.
+
+    paged: attention by the kernel of devices.
+    """
+    with tiny.with_paged_models() if paged else contextlib.nullcontext():
+        engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
+    assert engine.target.fast_ways["paged attention"] == paged
+    assert engine.draft_runner is not None
+    assert engine.draft_runner.fast_ways["paged attention"] == paged
     recorder = Recorder(engine)
     shared = tiny.prompts(VOCABULARY, [20])[0]
     rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)

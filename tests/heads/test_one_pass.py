@@ -114,6 +114,17 @@ def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, tmp_path:
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) < 1e-3
 
 
+@pytest.mark.parametrize("name", grid(["eagle", *USUAL], {"dflash, sliding layers are causal"}))
+def test_attention_by_the_kernel_of_devices_gives_the_same_logits(
+    target: LoadedModel, tmp_path: Path, name: str
+) -> None:
+    pytest.importorskip("triton")
+    written = folders.write_eagle(tmp_path / "head") if name == "eagle" else write(tmp_path / "head", name)
+    recorder, texts = served(target, written, SPECULATIONS["tree"], few=True, paged=True)
+    expected = oracles.Eagle(written, target) if name == "eagle" else oracle(written, target)
+    assert largest_error(target, written, expected, recorder, texts, most=20) < 1e-3
+
+
 def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
     return lambda self, tap, slots, state_TD: store(self, tap - 1, slots, state_TD)
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.building import build_engine
-from engine.calibration import measure
+from engine.calibration import measure_points
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafters.eagle import EagleDrafter
 from engine.drafters.one_pass import BlockDrafter
@@ -21,8 +20,10 @@ from engine.errors import ConfigError, LoadError, RequestError
 from engine.execution.heads.config import read_head
 from engine.request import Speculation
 from engine.scheduling.controller import Controller
+from engine.scheduling.step_time import StepTimes
 from tests.engine import tiny
 from tests.heads import folders
+from tests.scheduling.machine import Machine
 
 Edit = dict[str, Any]
 
@@ -52,7 +53,7 @@ def edit(folder: Path, **changed: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["speculators", "eagle"])
 def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
-    """Measured at the start, and by the controller's choice."""
+    """Its steps are measured, and its shape chosen, like those of a draft model."""
     written = folders.write_eagle(tmp_path / "head", layout=layout)
     config = config_of(
         target, written.folder, speculation=SpeculationConfig(adaptive=True), profile_cache=str(tmp_path)
@@ -64,9 +65,9 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
     with patch("engine.calibration._BUDGET_S", 0.002):
-        times = measure(engine, config, speculation, lambda _: None)
-    engine.scheduler.times = times
-    engine.scheduler.controller = controller = Controller(times, 16)
+        points = measure_points(engine, speculation)
+    assert all(draft_s > 0 for work, draft_s, _ in points if work.drafting)
+    engine.scheduler.controller = controller = Controller(StepTimes(Machine().points()), 16)
     with patch.object(controller, "fanout", lambda sequence: (4, 1, 1)):
         run = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0)])
     assert any(outcome.draft_length == 3 for outcome in run.outcomes["a"])
@@ -201,8 +202,6 @@ def test_what_is_not_served_with_heads_is_refused(target: Path, tmp_path: Path) 
     written = folders.write_eagle(tmp_path / "head")
     with pytest.raises(ConfigError, match="not served with --tensor-parallel-size"):
         build_engine(config_of(target, written.folder, model={"tensor_parallel_size": 2}))
-    with pytest.raises(ConfigError, match="--selfcheck compares"):
-        build_engine(msgspec.structs.replace(config_of(target, written.folder), self_check=True))
 
 
 @pytest.mark.parametrize(
