@@ -28,8 +28,17 @@ endif
 ifneq ($(TORCH_INDEX_URL),)
 INSTALL_TORCH = $(INSTALL) --index-url '$(TORCH_INDEX_URL)' --no-deps torch
 else
-INSTALL_TORCH = @:
+INSTALL_TORCH = :
 endif
+
+INSTALL_LOG := $(VENV)/install.log
+# Runs a command with its output in the log: on a terminal its last line is shown meanwhile, and its last lines if it fails.
+define logged
+@{ $(1); } >$(INSTALL_LOG) 2>&1 & command=$$!; \
+while [ -t 1 ] && kill -0 $$command 2>/dev/null; do printf '\r\033[K  %.70s' "$$(tail -n 1 $(INSTALL_LOG))"; sleep 1; done; \
+if [ -t 1 ]; then printf '\r\033[K'; fi; \
+wait $$command || { tail -n 15 $(INSTALL_LOG) >&2; echo "the installation failed; all output is in $(INSTALL_LOG)" >&2; exit 1; }
+endef
 
 GPU_PYTHON ?= python3
 
@@ -67,18 +76,16 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.serve: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft and what it needs (the first time takes a few minutes)"
-	$(INSTALL_TORCH)
-	$(INSTALL) -e '.[bench]'
+	$(call logged,$(INSTALL_TORCH) && $(INSTALL) -e '.[bench]')
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing Polydraft with its development tools (the first time takes a few minutes)"
-	$(INSTALL_TORCH)
-	$(INSTALL) -e '.[dev]'
+	$(call logged,$(INSTALL_TORCH) && $(INSTALL) -e '.[dev]')
 	@touch $(VENV)/.serve $@
 
 $(VENV)/.mutants: $(VENV)/.dev
-	$(INSTALL) -e '.[mutants]'
+	$(call logged,$(INSTALL) -e '.[mutants]')
 	@touch $@
 
 clean:

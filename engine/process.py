@@ -131,7 +131,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
     from engine.building import build_engine
     from engine.calibration import measure
-    from engine.execution.host import cpu_threads, keep_freed_memory
+    from engine.execution.host import cpu_threads, keep_freed_memory, return_freed_memory
     from engine.rehearsal import rehearse
     from engine.scheduling.controller import Controller
 
@@ -152,6 +152,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()
+    return_freed_memory()
     if config.calibrate:
         progress("rehearsing")
         rehearse(engine, speculation)

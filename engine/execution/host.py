@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -39,9 +40,16 @@ def keep_freed_memory() -> None:
     Without glibc nothing changes. Memory that is kept is bounded by the largest step.
     """
     trim_threshold, mmap_threshold = -1, -3
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt(mmap_threshold, _KEPT_BYTES)
-    mallopt(trim_threshold, _KEPT_BYTES)
+    _call_glibc("mallopt", mmap_threshold, _KEPT_BYTES)
+    _call_glibc("mallopt", trim_threshold, _KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Return to the system what loading and compiling have left behind, once."""
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    """Call a function of glibc, if this is a process with glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        getattr(ctypes.CDLL(None), name)(*arguments)
