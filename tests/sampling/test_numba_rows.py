@@ -103,6 +103,25 @@ def test_corners_of_a_draw() -> None:
     assert draw(2) == [numba_rows._TILE - 1, numba_rows._TILE, numba_rows._TILE]
 
 
+@pytest.mark.parametrize("width", [1, 5, numba_rows._TILE, numba_rows._TILE + 1, 2 * numba_rows._TILE])
+def test_a_draw_stays_in_its_row(width: int) -> None:
+    """The last token has all mass; and of a row without any the first is drawn, as of one that is no law."""
+    laws = torch.zeros(3, width)
+    laws[0, -1], laws[2] = 1.0, torch.nan
+    for uniform in (0.0, 0.5):
+        uniforms = torch.full((3,), uniform, dtype=torch.float64)
+        assert fused.draw(laws, torch.arange(3), uniforms).tolist() == [width - 1, 0, 0]
+
+
+def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
+    """Cumulative mass must exceed it."""
+    law = torch.zeros(1, WIDTH)
+    border = numba_rows._TILE + 4
+    law[0, [3, border]] = 0.5
+    uniforms = torch.tensor([0.5 - 2.0**-53, 0.5], dtype=torch.float64)
+    assert fused.draw(law, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
+
+
 def test_a_token_of_the_surplus_or_of_the_target() -> None:
     """Of the surplus where it is wanted and there is any, else of the target's law."""
     target, draft = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
