@@ -33,7 +33,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from deploy.ray_call import Call, prefix_of
+from deploy.ray_call import ReplicaCall, prefix_of
 from deploy.ray_metrics import CONTENT_TYPE, merged
 
 log = logging.getLogger("ray.serve")
@@ -89,7 +89,7 @@ class Replica:
         """Raise if the daemon has ended or its engine completes no more steps; Ray then starts another replica."""
         (await self._client.get("/health", timeout=_PROBE_S)).raise_for_status()
 
-    async def answer(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
+    async def answer(self, call: ReplicaCall) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
         """Yield status and headers, then the body in pieces. If the caller leaves, the daemon aborts the request."""
         request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
         response = await self._client.send(request, stream=True)
@@ -128,9 +128,9 @@ class Front:
         async for chunk in request.stream():
             body += chunk
             if len(body) > self._max_request_bytes:
-                told = f"the body is larger than {self._max_request_bytes} bytes"
-                return _refusal(Call("", target, [], b""), 413, "invalid_request_error", "too_large", told)
-        call = Call(
+                message = f"the body is larger than {self._max_request_bytes} bytes"
+                return _refusal(ReplicaCall("", target, [], b""), 413, "invalid_request_error", "too_large", message)
+        call = ReplicaCall(
             request.method,
             target,
             _forwarded(list(request.headers.items())),
@@ -154,7 +154,7 @@ class Front:
 
         # In sequence: the router identifies a waiting call by its HTTP request, so two calls would hide each other.
         for name in await asyncio.to_thread(replica_names):
-            call = Call("GET", "/metrics", [], b"", replica=name)
+            call = ReplicaCall("GET", "/metrics", [], b"", replica=name)
             answer = self._replicas.answer.remote(call)
             try:
                 async with asyncio.timeout(_SCRAPE_S):
@@ -167,7 +167,7 @@ class Front:
                 pages[response.headers[_REPLICA]] = bytes(response.body).decode()
         return Response(merged(pages), media_type=CONTENT_TYPE)
 
-    async def _respond(self, call: Call, answer: Any) -> Response:
+    async def _respond(self, call: ReplicaCall, answer: Any) -> Response:
         """Return the response of a replica: a stream in pieces, other responses when they are complete."""
         status, headers = await anext(answer)
         kind = dict(headers).get("content-type", "")
@@ -184,7 +184,7 @@ def replica_names() -> list[str]:
     return [one["name"].rpartition("#")[2] for one in actors if ours in one["name"]]
 
 
-async def _rest(call: Call, first: bytes, answer: Any) -> AsyncIterator[bytes]:
+async def _rest(call: ReplicaCall, first: bytes, answer: Any) -> AsyncIterator[bytes]:
     """Yield the events of a stream; a broken stream ends with an error event."""
     num_events = 0
     try:
@@ -207,7 +207,7 @@ def _events_in(chunk: bytes) -> int:
     return chunk.count(b"\nevent: ") + chunk.startswith(b"event: ")
 
 
-def _last_event(call: Call, num_events: int) -> bytes:
+def _last_event(call: ReplicaCall, num_events: int) -> bytes:
     """Return the error event of a stream that broke after `num_events` events, in the format of its endpoint."""
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
@@ -220,11 +220,11 @@ def _last_event(call: Call, num_events: int) -> bytes:
     return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
 
 
-def _refusal(call: Call, status: int, kind: str, code: str, message: str) -> Response:
+def _refusal(call: ReplicaCall, status: int, kind: str, code: str, message: str) -> Response:
     body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     if "/v1/messages" in call.target:
-        told = {413: "request_too_large", 429: "rate_limit_error"}.get(status, "overloaded_error")
-        body = {"type": "error", "error": {"type": told, "message": message}}
+        error_type = {413: "request_too_large", 429: "rate_limit_error"}.get(status, "overloaded_error")
+        body = {"type": "error", "error": {"type": error_type, "message": message}}
     headers = {"retry-after": "1"} if status in (429, 503) else {}
     return Response(json.dumps(body), status, headers, "application/json")
 

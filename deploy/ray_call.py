@@ -11,7 +11,7 @@ _PREFIX_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
-class Call:
+class ReplicaCall:
     """HTTP request for a replica."""
 
     method: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deploy.ray_call import Call
+from deploy.ray_call import ReplicaCall
 
 
 class PrefixRouter(RequestRouter):
@@ -30,9 +30,9 @@ class PrefixRouter(RequestRouter):
         if not candidate_replicas:
             return []
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        prefix = call.prefix if isinstance(call, Call) else ""
+        prefix = call.prefix if isinstance(call, ReplicaCall) else ""
         by_load = sorted(candidate_replicas, key=lambda one: self._open[one.replica_id.unique_id])
-        if isinstance(call, Call) and call.replica:
+        if isinstance(call, ReplicaCall) and call.replica:
             by_load.sort(key=lambda one: one.replica_id.unique_id != call.replica)
             return [[one] for one in by_load[:1]]
         if not prefix:

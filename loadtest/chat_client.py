@@ -21,7 +21,7 @@ class ChatError(Exception):
     """Error of a daemon that does not answer or refuses; the message has advice."""
 
 
-class Piece(NamedTuple):
+class AnswerPart(NamedTuple):
     """Part of an answer."""
 
     text: str
@@ -44,7 +44,7 @@ class Conversation:
     metrics: dict[str, Any] | None = None
     """Figures of the last answer."""
 
-    def ask(self, text: str) -> Generator[Piece, None, None]:
+    def ask(self, text: str) -> Generator[AnswerPart, None, None]:
         """Send a message and yield the answer while it arrives.
 
         The received part stays in the conversation, also if the caller ends early. Raises ChatError.
@@ -108,7 +108,7 @@ class _Answer:
         self._num_thought = 0
         """Number of characters of thoughts that have not been returned yet; they precede the text."""
 
-    def add(self, chunk: dict[str, Any]) -> Iterator[Piece]:
+    def add(self, chunk: dict[str, Any]) -> Iterator[AnswerPart]:
         for choice in chunk["choices"]:
             delta = choice.get("delta", {})
             thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
@@ -116,16 +116,16 @@ class _Answer:
             self.text += text
             yield from self._split(self._origins.add(thought + text, choice.get("drafts") or []))
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[AnswerPart]:
         yield from self._split(self._origins.rest())
 
-    def _split(self, runs: list[Run]) -> Iterator[Piece]:
+    def _split(self, runs: list[Run]) -> Iterator[AnswerPart]:
         for text, origin in runs:
             thought, said = text[: self._num_thought], text[self._num_thought :]
             self._num_thought -= len(thought)
             for is_thought, part in ((True, thought), (False, said)):
                 if part:
-                    yield Piece(part, origin, is_thought)
+                    yield AnswerPart(part, origin, is_thought)
 
 
 def client_of(url: str) -> httpx.Client:

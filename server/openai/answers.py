@@ -196,9 +196,6 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     drafts: Sequence[DraftedStep] | msgspec.UnsetType = msgspec.UNSET
 
 
-Choices = list[ChatChoice] | list[ChunkChoice] | list[CompletionChoice]
-
-
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A whole answer, or one chunk of a stream."""
 

@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
 from deploy.ray_app import _SUPERVISED, Front, Options, Replica, _rest, daemon_arguments
-from deploy.ray_call import Call, prefix_of
+from deploy.ray_call import ReplicaCall, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
 from server.flags import parse_flags
@@ -68,7 +68,7 @@ def router(count: int, **open_requests: int) -> tuple[Any, list[Any]]:
 
 def order(made: Any, replicas: list[Any], prefix: str) -> list[str]:
     """The replicas in the order in which they are tried."""
-    pending = SimpleNamespace(args=[Call("POST", "/", [], b"", prefix)])
+    pending = SimpleNamespace(args=[ReplicaCall("POST", "/", [], b"", prefix)])
     ranks = asyncio.run(made.choose_replicas(replicas, pending))
     return [replica.replica_id.unique_id for rank in ranks for replica in rank]
 
@@ -155,7 +155,7 @@ def test_a_broken_stream_of_responses_goes_on_counting() -> None:
 
     async def read() -> list[bytes]:
         first = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
-        return [chunk async for chunk in _rest(Call("POST", "/v1/responses", [], b""), first, Broken())]
+        return [chunk async for chunk in _rest(ReplicaCall("POST", "/v1/responses", [], b""), first, Broken())]
 
     last = asyncio.run(read())[-1].decode().splitlines()
     assert last[0] == "event: error"
