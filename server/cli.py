@@ -96,7 +96,7 @@ def _serve(arguments: list[str]) -> int:
     try:
         return _serve_by(process, arguments)
     finally:
-        if process.stdin and not process.stdin.closed:  # it has not been told what to load
+        if process.stdin and not process.stdin.closed:  # it has not received its configuration
             process.kill()
             process.communicate()
 

@@ -263,7 +263,7 @@ def test_a_text_beside_calls_stands_before_them() -> None:
 
 
 def alternates(messages: list[Turn]) -> bool:
-    """Whether no turn follows one of its own role."""
+    """Whether no turn follows one of the same role."""
     return all(one["role"] != other["role"] for one, other in itertools.pairwise(messages))
 
 
@@ -333,7 +333,7 @@ def test_short_ids_take_every_letter_in_every_place() -> None:
 
 
 def test_a_template_may_show_less_in_several_ways() -> None:
-    """What is still missing after a change is found out, too."""
+    """Parts that are still missing after a change are found, too."""
 
     def as_python(one: Turn) -> str:
         calls = "".join(f"{c['function']['name']}{c['function']['arguments']}" for c in one.get("tool_calls", ()))
