@@ -45,8 +45,18 @@ def _of_bits(_context, bits):
     return types.float32(types.uint32), number
 
 
+@intrinsic
+def _of_half(_context, bits):
+    """The float32 number that these bits of a float16 number have."""
+
+    def number(_context, builder, _signature, operands):
+        return builder.fpext(builder.bitcast(operands[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), number
+
+
 def widened(value):
-    """A number of an array as float32; those of bfloat16 come as 16 bits."""
+    """A number of an array as float32; those of bfloat16 come as unsigned 16 bits, those of float16 as signed."""
     raise NotImplementedError
 
 
@@ -59,6 +69,10 @@ def rounded(value, like):
 def _widened_of(value):
     if value == types.uint16:
         return lambda value: _of_bits(np.uint32(value) << np.uint32(16))
+    if value == types.int16:
+        return lambda value: _of_half(value)
+    if value == types.int8:
+        return lambda value: np.float32(value)
     return lambda value: value
 
 

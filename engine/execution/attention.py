@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.cache.tensors import KVTensors
 from engine.execution.groups import Group, attend_group
-from engine.execution.paged import Paged
+from engine.execution.paged import Paged, PagedInput
 from engine.execution.scaled import Kind
 
 HOOK = "polydraft_tree"
@@ -35,6 +35,9 @@ class AttentionMetadata:
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set where one kernel does it all, and there are no groups."""
+    pages: PagedInput | None = None
+    """The same on the host, for a decoder that attends itself."""
+    page_size: int = 0
 
 
 def attend(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.config import Prepack
@@ -20,6 +21,13 @@ from engine.execution.taps import storing
 
 class Backend(Protocol):
     """Runs the passes of one model."""
+
+    reads_pages: bool
+    """Whether it attends itself, by `AttentionMetadata.pages`."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the K/V that it writes."""
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
@@ -37,8 +45,15 @@ class Backend(Protocol):
 class TransformersBackend:
     """A transformers model behind the attention hook, as it is."""
 
+    reads_pages = False
+
     def __init__(self, model: Any) -> None:
         self._model = model
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._model.dtype
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""

@@ -1,11 +1,13 @@
-"""A product of few rows with a weight in blocks, in Numba, on one core: reading the weight is what it waits for.
+"""Products of rows with a weight in blocks, in Numba: the inner loop of the decoder (`numba_decoder.py`).
 
-A weight [N, K] lies in blocks of a few columns of the result, [N / B, K, B], so that a program reads it from front to
-back. Sums of up to `MOST_ROWS` rows stay in registers; each number of the block that is read serves them all. What is
-read soon is asked for ahead of time, as the processor does not do that across its pages. Libraries lay a weight out
-anew for several rows, or read it more slowly: `packing.py` measures which of them is faster.
+A weight [N, K] lies in blocks of a few columns of the result, [N / B, K, B], so that it is read from front to back.
+Sums of up to `MOST_ROWS` rows stay in registers, and each number of the block that is read serves them all. Weights
+have the type of the checkpoint (float32, bfloat16, float16) or 8 bits with a scale for every `GROUP` numbers of a
+column; they are widened to float32 in registers, and all arithmetic is float32. What is read soon is asked for ahead
+of time, as the processor does not do that across its pages.
 
-Float32 only. The inner loop is written as LLVM's instructions (`_sums_of_block`), because sums in registers are what no
+A sum starts at the bias and goes through K in order, whatever the number of rows and threads: results do not depend on
+what else is computed with them. The loop is written as LLVM's instructions, because sums in registers are what no
 compiler makes of a loop over an array.
 """
 
@@ -16,16 +18,14 @@ compiler makes of a loop over an array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
-from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
 
@@ -33,64 +33,133 @@ _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 """Features of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
 _LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
 """Numbers of a vector."""
+WIDENS_HALVES = "+f16c" in _FEATURES or "+avx512f" in _FEATURES
+"""Whether the processor widens float16 numbers itself; where not, such weights are kept as float32."""
 _VECTORS = 2
 """Of a row's sums: as many multiplications for each number of a row that is read."""
 BLOCK = _VECTORS * _LANES
 """B, columns of a block."""
 MOST_ROWS = 6 if _LANES == 8 else 12
 """Rows whose sums, with a block's vectors, fit the registers: 16 of eight numbers, else 32."""
+MOST_BLOCKS = 4
+"""Blocks that few rows go through at once: alone their sums would wait for each other."""
+GROUP = 32
+"""Numbers of a column of 8-bit weights that share a scale."""
 _AHEAD = 32
-"""So many steps before it is used, a part of the weight is asked for."""
-_ALIGNMENT = 64
+"""Steps before it is used, a part of the weight is asked for."""
+_LINE = 64
+"""Bytes of a line of the cache; pieces of memory for weights begin at one."""
 
-Rows = npt.NDArray[np.float32]
-Blocks = npt.NDArray[np.float32]
-"""[N / B, K, B]."""
+Array = npt.NDArray[Any]
 
-_FLOAT, _LONG, _INT = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_FLOAT, _LONG, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _VECTOR = ir.VectorType(_FLOAT, _LANES)
 
 
-class _Loop:
-    """The instructions that sum a block's products for a fixed number of rows."""
+class _Kind(NamedTuple):
+    """Numbers of a weight."""
 
-    def __init__(self, builder: ir.IRBuilder, operands: Sequence[Any], num_rows: int) -> None:
-        self._builder, self._num_rows = builder, num_rows
-        rows, weight, result, row_stride, self._result_stride, self._depth = operands
-        self._weight, self._result = (builder.inttoptr(one, _FLOAT.as_pointer()) for one in (weight, result))
+    stored: Any
+    """LLVM's type of one of them."""
+    num_bytes: int
+
+    def widen(self, builder: ir.IRBuilder, numbers: Any) -> Any:
+        """A vector of them as float32."""
+        if self.stored is _SHORT:  # the upper halves of float32 numbers
+            wide = builder.zext(numbers, ir.VectorType(_INT, _LANES))
+            return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * _LANES)), _VECTOR)
+        if self.stored is _BYTE:
+            return builder.sitofp(builder.sext(numbers, ir.VectorType(_INT, _LANES)), _VECTOR)
+        return numbers if self.stored is _FLOAT else builder.fpext(numbers, _VECTOR)
+
+
+_KINDS = {
+    types.float32: _Kind(_FLOAT, 4),
+    types.uint16: _Kind(_SHORT, 2),
+    types.int16: _Kind(ir.HalfType(), 2),
+    types.int8: _Kind(_BYTE, 1),
+}
+"""By the type of a weight's array; bfloat16 comes as uint16, float16 as int16."""
+
+
+class _Loop:
+    """The instructions that sum products of a fixed number of rows with a fixed number of blocks."""
+
+    def __init__(self, builder: ir.IRBuilder, kind: _Kind, operands: Sequence[Any], num_rows: int, num_blocks: int):
+        self._builder, self._kind, self._num_blocks = builder, kind, num_blocks
+        rows, weight, scale, self._bias, result, row_stride, self._result_stride, self._depth = operands
+        self._size = builder.mul(self._depth, _long(BLOCK))
+        """Numbers of a block."""
+        self._weight = builder.inttoptr(weight, kind.stored.as_pointer())
+        self._scale, self._bias, self._result = (
+            builder.inttoptr(one, _FLOAT.as_pointer()) for one in (scale, self._bias, result)
+        )
         first = builder.inttoptr(rows, _FLOAT.as_pointer())
         self._rows = [self._behind(first, builder.mul(row_stride, _long(number))) for number in range(num_rows)]
+        self._columns = [(block, vector) for block in range(num_blocks) for vector in range(_VECTORS)]
 
     def build(self, after: ir.Block) -> None:
         """At the builder's place, which jumps to `after` at the end."""
+        starts = [self._at(self._bias, _long(block * BLOCK + vector * _LANES)) for block, vector in self._columns]
+        starts = [self._builder.load(pointer, align=4) for pointer in starts]
+        sums = [starts] * len(self._rows)
+        if self._kind.stored is _BYTE:
+            sums = self._repeat(_long(0), self._depth, GROUP, sums, self._group)
+        else:
+            sums = self._repeat(_long(0), self._depth, 1, sums, self._step)
+        self._store(sums)
+        self._builder.branch(after)
+
+    def _repeat(self, start: Any, stop: Any, width: int, sums: list[list[Any]], body: Any) -> list[list[Any]]:
+        """The sums after `body(step, sums)` for steps from `start` to `stop`, of which there is one at least."""
         builder = self._builder
-        before, loop, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+        before, loop = builder.block, builder.append_basic_block("loop")
+        done = builder.append_basic_block("done")
         builder.branch(loop)
         builder.position_at_end(loop)
         step = builder.phi(_LONG)
-        sums = [[builder.phi(_VECTOR) for _ in range(_VECTORS)] for _ in range(self._num_rows)]
-        added = self._step(step, sums)
-        following = builder.add(step, _long(1))
-        step.add_incoming(_long(0), before)
-        step.add_incoming(following, loop)
-        for of_row, new in zip(sums, added, strict=True):
-            for old, one in zip(of_row, new, strict=True):
-                old.add_incoming(ir.Constant(_VECTOR, [0.0] * _LANES), before)
-                old.add_incoming(one, loop)
-        builder.cbranch(builder.icmp_signed("<", following, self._depth), loop, done)
+        olds = [[builder.phi(_VECTOR) for _ in of_row] for of_row in sums]
+        news = body(step, olds)
+        following = builder.add(step, _long(width))
+        step.add_incoming(start, before)
+        step.add_incoming(following, builder.block)
+        for old_row, first_row, new_row in zip(olds, sums, news, strict=True):
+            for old, first, new in zip(old_row, first_row, new_row, strict=True):
+                old.add_incoming(first, before)
+                old.add_incoming(new, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, stop), loop, done)
         builder.position_at_end(done)
-        self._store(added)
-        builder.branch(after)
+        return news
 
-    def _step(self, step: Any, sums: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    def _group(self, start: Any, sums: list[list[Any]]) -> list[list[Any]]:
+        """The sums with the numbers that share scales."""
+        builder = self._builder
+        number = builder.sdiv(start, _long(GROUP))
+        num_groups = builder.sdiv(builder.add(self._depth, _long(GROUP - 1)), _long(GROUP))
+        scales = []
+        for block, vector in self._columns:
+            of_block = builder.add(builder.mul(num_groups, _long(block)), number)
+            place = builder.add(builder.mul(of_block, _long(BLOCK)), _long(vector * _LANES))
+            scales.append(builder.load(self._at(self._scale, place), align=4))
+        end = builder.add(start, _long(GROUP))
+        stop = builder.select(builder.icmp_signed("<", end, self._depth), end, self._depth)
+        return self._repeat(start, stop, 1, sums, lambda step, olds: self._step(step, olds, scales))
+
+    def _step(self, step: Any, sums: list[list[Any]], scales: Sequence[Any] = ()) -> list[list[Any]]:
         """The sums with the products of one number of each row."""
         builder = self._builder
-        here = builder.mul(step, _long(BLOCK))
-        self._ask_for(builder.add(here, _long(_AHEAD * BLOCK)))
-        of_weight = [
-            builder.load(self._vector(self._weight, builder.add(here, _long(number * _LANES))), align=_LANES * 4)
-            for number in range(_VECTORS)
-        ]
+        weights = []
+        for block in range(self._num_blocks):
+            place = builder.add(builder.mul(step, _long(BLOCK)), builder.mul(self._size, _long(block)))
+            self._ask_for(builder.add(place, _long(_AHEAD * BLOCK)))
+            for vector in range(_VECTORS):
+                stored = builder.load(
+                    self._at(self._weight, builder.add(place, _long(vector * _LANES)), self._kind.stored),
+                    align=_LANES * self._kind.num_bytes,
+                )
+                weights.append(self._kind.widen(builder, stored))
+        if scales:
+            weights = [builder.fmul(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
         added = []
         for pointer, of_row in zip(self._rows, sums, strict=True):
             alone = builder.insert_element(
@@ -102,7 +171,7 @@ class _Loop:
             added.append(
                 [
                     builder.fadd(builder.fmul(number, one, flags=["contract"]), old, flags=["contract"])
-                    for one, old in zip(of_weight, of_row, strict=True)
+                    for one, old in zip(weights, of_row, strict=True)
                 ]
             )
         return added
@@ -110,13 +179,13 @@ class _Loop:
     def _ask_for(self, place: Any) -> None:
         """A block's next part, into the cache."""
         builder = self._builder
-        byte = ir.IntType(8).as_pointer()
+        byte = _BYTE.as_pointer()
         name = "llvm.prefetch.p0"
         fetch = builder.module.globals.get(name) or ir.Function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT]), name
         )
-        for line in range(0, BLOCK * 4, _ALIGNMENT):
-            pointer = self._behind(self._weight, builder.add(place, _long(line // 4)))
+        for line in range(0, BLOCK * self._kind.num_bytes, _LINE):
+            pointer = self._behind(self._weight, builder.add(place, _long(line // self._kind.num_bytes)))
             # To be read, soon again, as data.
             builder.call(fetch, [builder.bitcast(pointer, byte), _int(0), _int(3), _int(1)])
 
@@ -125,13 +194,14 @@ class _Loop:
         for number, of_row in enumerate(sums):
             start = builder.mul(self._result_stride, _long(number))
             for place, one in enumerate(of_row):
-                builder.store(one, self._vector(self._result, builder.add(start, _long(place * _LANES))), align=4)
+                builder.store(one, self._at(self._result, builder.add(start, _long(place * _LANES))), align=4)
 
     def _behind(self, pointer: Any, count: Any) -> Any:
         return self._builder.gep(pointer, [count])
 
-    def _vector(self, pointer: Any, count: Any) -> Any:
-        return self._builder.bitcast(self._behind(pointer, count), _VECTOR.as_pointer())
+    def _at(self, pointer: Any, count: Any, stored: Any = _FLOAT) -> Any:
+        vector = ir.VectorType(stored, _LANES)
+        return self._builder.bitcast(self._behind(pointer, count), vector.as_pointer())
 
 
 def _long(value: int) -> Any:
@@ -142,79 +212,74 @@ def _int(value: int) -> Any:
     return ir.Constant(_INT, value)
 
 
+def blocks_at_once(num_rows: int) -> int:
+    """Blocks that so many rows go through at once."""
+    return max(1, MOST_BLOCKS // num_rows)
+
+
 @intrinsic
-def _sums_of_block(_context, num_rows, rows, weight, result, row_stride, result_stride, depth):
-    """Products of 1 to `MOST_ROWS` rows with one block, by their addresses; strides are counted in numbers."""
+def _sums(_context, weights, num_rows, num_blocks, rows, weight, scale, bias, result, row_stride, result_stride, depth):
+    """Sums of 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count numbers.
+
+    weights: an array of the weight's type, which is not read.
+    """
     word = types.int64
-    signature = types.void(word, word, word, word, word, word, word)
+    signature = types.void(weights, *[word] * 10)
+    kind = _KINDS[weights.dtype]
+    cases = {(rows, blocks) for rows in range(1, MOST_ROWS + 1) for blocks in (1, blocks_at_once(rows))}
 
     def build(context, builder, _signature, operands):
+        _, count, at_once, *rest = operands
         after = builder.append_basic_block("after")
-        switch = builder.switch(operands[0], after)
-        for count in range(1, MOST_ROWS + 1):
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(_long(count), block)
+        switch = builder.switch(builder.add(builder.mul(count, _long(MOST_BLOCKS + 1)), at_once), after)
+        for num_rows, num_blocks in sorted(cases):
+            block = builder.append_basic_block(f"rows{num_rows}_blocks{num_blocks}")
+            switch.add_case(_long(num_rows * (MOST_BLOCKS + 1) + num_blocks), block)
             builder.position_at_end(block)
-            _Loop(builder, operands[1:], count).build(after)
+            _Loop(builder, kind, rest, num_rows, num_blocks).build(after)
         builder.position_at_end(after)
         return context.get_dummy_value()
 
     return signature, build
 
 
+_blocks_at_once = compiled_for_cpu()(blocks_at_once)
+
+
 @compiled_for_cpu(error_model="numpy")
-def _product(rows, blocks, result):
+def product(rows, weights, scales, bias, result, first_block, last_block):
+    """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
+
+    weights: [N / B, K, B]; scales: [N / B, groups, B], read for 8-bit weights; bias: [N].
+    """
     num_rows, depth = rows.shape
     num_columns = result.shape[1]
-    from_rows, from_blocks, to = np.int64(rows.ctypes.data), np.int64(blocks.ctypes.data), np.int64(result.ctypes.data)
-    for number in range(len(blocks)):
-        weight = from_blocks + number * depth * BLOCK * 4
+    width = weights.itemsize
+    from_rows, from_weights, to = np.int64(rows.ctypes.data), np.int64(weights.ctypes.data), np.int64(result.ctypes.data)
+    from_scales, from_bias = np.int64(scales.ctypes.data), np.int64(bias.ctypes.data)
+    scales_of_block = scales.shape[1] * scales.shape[2] * 4
+    most_blocks = _blocks_at_once(num_rows)
+    block = first_block
+    while block < last_block:
+        at_once = most_blocks if block + most_blocks <= last_block else 1
         first = 0
         while first < num_rows:
             left = num_rows - first
             # Parts of about one size.
             num_parts = (left + MOST_ROWS - 1) // MOST_ROWS
             count = (left + num_parts - 1) // num_parts
-            _sums_of_block(
+            _sums(
+                weights,
                 count,
+                at_once,
                 from_rows + first * depth * 4,
-                weight,
-                to + (first * num_columns + number * BLOCK) * 4,
+                from_weights + block * depth * BLOCK * width,
+                from_scales + block * scales_of_block,
+                from_bias + block * BLOCK * 4,
+                to + (first * num_columns + block * BLOCK) * 4,
                 depth,
                 num_columns,
                 depth,
             )
             first += count
-
-
-def takes(weight_NK: Tensor) -> bool:
-    """Whether a weight can lie in blocks."""
-    return weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu" and weight_NK.shape[0] % BLOCK == 0
-
-
-def in_blocks(weights: Sequence[Tensor]) -> list[Blocks]:
-    """Weights of one shape in blocks, in one piece of memory: the system gives large pieces large pages."""
-    num_columns, depth = weights[0].shape
-    size = num_columns * depth
-    piece = np.empty(len(weights) * size + _ALIGNMENT // 4, dtype=np.float32)
-    start = -piece.ctypes.data % _ALIGNMENT // 4
-    found = []
-    for weight in weights:
-        blocks: Blocks = piece[start : start + size].reshape(num_columns // BLOCK, depth, BLOCK)
-        blocks[:] = weight.detach().numpy().reshape(num_columns // BLOCK, BLOCK, depth).transpose(0, 2, 1)
-        found.append(blocks)
-        start += size
-    return found
-
-
-def to_weight(blocks: Blocks) -> Tensor:
-    """[N, K] the weight that lies in these blocks."""
-    num_blocks, depth, width = blocks.shape
-    return torch.from_numpy(blocks.transpose(0, 2, 1).reshape(num_blocks * width, depth).copy())
-
-
-def product(rows: Rows, blocks: Blocks) -> Rows:
-    """[T, N] the products of rows [T, K], which follow each other in memory, with a weight."""
-    result = np.empty((len(rows), len(blocks) * BLOCK), dtype=np.float32)
-    _product(rows, blocks, result)
-    return result
+        block += at_once

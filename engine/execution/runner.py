@@ -61,9 +61,10 @@ class ModelRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
-        self._layer_bytes = shape.layer_bytes(model.dtype)
+        kv_dtype = self.backend.kv_dtype
+        self._layer_bytes = shape.layer_bytes(kv_dtype)
         num_slots = (num_blocks + has_spare_block) * block_size
-        self.storage = KVTensors(shape, num_slots, model.dtype, self.device)
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device)
 
     @property
     def fast_ways(self) -> dict[str, bool]:
@@ -150,6 +151,9 @@ class ModelRunner:
             self.storage.wipe(slots.flatten().to(self.device))
 
     def _prepared(self, batch: PassInput) -> Pass:
+        if self.backend.reads_pages:
+            slots_T, pages = torch.from_numpy(batch.slots_T), pages_of(batch)
+            return Pass(batch, AttentionMetadata(self.storage, slots_T, pages=pages, page_size=self.block_size))
         if self._paged:
             paged = Paged.of(pages_of(batch), self.block_size, self.device)
             slots_T = to_device(batch.slots_T, self.device)

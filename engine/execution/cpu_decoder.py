@@ -1,0 +1,338 @@
+"""A decoder of the Llama kind on a CPU: its weights in blocks, and a pass as one call (`numba_decoder.py`).
+
+Weights are kept as the checkpoint has them, and widened where they are used: the numbers are those of a float32 model,
+for half the memory traffic. Which models it takes is looked up in their modules; every start compares it with
+transformers (`probe.py`), and a model that it does not reproduce runs through transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from engine.cache.tensors import KVTensors
+from engine.execution import numba_decoder as nd
+from engine.execution.attention import AttentionMetadata
+from engine.execution.numba_product import BLOCK, GROUP, WIDENS_HALVES
+from engine.execution.numba_work import ROW, TEAM
+from engine.execution.paged import PagedInput
+
+Array = npt.NDArray[Any]
+
+_LINE = 64
+"""Bytes of a line of the cache."""
+_ROWS_TOGETHER = 16
+"""Most rows of a sequence that attend together."""
+_NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
+
+
+class _Product:
+    """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
+
+    def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
+        self._numbers = np.dtype(np.int8) if bits == 8 else _stored_as(dtype)
+        num_blocks = -(-num_columns // BLOCK)
+        self.weights = _aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
+        self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
+        self.scales = _NO_SCALES.repeat(num_layers, 0)
+        if bits == 8:
+            self.scales = _aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
+
+    def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
+        """Lay out the weight [N, K] of a layer, in every `step`-th block from `first` on."""
+        num_columns, depth = weight.shape
+        num_blocks = -(-num_columns // BLOCK)
+        padded = torch.zeros((num_blocks * BLOCK, self.weights.shape[2]), dtype=weight.dtype)
+        padded[:num_columns, :depth] = weight
+        blocks = padded.view(num_blocks, BLOCK, -1).transpose(1, 2)
+        places = slice(first, first + step * num_blocks, step)
+        if self._numbers == np.int8:
+            blocks, self.scales[layer, places] = _quantised(blocks.float())
+        self.weights[layer, places] = _bits(blocks, self._numbers)
+        if bias is not None:
+            of_blocks = self.bias[layer].reshape(-1, BLOCK)[places]
+            flat = np.zeros(of_blocks.size, dtype=np.float32)
+            flat[:num_columns] = bias.float().numpy()
+            self.bias[layer].reshape(-1, BLOCK)[places] = flat.reshape(of_blocks.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
+
+
+def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
+    """The type of numpy under which weights of this type are kept."""
+    stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
+    return np.dtype(stored.get(dtype, np.float32))
+
+
+def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
+    if stored == np.float32:
+        numbers = numbers.float()
+    elif stored != np.int8:
+        numbers = numbers.view({2: torch.int16}[stored.itemsize])
+    return numbers.numpy().view(stored)
+
+
+def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
+    """([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
+    num_blocks, depth, width = blocks.shape
+    num_groups = -(-depth // GROUP)
+    padded = torch.zeros((num_blocks, num_groups * GROUP, width))
+    padded[:, :depth] = blocks
+    groups = padded.view(num_blocks, num_groups, GROUP, width)
+    scales = groups.abs().amax(2) / 127
+    shares = groups / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+    return shares.round().to(torch.int8).view(num_blocks, -1, width)[:, :depth], scales.numpy()
+
+
+def _aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
+    """Memory that begins at a line of the cache, and has a line behind it."""
+    size = int(np.prod(shape)) * numbers.itemsize
+    piece = np.zeros(size + 2 * _LINE, dtype=np.uint8)
+    start = -piece.ctypes.data % _LINE
+    found: Array = piece[start : start + size].view(numbers).reshape(shape)
+    return found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of a decoder."""
+
+    num_layers: int
+    hidden_dim: int
+    inner_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def joined_dim(self) -> int:
+        """Columns of q, k and v together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class CpuDecoder:
+    """Runs the passes of one model."""
+
+    reads_pages = True
+
+    def __init__(self, model: Any, bits: int = 16, kv_dtype: torch.dtype = torch.float32) -> None:
+        """Lay out the weights of a model that `is_decoder` accepts; the model keeps its own until `release`.
+
+        bits: 8 quantises them; else they are as the model has them.
+        """
+        self.kv_dtype = kv_dtype
+        config, layers = model.config, model.model.layers
+        attention = layers[0].self_attn
+        self._shape = _Shape(
+            num_layers=len(layers),
+            hidden_dim=int(config.hidden_size),
+            inner_dim=-(-int(config.intermediate_size) // BLOCK) * BLOCK,
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=int(config.num_key_value_heads),
+            head_dim=int(attention.head_dim),
+            vocab_size=int(model.lm_head.weight.shape[0]),
+        )
+        self._table = np.zeros((nd.NUM_FIELDS, nd.COLUMNS), dtype=np.int64)
+        self._arrays: dict[int, Array] = {}
+        """What the table points to, by field."""
+        self._put_weights(model, bits)
+        self._put_constants(model)
+        stored = self._arrays[nd.QKV].dtype.type
+        self._function = nd.work_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32).address
+        self._capacity = 0
+        self._storage: KVTensors | None = None
+        self.cores = 1
+
+    def _put_weights(self, model: Any, bits: int) -> None:
+        shape, layers = self._shape, model.model.layers
+        dtype = model.lm_head.weight.dtype
+        attended_dim = shape.num_heads * shape.head_dim
+        qkv, output, gate_up, down = (
+            _Product(shape.num_layers, num_columns, depth, dtype, bits)
+            for num_columns, depth in (
+                (shape.joined_dim, shape.hidden_dim),
+                (shape.hidden_dim, attended_dim),
+                (2 * shape.inner_dim, shape.hidden_dim),
+                (shape.hidden_dim, shape.inner_dim),
+            )
+        )
+        for number, layer in enumerate(layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+            has_bias = parts[0].bias is not None
+            qkv.put(
+                number,
+                torch.cat([part.weight.detach() for part in parts]),
+                torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
+            )
+            output.put(number, attention.o_proj.weight.detach(), _bias(attention.o_proj))
+            gate_up.put(number, mlp.gate_proj.weight.detach(), _bias(mlp.gate_proj), 0, 2)
+            gate_up.put(number, mlp.up_proj.weight.detach(), _bias(mlp.up_proj), 1, 2)
+            down.put(number, mlp.down_proj.weight.detach(), _bias(mlp.down_proj))
+        head = _Product(1, shape.vocab_size, shape.hidden_dim, dtype, bits)
+        head.put(0, model.lm_head.weight.detach(), _bias(model.lm_head))
+        embedding = head
+        if model.lm_head.weight is not model.model.embed_tokens.weight:
+            embedding = _Product(1, model.model.embed_tokens.num_embeddings, shape.hidden_dim, dtype, bits)
+            embedding.put(0, model.model.embed_tokens.weight.detach(), None)
+        for field, product in ((nd.QKV, qkv), (nd.OUTPUT, output), (nd.GATE_UP, gate_up), (nd.DOWN, down)):
+            self._put(field, product.weights, product.scales, product.bias)
+        for field, product in ((nd.EMBEDDING, embedding), (nd.HEAD, head)):
+            self._put(field, product.weights[0], product.scales[0], product.bias[0])
+        unique = {id(product): product.nbytes for product in (qkv, output, gate_up, down, head, embedding)}
+        self.weight_bytes = sum(unique.values())
+        """Memory of the weights."""
+
+    def _put_constants(self, model: Any) -> None:
+        config, body = model.config, model.model
+        norms = [norm for layer in body.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        of_heads = [
+            _floats(torch.stack([attention.q_norm.weight, attention.k_norm.weight]))
+            for attention in (layer.self_attn for layer in body.layers)
+            if hasattr(attention, "q_norm")
+        ]
+        rotary = body.rotary_emb
+        constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling]
+        self._put(nd.NORMS, np.stack([_floats(norm.weight) for norm in (*norms, body.norm)]))
+        self._put(nd.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
+        self._put(nd.FREQUENCIES, _floats(rotary.inv_freq))
+        self._put(nd.CONSTANTS, np.array(constants, dtype=np.float32))
+        self._put(nd.WINDOWS, np.array([_window(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
+        self._put(nd.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
+
+    def _put(self, field: int, *arrays: Array) -> None:
+        """Point the table's fields from this one on to arrays, which are kept."""
+        for place, array in enumerate(arrays, field):
+            assert array.flags.c_contiguous
+            self._arrays[place] = array
+            self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nd.COLUMNS - 1 - array.ndim)]
+
+    def release(self, model: Any) -> None:
+        """Give up the model's own weights."""
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.data = module.weight.data.new_empty(0)
+
+    def _reserve(self, num_rows: int) -> None:
+        """Have room to work on so many rows."""
+        if num_rows <= self._capacity:
+            return
+        shape, self._capacity = self._shape, max(64, 1 << (num_rows - 1).bit_length())
+        rows = self._capacity
+        widths = {
+            nd.HIDDEN: shape.hidden_dim,
+            nd.NORMED: shape.hidden_dim,
+            nd.JOINED: self._arrays[nd.QKV + 2].shape[1],
+            nd.ATTENDED: shape.num_heads * shape.head_dim,
+            nd.SUMMAND: self._arrays[nd.OUTPUT + 2].shape[1],
+            nd.INNER: 2 * shape.inner_dim,
+            nd.GATED: shape.inner_dim,
+            nd.CHOSEN: shape.hidden_dim,
+        }
+        for field, width in widths.items():
+            self._put(field, _aligned((rows, width), np.dtype(np.float32)))
+        self._put(nd.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
+        self._put(nd.STATES, np.zeros((rows, shape.num_heads, 2), dtype=np.float32))
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        pages, storage = metadata.pages, metadata.storage
+        assert pages is not None, "the pages of a pass"
+        num_rows = len(token_ids_T)
+        self._reserve(num_rows)
+        if self._storage is not storage:
+            assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
+            self._storage = storage
+            self._put(nd.KEYS, _array_of(storage.keys))
+            self._put(nd.VALUES, _array_of(storage.values))
+        slots = metadata.slots_T
+        slots = np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots.numpy()
+        self._put(nd.SIZES, np.array([metadata.page_size, self.cores], dtype=np.int64))
+        found = np.empty((len(wanted_N), self._arrays[nd.HEAD + 2].shape[0]), dtype=np.float32)
+        nd.run(
+            TEAM.shared,
+            self._function,
+            self._table,
+            np.ascontiguousarray(token_ids_T.numpy()),
+            slots,
+            wanted_N.numpy(),
+            _parts(pages),
+            pages.words,
+            pages.pages,
+            pages.first_keys,
+            pages.ends,
+            pages.num_keys,
+            pages.node_positions,
+            pages.limits,
+            pages.positions,
+            found,
+        )
+        if storage.hidden is not None:
+            storage.hidden[metadata.slots_T] = torch.from_numpy(self._arrays[nd.NORMED][:num_rows]).to(self.kv_dtype)
+        logits_NV = torch.from_numpy(found)
+        vocab_size = self._shape.vocab_size
+        return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
+
+    def pack(self, *_: Any) -> int:
+        return self.weight_bytes
+
+
+def _parts(pages: PagedInput) -> Array:
+    """[P, 3] (sequence, first row, end) of the rows that attend together."""
+    found = []
+    for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):
+        for first in range(start, start + count, _ROWS_TOGETHER):
+            found.append((number, first, min(first + _ROWS_TOGETHER, start + count)))
+    return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+
+def _array_of(numbers: Tensor) -> Array:
+    array: Array = (numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers).numpy()
+    return array
+
+
+def _floats(numbers: Tensor) -> Array:
+    array: Array = numbers.detach().float().contiguous().numpy()
+    return array
+
+
+def _bias(module: Any) -> Tensor | None:
+    return None if module.bias is None else module.bias.detach()
+
+
+def _window(attention: Any) -> int | None:
+    """Positions of a layer's sliding window."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)
+
+
+_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether a model is of the kind that `CpuDecoder` computes."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return (
+        torch.device(model.device).type == "cpu"
+        and config.model_type in _MODEL_TYPES
+        and config.hidden_act == "silu"
+        and rope.get("rope_type") in _ROPE_TYPES
+        and rope.get("partial_rotary_factor", 1) == 1
+        # Quantised layers are of other classes, or fewer; or their weights are.
+        and len(linears) == 7 * config.num_hidden_layers + 1
+        and all(type(module) is nn.Linear and type(module.weight.data) is Tensor for module in linears)
+    )

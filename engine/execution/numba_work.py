@@ -1,0 +1,220 @@
+"""Shares the work of one call among cores, in Numba.
+
+The caller and some helping threads run the same function over the same table of arrays. It goes through phases, and
+the parts of a phase are claimed one by one. Nobody waits for a helper to begin: one that is late, or whose core has
+something else to do, finds its parts done by the others. A phase ends when all its parts are done.
+
+Between two calls a helper looks for work for a moment, then sleeps, so that its core is free for other processes.
+"""
+
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from engine.kernels import compiled_for_cpu
+
+CAN_SHARE = sys.platform == "linux"
+"""Whether this system has the semaphores that helpers sleep on."""
+ROW = 16
+"""Counters of a phase: two of them, a line of the cache apart."""
+_NEXT, _DONE = 0, 8
+_MOST_HELPERS = 255
+_GATE, _CALL, _BUSY, _FUNCTION, _TABLE, _WANTED, _HELPERS = range(0, 7 * 8, 8)
+"""Places in the words that caller and helpers share; each has a line of the cache. Every helper has one behind them:
+whether it sleeps, and its semaphore."""
+_OPEN = 1 << 32
+"""In the gate, above the number of helpers inside."""
+_LOOKS = 2000
+"""Looks, with a pause after each, before a waiting core is offered to others: some tens of microseconds."""
+_OFFERS = 300
+"""Offers before a helper sleeps: some tenths of a millisecond on an idle core."""
+
+_LONG = ir.IntType(64)
+_give_way = types.ExternalFunction("sched_yield", types.int32())
+_prepare = types.ExternalFunction("sem_init", types.int32(types.int64, types.int32, types.uint32))
+_sleep = types.ExternalFunction("sem_wait", types.int32(types.int64))
+_wake = types.ExternalFunction("sem_post", types.int32(types.int64))
+
+
+@intrinsic
+def _add(_context, address, count):
+    """Add to the counter at an address; what it was."""
+
+    def build(_context, builder, _signature, operands):
+        pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
+        return builder.atomic_rmw("add", pointer, operands[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), build
+
+
+@intrinsic
+def _swap(_context, address, value):
+    """Write a counter; what it was."""
+
+    def build(_context, builder, _signature, operands):
+        pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
+        return builder.atomic_rmw("xchg", pointer, operands[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), build
+
+
+@intrinsic
+def _look(_context, address):
+    """The counter at an address; all is seen that was written before it."""
+
+    def build(_context, builder, _signature, operands):
+        pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
+        return builder.load_atomic(pointer, "seq_cst", 8)
+
+    return types.int64(types.int64), build
+
+
+@intrinsic
+def _pause(_context):
+    """Tell the processor that this core waits."""
+
+    def build(context, builder, _signature, _operands):
+        if platform.machine() in ("x86_64", "AMD64"):
+            pause = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=pause), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def _call(_context, function, table):
+    """Call the function at an address with the address of a table."""
+
+    def build(context, builder, _signature, operands):
+        kind = ir.FunctionType(ir.VoidType(), [_LONG])
+        builder.call(builder.inttoptr(operands[0], kind.as_pointer()), [operands[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+@intrinsic
+def pointer_to(_context, address):
+    """A pointer to an address, for `carray`."""
+
+    def build(_context, builder, _signature, operands):
+        return builder.inttoptr(operands[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), build
+
+
+@compiled_for_cpu()
+def claim(counters, phase, num_parts):
+    """The number of a part of a phase that nobody else has; -1 when there is none left.
+
+    counters: [phases, `ROW`] int64, all 0 before the first phase.
+    """
+    part = _add(np.int64(counters.ctypes.data) + (phase * ROW + _NEXT) * 8, 1)
+    return part if part < num_parts else -1
+
+
+@compiled_for_cpu()
+def finish(counters, phase, count, num_parts):
+    """Say that `count` parts of a phase are done here, and wait until all are."""
+    address = np.int64(counters.ctypes.data) + (phase * ROW + _DONE) * 8
+    if count > 0:
+        _add(address, count)
+    looks = 0
+    while _look(address) < num_parts:
+        looks = _wait(looks)
+
+
+@compiled_for_cpu()
+def _wait(looks):
+    """Wait a moment longer the more often one has looked; one look more."""
+    if looks < _LOOKS:
+        _pause()
+    else:
+        _give_way()
+    return looks + 1
+
+
+@compiled_for_cpu(nogil=True)
+def _help(shared, number):
+    """Take part in every call that comes, for ever."""
+    words = np.int64(shared.ctypes.data)
+    gate, asleep = words + _GATE * 8, words + (_HELPERS + 8 * number) * 8
+    last = 0
+    while True:
+        looks = 0
+        while _look(words + _CALL * 8) == last or _look(words + _WANTED * 8) <= number:
+            looks = _wait(looks)
+            if looks > _LOOKS + _OFFERS:
+                _swap(asleep, 1)
+                if _look(words + _CALL * 8) == last:
+                    _sleep(asleep + 8)
+                _swap(asleep, 0)
+                last = last if _look(words + _WANTED * 8) > number else _look(words + _CALL * 8)
+                looks = 0
+        last = _look(words + _CALL * 8)
+        if _add(gate, 1) >= _OPEN:
+            _call(shared[_FUNCTION], shared[_TABLE])
+        _add(gate, -1)
+
+
+@compiled_for_cpu()
+def together(shared, function, table, num_helpers):
+    """Call the function at an address with the address of a table, here and in helpers; ends when all have left it."""
+    words = np.int64(shared.ctypes.data)
+    if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread has the helpers
+        _call(function, table)
+        return
+    shared[_FUNCTION], shared[_TABLE] = function, table
+    _swap(words + _WANTED * 8, num_helpers)
+    gate = words + _GATE * 8
+    _add(gate, _OPEN)
+    _add(words + _CALL * 8, 1)
+    for number in range(num_helpers):
+        asleep = words + (_HELPERS + 8 * number) * 8
+        if _swap(asleep, 0) == 1:
+            _wake(asleep + 8)
+    _call(function, table)
+    _add(gate, -_OPEN)
+    looks = 0
+    while _look(gate) > 0:
+        looks = _wait(looks)
+    _swap(words + _BUSY * 8, 0)
+
+
+class Team:
+    """The helping threads of a process, which sleep when nothing is shared with them."""
+
+    def __init__(self) -> None:
+        self.shared = np.zeros(_HELPERS + 8 * _MOST_HELPERS, dtype=np.int64)
+        """What `together` takes."""
+        self._num_helpers = 0
+
+    def grow(self, num_helpers: int) -> int:
+        """Have at least so many helpers if there can be any; how many of them a call may ask for."""
+        num_helpers = min(num_helpers, _MOST_HELPERS) if CAN_SHARE else 0
+        for number in range(self._num_helpers, num_helpers):
+            _prepare_helper(self.shared, number)
+            # They live in compiled code, without the interpreter's lock, until the process ends.
+            threading.Thread(target=_help, args=(self.shared, number), name=f"helper {number}", daemon=True).start()
+            self._num_helpers += 1
+        return num_helpers
+
+
+@compiled_for_cpu()
+def _prepare_helper(shared, number):
+    _prepare(np.int64(shared.ctypes.data) + (_HELPERS + 8 * number + 1) * 8, np.int32(0), np.uint32(0))
+
+
+TEAM = Team()
