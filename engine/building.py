@@ -28,8 +28,8 @@ from engine.execution.backend import TransformersBackend
 from engine.execution.heads.config import HeadConfig
 from engine.execution.heads.head import Head
 from engine.execution.heads.runner import HeadRunner
+from engine.execution.host import usable_cores
 from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, find_head, load_pair, outline_pair
-from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
 from engine.memory import plan_memory
@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> E
     check_outlines(config, outline_pair(config.model))
     ends = end_tokens(config.model, progress)
     target, draft = load_pair(config.model, progress)
-    return assemble(config, replace(target, eos_token_ids=ends), draft, progress)
+    return assemble(config, replace(target, eos_token_ids=ends), draft, progress, is_owner=True)
 
 
 def assemble(
@@ -67,10 +67,12 @@ def assemble(
     draft: LoadedModel | None,
     progress: Progress = lambda _: None,
     kind: DrafterKind | None = None,
+    is_owner: bool = False,
 ) -> Engine:
     """An engine around models that are already loaded behind the hook.
 
-    kind: what drafts with the draft model, where that is not seen from the model.
+    kind: what drafts with the draft model, where that is not seen from the model; is_owner: whether the models' own
+    weights may be given up, because nobody else uses them.
     """
     check_settings(config := _limited(config, draft))
     if target.ranks is not None:
@@ -83,7 +85,7 @@ def assemble(
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
     ways, weight_bytes = [], []
     for model, shape in zip(models, shapes, strict=True):
-        way, num_bytes = _prepare(model, shape, config, progress)
+        way, num_bytes = _prepare(model, shape, config, progress, is_owner)
         ways.append(way)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
@@ -92,7 +94,7 @@ def assemble(
     is_head = kind is not None and kind.is_head
     is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
     recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
-    token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
+    token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
     runners = [
@@ -109,6 +111,9 @@ def assemble(
         )
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
+    progress("choosing the cores of passes")
+    for runner in runners:
+        runner.tune(config.model.num_threads or usable_cores())
     progress("trying the kernels of laws and verdicts")
     fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
@@ -179,20 +184,19 @@ def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_he
 
 
 def _prepare(
-    loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress
+    loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress, is_owner: bool
 ) -> tuple[BackendChoice, int]:
     """(how a model is run, the memory its weights then take)."""
     if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
         has_paged_kernel = has_kernel(torch.device(loaded.model.device))
         return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), loaded.weight_bytes
     progress(f"probing {loaded.name}")
-    way = probe_ways(loaded, shape, config.cache.block_size)
-    if loaded.ranks is not None:  # what is not split of it would be packed, and tried, on this rank alone
+    way = probe_ways(loaded, shape, config.cache.block_size, config.model)
+    if loaded.ranks is not None or not is_owner:  # what is not split would be tried on this rank alone
         return way, loaded.weight_bytes
-    progress(f"packing {loaded.name}")
-    works = partial(runs, loaded, shape, way, config.cache.block_size)
-    packed_bytes = way.backend.pack(config.model.prepack, Choices(config.profile_cache, progress), works)
-    return way, packed_bytes + loaded.weight_bytes
+    progress(f"laying out the weights of {loaded.name}")
+    laid_out_bytes = way.backend.prepare(partial(runs, loaded, shape, way, config.cache.block_size))
+    return way, laid_out_bytes + loaded.weight_bytes
 
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:

@@ -15,7 +15,8 @@ MODEL, PROMPT_LOOKUP, PREDICTION = DRAFTERS = ("model", "prompt_lookup", "predic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Prepack = Literal["auto", "always", "off"]
+Weights = Literal["auto", "int8"]
+KVDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +32,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Hub revision of the target, and of its own tokenizer."""
     draft_revision: str | None = None
     dtype: Dtype = "auto"
-    """Type of the weights and of the K/V cache; auto is the checkpoint's on CUDA, float32 on a CPU."""
+    """Type of the weights; auto is the checkpoint's. A CPU computes in float32, whatever the weights' type."""
     device: Device = "auto"
     """Where the models run; auto is CUDA when there is a device."""
     num_threads: int = 0
-    """CPU threads of the engine; 0 is all cores but one (at least one)."""
+    """Most CPU cores of the engine; 0 is all."""
     tensor_parallel_size: int = 1
     """Processes over which the target is split; the draft model stays whole."""
-    prepack: Prepack = "auto"
-    """Keep weights in oneDNN's layout on a CPU: where that is faster, always, or never."""
+    weights: Weights = "auto"
+    """Numbers of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32 of them."""
+    kv_dtype: KVDtype = "auto"
+    """Type of the K/V cache; auto is float32 where a CPU decodes in float32, else the model's."""
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:

@@ -119,8 +119,8 @@ FOREIGN: dict[str, Foreign] = {
         "trust_remote_code",
     ),
     **_refused(
-        "the K/V cache has the type of the weights; choose it by --dtype, or leave it out",
-        values="kv_cache_dtype ctk ctv cache_type_k cache_type_v",
+        "keys and values have one type; choose it by --kv-cache-dtype (float32 or bfloat16), or leave it out",
+        values="ctk ctv cache_type_k cache_type_v",
         accepts=("auto",),
     ),
     **_refused("name a folder with safetensors", values="load_format", accepts=("auto", "safetensors", "hf")),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from engine.api import Device, Dtype, Prepack, file_fault
+from engine.api import Device, Dtype, KVDtype, Weights, file_fault
 from server.text.call_formats import CallFormat
 
 RARE: dict[str, Any] = {"rare": True}
@@ -98,9 +98,9 @@ class ModelSettings(BaseModel):
     quantization: str | None = Field(
         None, description="quantisation method of MODEL; its config.json must name the same"
     )
-    dtype: Dtype = Field("auto", description="type of weights and K/V; auto: the checkpoint's on CUDA, else float32")
+    dtype: Dtype = Field("auto", description="type of the weights; auto: the checkpoint's (a CPU computes in float32)")
     device: Device = Field("auto", description="where the models run")
-    num_threads: NotNegative = Field(0, description="CPU threads of the engine; 0: all cores but one")
+    num_threads: NotNegative = Field(0, description="most CPU cores of the engine; 0: all")
     tensor_parallel_size: Positive = Field(
         1, description="devices (on a CPU: processes) over which the target is split"
     )
@@ -124,10 +124,13 @@ class ModelSettings(BaseModel):
         description="sampling defaults: the model's generation_config.json, or neutral ones",
         json_schema_extra=RARE,
     )
-    prepack: Prepack = Field(
+    weights: Weights = Field(
         "auto",
-        description="repack weights on a CPU, for oneDNN or for own kernels; auto: if that is measured to be faster",
-        json_schema_extra=RARE,
+        description="numbers of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32; the "
+        "target is then the quantised model",
+    )
+    kv_cache_dtype: KVDtype = Field(
+        "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"
     )
 
 

@@ -106,7 +106,8 @@ class Serve(
                 dtype=self.dtype,
                 device=self.device,
                 num_threads=self.num_threads,
-                prepack=self.prepack,
+                weights=self.weights,
+                kv_dtype=self.kv_cache_dtype,
                 tensor_parallel_size=self.tensor_parallel_size,
             ),
             grammars=GrammarConfig(

@@ -27,7 +27,7 @@ from engine.calibration import measure_points
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.execution.host import keep_freed_memory
-from engine.execution.loading import choose_dtype
+from engine.execution.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.controller import Controller
 from engine.scheduling.step_time import StepTimes
@@ -106,7 +106,7 @@ class Transformers:
         import transformers
 
         device = torch.device(options.device)
-        dtype, load = choose_dtype(options.dtype, device), transformers.AutoModelForCausalLM.from_pretrained
+        dtype, load = arithmetic_dtype(options.dtype, device), transformers.AutoModelForCausalLM.from_pretrained
         self.target, self.draft = (
             load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
         )

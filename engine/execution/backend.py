@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata
-from engine.execution.packing import Choices, pack
-from engine.execution.products import take_over
+from engine.execution.packing import pack, take_over
 from engine.execution.taps import storing
 
 
@@ -35,11 +33,17 @@ class Backend(Protocol):
         K/V goes where `metadata` says, and so do the hidden states of `metadata.storage.taps`.
         """
 
-    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
-        """Pack weights where that makes products faster; the memory that packed weights take, in bytes.
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The numbers that stand for a weight of the model, in the type of the arithmetic."""
 
-        works: tells of the model with packed weights whether it still gives its numbers.
+    def prepare(self, works: Callable[[], bool]) -> int:
+        """Give up the model's own weights where they are laid out anew; the memory that those take, in bytes.
+
+        works: whether the model, changed so, still gives its numbers.
         """
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Measure on how many cores passes are fastest; run: makes a pass of so many rows."""
 
 
 class TransformersBackend:
@@ -53,7 +57,8 @@ class TransformersBackend:
     @property
     def kv_dtype(self) -> torch.dtype:
         """The model's."""
-        return self._model.dtype
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
@@ -74,6 +79,13 @@ class TransformersBackend:
         logits_NV: Tensor = output.logits[0]
         return logits_NV
 
-    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The model's own."""
+        return weight
+
+    def prepare(self, works: Callable[[], bool]) -> int:
         """Pack the weights of its linear layers; some model's code may look at weights that a packed layer has not."""
-        return pack(take_over(self._model), wanted, works, choices)
+        return pack(take_over(self._model), works)
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Torch has threads of its own."""

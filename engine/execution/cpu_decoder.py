@@ -7,7 +7,9 @@ transformers (`probe.py`), and a model that it does not reproduce runs through t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from engine.cache.tensors import KVTensors
+from engine.cache.tensors import NORMED, KVTensors
 from engine.execution import numba_decoder as nd
 from engine.execution.attention import AttentionMetadata
+from engine.execution.kinds import window_of
 from engine.execution.numba_product import BLOCK, GROUP, WIDENS_HALVES
 from engine.execution.numba_work import ROW, TEAM
 from engine.execution.paged import PagedInput
@@ -29,6 +32,10 @@ _LINE = 64
 """Bytes of a line of the cache."""
 _ROWS_TOGETHER = 16
 """Most rows of a sequence that attend together."""
+_MANY_ROWS = 16
+"""From so many rows on a pass may be worth more cores."""
+_NUM_TURNS = 7
+_CORE_COST = 0.1
 _NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
 
 
@@ -93,6 +100,13 @@ def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
     return shares.round().to(torch.int8).view(num_blocks, -1, width)[:, :depth], scales.numpy()
 
 
+def _dequantised(weight: Tensor) -> Tensor:
+    """The numbers that a weight [N, K] in 8 bits stands for."""
+    numbers, scales = _quantised(weight.t().unsqueeze(0))
+    of_numbers = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return (numbers.float() * of_numbers)[0].t()
+
+
 def _aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
     """Memory that begins at a line of the cache, and has a line behind it."""
     size = int(np.prod(shape)) * numbers.itemsize
@@ -126,11 +140,13 @@ class CpuDecoder:
     reads_pages = True
 
     def __init__(self, model: Any, bits: int = 16, kv_dtype: torch.dtype = torch.float32) -> None:
-        """Lay out the weights of a model that `is_decoder` accepts; the model keeps its own until `release`.
+        """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
 
         bits: 8 quantises them; else they are as the model has them.
         """
         self.kv_dtype = kv_dtype
+        self._bits = bits
+        self._model = model
         config, layers = model.config, model.model.layers
         attention = layers[0].self_attn
         self._shape = _Shape(
@@ -147,11 +163,12 @@ class CpuDecoder:
         """What the table points to, by field."""
         self._put_weights(model, bits)
         self._put_constants(model)
-        stored = self._arrays[nd.QKV].dtype.type
-        self._function = nd.work_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32).address
+        stored: Any = self._arrays[nd.QKV].dtype.type
+        self._put(nd.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
         self._capacity = 0
         self._storage: KVTensors | None = None
-        self.cores = 1
+        self.cores = 1, 1
+        """Cores of passes of few rows, and of more."""
 
     def _put_weights(self, model: Any, bits: int) -> None:
         shape, layers = self._shape, model.model.layers
@@ -185,10 +202,9 @@ class CpuDecoder:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             embedding = _Product(1, model.model.embed_tokens.num_embeddings, shape.hidden_dim, dtype, bits)
             embedding.put(0, model.model.embed_tokens.weight.detach(), None)
-        for field, product in ((nd.QKV, qkv), (nd.OUTPUT, output), (nd.GATE_UP, gate_up), (nd.DOWN, down)):
+        of_layers = (nd.QKV, qkv), (nd.OUTPUT, output), (nd.GATE_UP, gate_up), (nd.DOWN, down)
+        for field, product in (*of_layers, (nd.EMBEDDING, embedding), (nd.HEAD, head)):
             self._put(field, product.weights, product.scales, product.bias)
-        for field, product in ((nd.EMBEDDING, embedding), (nd.HEAD, head)):
-            self._put(field, product.weights[0], product.scales[0], product.bias[0])
         unique = {id(product): product.nbytes for product in (qkv, output, gate_up, down, head, embedding)}
         self.weight_bytes = sum(unique.values())
         """Memory of the weights."""
@@ -207,7 +223,7 @@ class CpuDecoder:
         self._put(nd.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
         self._put(nd.FREQUENCIES, _floats(rotary.inv_freq))
         self._put(nd.CONSTANTS, np.array(constants, dtype=np.float32))
-        self._put(nd.WINDOWS, np.array([_window(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
+        self._put(nd.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
         self._put(nd.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
@@ -217,11 +233,40 @@ class CpuDecoder:
             self._arrays[place] = array
             self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nd.COLUMNS - 1 - array.ndim)]
 
-    def release(self, model: Any) -> None:
+    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Give up the model's own weights."""
-        for module in model.modules():
+        for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.data = module.weight.data.new_empty(0)
+        return self.weight_bytes
+
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The float32 numbers that stand for a weight [N, K] of the model."""
+        return weight.float() if self._bits != 8 else _dequantised(weight.float())
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Measure on how many cores passes of few and of more rows are fastest, and use as many.
+
+        run: makes a pass of so many rows.
+        """
+        counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < most_cores] + [most_cores]
+        # Cores that a system without helpers cannot give are not counted.
+        counts = counts[: TEAM.grow(most_cores - 1) + 1]
+        if len(counts) < 2:
+            return
+        fastest = []
+        for num_rows in (1, _MANY_ROWS):
+            taken_s: dict[int, list[float]] = {count: [] for count in counts}
+            for _ in range(_NUM_TURNS):
+                for count, runs_s in taken_s.items():
+                    self.cores = count, count
+                    began = time.perf_counter()
+                    run(num_rows)
+                    runs_s.append(time.perf_counter() - began)
+            middle_s = {count: statistics.median(runs_s) for count, runs_s in taken_s.items()}
+            # More cores take them from other processes, so they must bring something.
+            fastest.append(min(counts, key=lambda count: middle_s[count] * (1 + _CORE_COST * (count > 1))))
+        self.cores = fastest[0], fastest[1]
 
     def _reserve(self, num_rows: int) -> None:
         """Have room to work on so many rows."""
@@ -255,16 +300,19 @@ class CpuDecoder:
             self._storage = storage
             self._put(nd.KEYS, _array_of(storage.keys))
             self._put(nd.VALUES, _array_of(storage.values))
-        slots = metadata.slots_T
-        slots = np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots.numpy()
-        self._put(nd.SIZES, np.array([metadata.page_size, self.cores], dtype=np.int64))
-        found = np.empty((len(wanted_N), self._arrays[nd.HEAD + 2].shape[0]), dtype=np.float32)
+            self._put(nd.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
+            nothing = np.zeros((0, 0), dtype=self._arrays[nd.KEYS].dtype)
+            self._put(nd.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
+        assert isinstance(metadata.slots_T, Tensor)
+        cores = self.cores[num_rows >= _MANY_ROWS]
+        self._put(nd.SIZES, np.array([metadata.page_size, cores], dtype=np.int64))
+        found = np.empty((len(wanted_N), self._arrays[nd.HEAD + 2].shape[1]), dtype=np.float32)
         nd.run(
             TEAM.shared,
-            self._function,
+            nd.work().address,
             self._table,
             np.ascontiguousarray(token_ids_T.numpy()),
-            slots,
+            metadata.slots_T.numpy(),
             wanted_N.numpy(),
             _parts(pages),
             pages.words,
@@ -274,17 +322,18 @@ class CpuDecoder:
             pages.num_keys,
             pages.node_positions,
             pages.limits,
-            pages.positions,
+            positions_T.numpy(),
             found,
         )
-        if storage.hidden is not None:
-            storage.hidden[metadata.slots_T] = torch.from_numpy(self._arrays[nd.NORMED][:num_rows]).to(self.kv_dtype)
         logits_NV = torch.from_numpy(found)
         vocab_size = self._shape.vocab_size
         return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
 
-    def pack(self, *_: Any) -> int:
-        return self.weight_bytes
+    def _place_of(self, number: int) -> int:
+        """Where the state of a layer's entry (of the end; of the norm behind it) is stored; -1 where it is not."""
+        assert self._storage is not None
+        tap = NORMED if number == self._shape.num_layers + 1 else number
+        return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
 def _parts(pages: PagedInput) -> Array:
@@ -308,31 +357,3 @@ def _floats(numbers: Tensor) -> Array:
 
 def _bias(module: Any) -> Tensor | None:
     return None if module.bias is None else module.bias.detach()
-
-
-def _window(attention: Any) -> int | None:
-    """Positions of a layer's sliding window."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None)
-
-
-_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
-
-
-def is_decoder(model: Any) -> bool:
-    """Whether a model is of the kind that `CpuDecoder` computes."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return (
-        torch.device(model.device).type == "cpu"
-        and config.model_type in _MODEL_TYPES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type") in _ROPE_TYPES
-        and rope.get("partial_rotary_factor", 1) == 1
-        # Quantised layers are of other classes, or fewer; or their weights are.
-        and len(linears) == 7 * config.num_hidden_layers + 1
-        and all(type(module) is nn.Linear and type(module.weight.data) is Tensor for module in linears)
-    )

@@ -1,4 +1,4 @@
-"""Whether kernels compute a layer (`triton_layer.py` on CUDA, `cpu_layers.py` on a CPU).
+"""Whether Triton's kernels compute a layer (`triton_layer.py`).
 
 On every device they are tried once on synthetic rows, and compared with the plain operations. Not for: the operations.
 """
@@ -18,19 +18,6 @@ from engine.kernels import usable
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernels compute the layers of a model of this dtype."""
     return usable("layers are computed", find_fault, device, dtype)
-
-
-def use_cpu_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels that Numba compiles (`cpu_layers.py`) compute the layers on a CPU."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    return usable("layers are computed", _find_cpu_fault, device, dtype, compiler="Numba")
-
-
-def _find_cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    from engine.execution import cpu_layers  # Numba is there where kernels are used
-
-    return cpu_layers.find_fault(device, dtype)
 
 
 def made_up_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

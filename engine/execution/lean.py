@@ -11,26 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from engine.cache.tensors import NORMED
-from engine.config import Prepack
 from engine.execution.attention import AttentionMetadata, attend
-from engine.execution.fused_layer import use_cpu_kernels, use_kernels
-from engine.execution.packing import Choices, pack
+from engine.execution.fused_layer import use_kernels
 from engine.execution.paged import Paged
-from engine.execution.products import PackedLinear, array_of, is_plain
 from engine.execution.scaled import Kind
 
-if TYPE_CHECKING:
-    from engine.execution.cpu_layers import CpuLayers
 
-_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
+class _Linear(NamedTuple):
+    """A product with a weight [N, K], and a bias."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight_NK, self.bias_N)
+
+    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
+        """Add the product of the rows to `sums_TN` in place."""
+        sums_TN.addmm_(rows_TK, self.weight_NK.t())
+        if self.bias_N is not None:
+            sums_TN += self.bias_N
 
 
 @dataclass
@@ -39,24 +46,23 @@ class _Layer:
 
     layer_idx: int
     attention_norm: Tensor
-    qkv: PackedLinear
+    qkv: _Linear
     norms: tuple[Tensor, Tensor] | None
     """Those of q and k, where the layer has them."""
-    output: PackedLinear
+    output: _Linear
     mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: _Linear
+    down: _Linear
 
 
 class LeanDecoder:
     """Runs the passes of one model."""
 
     def __init__(self, model: Any) -> None:
-        """Take over a model that `is_lean` accepts; its linear layers share their memory with this from now on."""
+        """Take over a model that `kinds.is_lean` accepts; its linear layers share their memory with this then."""
         config, body = model.config, model.model
         self._body = body
-        tied = model.lm_head.weight is body.embed_tokens.weight
-        self._head = PackedLinear(model.lm_head.weight, modules=() if tied else (model.lm_head,))
+        self._head = _Linear(model.lm_head.weight)
         self._eps = float(config.rms_norm_eps)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_heads = int(config.num_attention_heads)
@@ -66,39 +72,25 @@ class LeanDecoder:
         self._sign = torch.cat([-half, half])
         self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
-        self.cpu_layers = self._cpu_layers() if use_cpu_kernels(torch.device(model.device), model.dtype) else None
-        """For passes of few tokens, where there are kernels for them."""
 
-    def _cpu_layers(self) -> CpuLayers:
-        """The same layers for `cpu_layers.py`."""
-        from engine.execution.cpu_layers import CpuLayer, CpuLayers, Sizes  # Numba is there
+    reads_pages = False
 
-        rotary = self._body.rotary_emb
-        sizes = Sizes(
-            *(self._num_heads, self._num_kv_heads, self._head_dim, self._eps, self._scaling),
-            frequencies=rotary.inv_freq.float().numpy(),
-            rotation_scaling=float(rotary.attention_scaling),
-        )
-        layers = [
-            CpuLayer(
-                array_of(layer.attention_norm),
-                layer.qkv,
-                None if layer.norms is None else (array_of(layer.norms[0]), array_of(layer.norms[1])),
-                layer.output,
-                array_of(layer.mlp_norm),
-                layer.gate_up,
-                layer.down,
-            )
-            for layer in self._layers
-        ]
-        embedding, last_norm = self._body.embed_tokens.weight.detach(), self._body.norm.weight.detach()
-        return CpuLayers(embedding, layers, last_norm, sizes)
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The model's."""
+        dtype: torch.dtype = self._head.weight_NK.dtype
+        return dtype
 
-    def pack(self, wanted: Prepack, choices: Choices, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Pack the weights of its products. Only this class reads them, so `works` need not check the packed model."""
-        layers = self._layers
-        products = [self._head, *(part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down))]
-        return pack(products, wanted, choices=choices)
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The model's own."""
+        return weight
+
+    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
+        """Do nothing: products of a device read weights as they are."""
+        return 0
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Torch has threads of its own."""
 
     @staticmethod
     def _layer(number: int, layer: Any) -> _Layer:
@@ -121,11 +113,6 @@ class LeanDecoder:
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
         storage, slots = metadata.storage, metadata.slots_T
-        if self._runs_on_cpu_kernels(len(token_ids_T), metadata):
-            assert self.cpu_layers is not None
-            normed_TD = self.cpu_layers.hidden(token_ids_T, positions_T, metadata)
-            storage.store(NORMED, slots, normed_TD)
-            return self._head(normed_TD[wanted_N])
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
         rotation = cos_1TD[0], sin_1TD[0] * self._sign
@@ -144,12 +131,6 @@ class LeanDecoder:
         hidden_TD = self._final_norm(hidden_TD)
         storage.store(NORMED, slots, hidden_TD)
         return self._head(hidden_TD[wanted_N])
-
-    def _runs_on_cpu_kernels(self, num_tokens: int, metadata: AttentionMetadata) -> bool:
-        """Whether the CPU kernels compute a pass: they return the last state alone."""
-        if self.cpu_layers is None or not set(metadata.storage.taps) <= {NORMED}:
-            return False
-        return self.cpu_layers.takes(num_tokens, metadata)
 
     def _by_kernels(
         self,
@@ -212,32 +193,14 @@ class LeanDecoder:
         return layer.output(attended[0].flatten(1))
 
 
-def is_lean(model: Any) -> bool:
-    """Whether a model is of the kind that `LeanDecoder` computes."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return (
-        config.model_type in _MODEL_TYPES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type") in _ROPE_TYPES
-        and not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
-        and not getattr(config, "mlp_bias", False)
-        and getattr(model.lm_head, "bias", None) is None
-        # Quantised layers are of other classes, or fewer; or their weights are.
-        and len(linears) == 7 * config.num_hidden_layers + 1
-        and all(is_plain(module) for module in linears)
-    )
-
-
-def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> PackedLinear:
+def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> _Linear:
     """The product of modules with their weights one below the other; the modules keep views of them."""
     if len(modules) == 1:
-        return PackedLinear(modules[0].weight.data, bias, modules)
+        return _Linear(modules[0].weight.data, bias)
     weight = torch.cat([module.weight.data for module in modules])
     start = 0
     for module in modules:
         stop = start + module.weight.shape[0]
         module.weight.data = weight[start:stop]
         start = stop
-    return PackedLinear(weight, bias, modules)
+    return _Linear(weight, bias)

@@ -23,6 +23,7 @@ from engine.execution.attention import HOOK, register
 from engine.execution.heads.config import HeadConfig, check_target
 from engine.execution.heads.head import Head
 from engine.execution.heads.loading import head_config, load_head
+from engine.execution.kinds import may_decode
 from engine.execution.parallel import Ranks, check_split, start_ranks
 from engine.execution.unplaced import check_unplaced
 from engine.files import check_source
@@ -44,6 +45,8 @@ FITTING_MODEL_TYPES = frozenset(
 
 # These choose their frequencies from the longest position of the whole batch.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[str], None]
 
@@ -97,19 +100,29 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda")
 
 
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype | str:
-    """What `from_pretrained` is told; auto keeps the checkpoint's type on CUDA and uses float32 on a CPU."""
-    if wanted == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+def arithmetic_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
+    """Type that a transformers model computes in; None is its checkpoint's.
+
+    A CPU computes in float32, unless another type is asked for and it has arithmetic of that type: without it, torch
+    is ten times as slow.
+    """
+    if device.type != "cpu":
+        return _DTYPES.get(wanted)
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if wanted == "bfloat16" and has_bfloat16 else torch.float32
 
 
-def load(
-    name: str, revision: str | None, dtype: torch.dtype | str, device: torch.device, split: bool = False
-) -> LoadedModel:
+def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool) -> torch.dtype | str:
+    """What `from_pretrained` is given: a decoder of ours widens the weights of a CPU itself."""
+    if device.type == "cpu" and (split or not may_decode(config)):
+        return arithmetic_dtype(wanted, device) or "auto"
+    return _DTYPES.get(wanted, "auto")
+
+
+def load(name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False) -> LoadedModel:
     """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read).
 
-    split: only this rank's share of it (`parallel.py`).
+    dtype: `ModelConfig.dtype`; split: only this rank's share of it (`parallel.py`).
     """
     import transformers
 
@@ -125,7 +138,7 @@ def load(
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
                 revision=revision,
-                dtype=dtype,
+                dtype=_load_dtype(dtype, config, device, split),
                 attn_implementation=HOOK,
                 output_loading_info=True,
                 **placed,
@@ -275,12 +288,11 @@ def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
 def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
     """Load target and draft, which `outline_pair` has checked."""
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
     progress(f"loading target {config.target}")
     if config.tensor_parallel_size > 1:
-        target = _load_split(config, dtype, device)
+        target = _load_split(config, device)
     else:
-        target = load(config.target, config.revision, dtype, device)
+        target = load(config.target, config.revision, config.dtype, device)
     if config.draft is None:
         return target, None
     head = find_head(config)
@@ -288,7 +300,7 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
         progress(f"loading the {head.kind} head {config.draft}")
         return target, adopt_head(load_head(head, config.draft_revision, target.model), target)
     progress(f"loading draft {config.draft}")
-    return target, load(config.draft, config.draft_revision, dtype, device)
+    return target, load(config.draft, config.draft_revision, config.dtype, device)
 
 
 def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
@@ -297,8 +309,8 @@ def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
     return LoadedModel(model=head, eos_token_ids=frozenset(), **vars(_outline_of_head(head.config, outline)))
 
 
-def _load_split(config: ModelConfig, dtype: torch.dtype | str, device: torch.device) -> LoadedModel:
+def _load_split(config: ModelConfig, device: torch.device) -> LoadedModel:
     """This process's share of the target, the others' in processes of their own."""
     check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
     ranks = start_ranks(config, device)
-    return replace(load(config.target, config.revision, dtype, device, split=True), ranks=ranks)
+    return replace(load(config.target, config.revision, config.dtype, device, split=True), ranks=ranks)

@@ -14,11 +14,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray, cfunc, types
 
 from engine.execution.numba_attention import TILE, attend
 from engine.execution.numba_product import BLOCK, GROUP, product
-from engine.execution.numba_work import claim, finish, pointer_to, together
+from engine.execution.numba_work import call, claim, finish, pointer_to, together
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import FAST, exponential, rounded, widened
 
@@ -30,7 +31,7 @@ _LAYER_PHASES = 8
 _OTHER_PHASES = 4
 
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], behind it its scales
-# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and the head without L.
+# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
 EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(0, 18, 3)
 # Norms [2 L + 1, D]; those of queries and keys [L, 2, head], or [0, 2, head]; radians [head / 2] by which a position
 # rotates; epsilon, scale of scores, factor of cosines and sines; windows [L] in positions, 0 for none.
@@ -43,7 +44,12 @@ HIDDEN, ROTATION, NORMED, JOINED, STATES, ATTENDED, SUMMAND, INNER, GATED, CHOSE
 # attend together; sizes: tokens of a page, cores.
 TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
 NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
-NUM_FIELDS = 50
+# Hidden states that are stored: places [L + 2] of the state that enters each layer, that leaves the last, and that is
+# behind the norm, -1 for none; where to, [slots, places * D].
+TAPS, TAPPED = 50, 51
+# Addresses of the functions of phases that depend on types.
+FUNCTIONS = 52
+NUM_FIELDS = 53
 COLUMNS = 5
 """Of a table: the address of an array, and up to four sizes."""
 
@@ -137,37 +143,31 @@ def _gate(inner, gated, first, last):
                 result[column] = value / (np.float32(1) + exponential(-value)) * ups[column]
 
 
-@compiled_for_cpu()
-def _multiply(counters, phase, cores, rows, weights, scales, bias, result):
-    """Write a product, in parts of whole blocks."""
-    num_blocks = len(weights)
-    num_parts = min(num_blocks, 1 if cores == 1 else _PARTS * cores)
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
-        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-        product(rows, weights, scales, bias, result, first, last)
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
+@compiled_for_cpu(inline="always")
+def _table_at(address):
+    return carray(pointer_to(address), (NUM_FIELDS, COLUMNS), np.int64)
+
+
+@compiled_for_cpu(inline="always")
+def _num_parts_of_rows(table):
+    return (table[HIDDEN, 1] + _ROWS - 1) // _ROWS
+
+
+@compiled_for_cpu(inline="always")
+def _num_parts_of_blocks(table, num_blocks):
+    cores = _array1(table, SIZES, np.int64)[1]
+    return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
 
 
 @compiled_for_cpu(**FAST)
-def _multiply_gated(counters, phase, cores, rows, weights, scales, bias, inner, gated):
-    """Write the gated product of a layer's MLP, in parts of whole blocks of gate and up."""
-    num_blocks = len(weights) // 2
-    num_parts = min(num_blocks, 1 if cores == 1 else _PARTS * cores)
-    count, part = 0, claim(counters, phase, num_parts)
-    while part >= 0:
-        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-        product(rows, weights, scales, bias, inner, 2 * first, 2 * last)
-        _gate(inner, gated, first, last)
-        count, part = count + 1, claim(counters, phase, num_parts)
-    finish(counters, phase, count, num_parts)
-
-
-@compiled_for_cpu(**FAST)
-def _begin(counters, phase, tokens, positions, embedding, scales, frequencies, factor, hidden, rotation):
+def _begin(address, phase, weight_type):
     """Write the embeddings of the tokens, and cosines and sines of their rotation."""
-    num_parts = (len(hidden) + _ROWS - 1) // _ROWS
+    table = _table_at(address)
+    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    tokens, positions = _array1(table, TOKENS, np.int64), _array1(table, POSITIONS, np.int64)
+    embedding, scales = _array4(table, EMBEDDING, weight_type)[0], _array4(table, EMBEDDING + 1, np.float32)[0]
+    frequencies, factor = _array1(table, FREQUENCIES, np.float32), _array1(table, CONSTANTS, np.float32)[2]
+    hidden, rotation = _array2(table, HIDDEN, np.float32), _array3(table, ROTATION, np.float32)
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
@@ -180,57 +180,98 @@ def _begin(counters, phase, tokens, positions, embedding, scales, frequencies, f
 
 
 @compiled_for_cpu(**FAST)
-def _add_and_norm(counters, phase, hidden, summand, has_summand, weight, eps, normed):
-    """Add the rows of a product to the hidden states if there is one, and norm them."""
-    num_parts = (len(hidden) + _ROWS - 1) // _ROWS
+def _add_and_norm(address, phase, number, has_summand, kv_type):
+    """Add the rows of a product to the hidden states if there is one, and norm them.
+
+    number: of the norm, two for each layer and the last one; states that enter a layer or leave the last may be stored.
+    """
+    table = _table_at(address)
+    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    hidden, normed = _array2(table, HIDDEN, np.float32), _array2(table, NORMED, np.float32)
+    summand, slots = _array2(table, SUMMAND, np.float32), _array1(table, SLOTS, np.int64)
+    taps, tapped = _array1(table, TAPS, np.int64), _array2(table, TAPPED, kv_type)
+    eps, weight = _array1(table, CONSTANTS, np.float32)[0], _array2(table, NORMS, np.float32)[number]
+    width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
             if has_summand:
-                for column in range(hidden.shape[1]):
+                for column in range(width):
                     hidden[row, column] += summand[row, column]
             _norm(hidden[row], weight, eps, normed[row])
+            if layer >= 0 and taps[layer] >= 0:
+                _store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
+            if layer == len(taps) - 2 and taps[layer + 1] >= 0:
+                _store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu()
+def _multiply(address, phase, layer, field, source, target, weight_type):
+    """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks."""
+    table = _table_at(address)
+    counters, rows = _array2(table, COUNTERS, np.int64), _array2(table, source, np.float32)
+    weights, scales = _array4(table, field, weight_type)[layer], _array4(table, field + 1, np.float32)[layer]
+    bias, result = _array2(table, field + 2, np.float32)[layer], _array2(table, target, np.float32)
+    num_blocks = len(weights)
+    num_parts = _num_parts_of_blocks(table, num_blocks)
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
+        product(rows, weights, scales, bias, result, first, last)
+        if field == GATE_UP:
+            _gate(result, _array2(table, GATED, np.float32), first // 2, last // 2)
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
-def _rotate(counters, phase, joined, num_heads, norms, has_norms, eps, rotation, slots, keys, values):
+def _rotate(address, phase, layer, kv_type):
     """Rotate the queries and keys of all rows, and write keys and values to their slots."""
-    num_parts = (len(joined) + _ROWS - 1) // _ROWS
+    table = _table_at(address)
+    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    joined, rotation = _array2(table, JOINED, np.float32), _array3(table, ROTATION, np.float32)
+    norms, eps = _array3(table, HEAD_NORMS, np.float32), _array1(table, CONSTANTS, np.float32)[0]
+    keys, values = _array4(table, KEYS, kv_type)[layer], _array4(table, VALUES, kv_type)[layer]
+    slots, num_heads = _array1(table, SLOTS, np.int64), table[ATTENDED, 2] // keys.shape[2]
+    has_norms = len(norms) > 0
+    of_head = norms[layer if has_norms else 0]
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
-            slot = slots[row]
-            cosines, sines = rotation[0, row], rotation[1, row]
-            _turn_and_store(
-                joined[row], num_heads, norms, has_norms, eps, cosines, sines, keys[slot], values[slot]
-            )
+            slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
+            _turn_and_store(joined[row], num_heads, of_head, has_norms, eps, cosines, sines, keys[slot], values[slot])
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
 
 @compiled_for_cpu(**FAST)
-def _attend(counters, phase, table, queries, keys, values, scale, window, states, attended):
+def _attend(address, phase, layer, kv_type):
     """Write the attention of all rows, in parts of some rows of a sequence and one K/V head."""
-    parts, pages = _array2(table, PARTS, np.int64), _array2(table, PAGES, np.int32)
+    table = _table_at(address)
+    counters, parts = _array2(table, COUNTERS, np.int64), _array2(table, PARTS, np.int64)
+    keys, values = _array4(table, KEYS, kv_type)[layer], _array4(table, VALUES, kv_type)[layer]
+    scale, window = _array1(table, CONSTANTS, np.float32)[1], _array1(table, WINDOWS, np.int64)[layer]
+    queries, attended = _array2(table, JOINED, np.float32), _array2(table, ATTENDED, np.float32)
+    pages, node_positions = _array2(table, PAGES, np.int32), _array2(table, NODE_POSITIONS, np.int32)
     first_keys, ends = _array1(table, FIRST_KEYS, np.int32), _array1(table, ENDS, np.int32)
     num_keys, limits = _array1(table, NUM_KEYS, np.int32), _array1(table, LIMITS, np.int32)
-    positions, words = _array1(table, POSITIONS, np.int32), _array2(table, WORDS, np.int64)
-    node_positions = _array2(table, NODE_POSITIONS, np.int32)
-    page_size = _array1(table, SIZES, np.int64)[0]
+    positions, words = _array1(table, POSITIONS, np.int64), _array2(table, WORDS, np.int64)
+    states, page_size = _array3(table, STATES, np.float32), _array1(table, SIZES, np.int64)[0]
     slots, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
     num_parts = len(parts) * keys.shape[1]
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
-        sequence, first_row, last_row = parts[part // keys.shape[1]]
+        of_part = part // keys.shape[1]
+        sequence = parts[of_part, 0]
         attend(
             queries,
             keys,
             values,
             part % keys.shape[1],
-            first_row,
-            last_row,
+            parts[of_part, 1],
+            parts[of_part, 2],
             scale,
             window,
             page_size,
@@ -252,73 +293,41 @@ def _attend(counters, phase, table, queries, keys, values, scale, window, states
 
 
 @compiled_for_cpu(**FAST)
-def _choose(counters, phase, normed, wanted, chosen):
+def _choose(address, phase):
     """Copy the rows that are wanted."""
+    table = _table_at(address)
+    counters, wanted = _array2(table, COUNTERS, np.int64), _array1(table, WANTED, np.int64)
+    normed, chosen = _array2(table, NORMED, np.float32), _array2(table, CHOSEN, np.float32)
     count, part = 0, claim(counters, phase, 1)
     while part >= 0:
         for number in range(len(wanted)):
-            chosen[number] = normed[wanted[number]]
+            for column in range(normed.shape[1]):
+                chosen[number, column] = normed[wanted[number], column]
         count, part = count + 1, claim(counters, phase, 1)
     finish(counters, phase, count, 1)
 
 
-@compiled_for_cpu(**FAST)
-def _layer(counters, phase, table, layer, weight_type, kv_type):
-    """Run one layer; `phase` is its first."""
-    constants, norms = _array1(table, CONSTANTS, np.float32), _array2(table, NORMS, np.float32)
-    head_norms, windows = _array3(table, HEAD_NORMS, np.float32), _array1(table, WINDOWS, np.int64)
-    hidden, normed = _array2(table, HIDDEN, np.float32), _array2(table, NORMED, np.float32)
-    joined, attended = _array2(table, JOINED, np.float32), _array2(table, ATTENDED, np.float32)
-    summand, rotation = _array2(table, SUMMAND, np.float32), _array3(table, ROTATION, np.float32)
-    keys, values = _array4(table, KEYS, kv_type)[layer], _array4(table, VALUES, kv_type)[layer]
-    cores, eps, has_norms = _array1(table, SIZES, np.int64)[1], constants[0], len(head_norms) > 0
-    num_heads = attended.shape[1] // keys.shape[2]
-
-    _add_and_norm(counters, phase, hidden, summand, layer > 0, norms[2 * layer], eps, normed)
-    _layer_product(counters, phase + 1, cores, table, QKV, layer, weight_type, normed, joined)
-    of_head = head_norms[layer if has_norms else 0]
-    slots = _array1(table, SLOTS, np.int64)
-    _rotate(counters, phase + 2, joined, num_heads, of_head, has_norms, eps, rotation, slots, keys, values)
-    states = _array3(table, STATES, np.float32)
-    _attend(counters, phase + 3, table, joined, keys, values, constants[1], windows[layer], states, attended)
-    _layer_product(counters, phase + 4, cores, table, OUTPUT, layer, weight_type, attended, summand)
-    _add_and_norm(counters, phase + 5, hidden, summand, True, norms[2 * layer + 1], eps, normed)
-    inner, gated = _array2(table, INNER, np.float32), _array2(table, GATED, np.float32)
-    weights, scales = _array4(table, GATE_UP, weight_type)[layer], _array4(table, GATE_UP + 1, np.float32)[layer]
-    bias = _array2(table, GATE_UP + 2, np.float32)[layer]
-    _multiply_gated(counters, phase + 6, cores, normed, weights, scales, bias, inner, gated)
-    _layer_product(counters, phase + 7, cores, table, DOWN, layer, weight_type, gated, summand)
-
-
 @compiled_for_cpu()
-def _layer_product(counters, phase, cores, table, field, layer, weight_type, rows, result):
-    weights, scales = _array4(table, field, weight_type)[layer], _array4(table, field + 1, np.float32)[layer]
-    bias = _array2(table, field + 2, np.float32)[layer]
-    _multiply(counters, phase, cores, rows, weights, scales, bias, result)
-
-
-@compiled_for_cpu(**FAST)
-def _work(address, weight_type, kv_type):
+def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
-    table = carray(pointer_to(address), (NUM_FIELDS, COLUMNS), np.int64)
-    counters = _array2(table, COUNTERS, np.int64)
-    constants, norms = _array1(table, CONSTANTS, np.float32), _array2(table, NORMS, np.float32)
-    hidden, normed = _array2(table, HIDDEN, np.float32), _array2(table, NORMED, np.float32)
-    summand, chosen = _array2(table, SUMMAND, np.float32), _array2(table, CHOSEN, np.float32)
-    tokens, positions = _array1(table, TOKENS, np.int64), _array1(table, POSITIONS, np.int32)
-    cores, num_layers = _array1(table, SIZES, np.int64)[1], table[QKV, 1]
-
-    embedding, scales = _array3(table, EMBEDDING, weight_type), _array3(table, EMBEDDING + 1, np.float32)
-    frequencies, rotation = _array1(table, FREQUENCIES, np.float32), _array3(table, ROTATION, np.float32)
-    _begin(counters, 0, tokens, positions, embedding, scales, frequencies, constants[2], hidden, rotation)
+    table = _table_at(address)
+    functions, num_layers = _array1(table, FUNCTIONS, np.int64), table[QKV, 1]
+    begin, norm, multiply, rotate, attend = functions
+    call(begin, address, 0, 0, 0, 0, 0)
+    phase = 1
     for layer in range(num_layers):
-        _layer(counters, 1 + layer * _LAYER_PHASES, table, layer, weight_type, kv_type)
-    phase = 1 + num_layers * _LAYER_PHASES
-    _add_and_norm(counters, phase, hidden, summand, True, norms[2 * num_layers], constants[0], normed)
-    _choose(counters, phase + 1, normed, _array1(table, WANTED, np.int64), chosen)
-    head, scales = _array3(table, HEAD, weight_type), _array3(table, HEAD + 1, np.float32)
-    bias, logits = _array1(table, HEAD + 2, np.float32), _array2(table, LOGITS, np.float32)
-    _multiply(counters, phase + 2, cores, chosen, head, scales, bias, logits)
+        call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
+        call(multiply, address, phase + 1, layer, QKV, NORMED, JOINED)
+        call(rotate, address, phase + 2, layer, 0, 0, 0)
+        call(attend, address, phase + 3, layer, 0, 0, 0)
+        call(multiply, address, phase + 4, layer, OUTPUT, ATTENDED, SUMMAND)
+        call(norm, address, phase + 5, 2 * layer + 1, 1, 0, 0)
+        call(multiply, address, phase + 6, layer, GATE_UP, NORMED, INNER)
+        call(multiply, address, phase + 7, layer, DOWN, GATED, SUMMAND)
+        phase += _LAYER_PHASES
+    call(norm, address, phase, 2 * num_layers, 1, 0, 0)
+    _choose(address, phase + 1)
+    call(multiply, address, phase + 2, 0, HEAD, CHOSEN, LOGITS)
 
 
 def num_phases(num_layers: int) -> int:
@@ -326,18 +335,55 @@ def num_phases(num_layers: int) -> int:
     return num_layers * _LAYER_PHASES + _OTHER_PHASES
 
 
-@cache
-def work_for(weight_type: Any, kv_type: Any) -> Any:
-    """The C function of a pass with weights and K/V of these types of numpy; it takes the address of a table."""
-
-    def work(address):
-        _work(address, weight_type, kv_type)
-
-    kind = types.void(types.int64)
+def _c_function(function, num_arguments):
+    """A function of integers as a C function, which is compiled once for a machine."""
+    kind = types.void(*[types.int64] * num_arguments)
     try:
-        return cfunc(kind, cache=True)(work)
+        return cfunc(kind, cache=True)(function)
     except RuntimeError:  # neither the code's folder nor the user's can be written to
-        return cfunc(kind)(work)
+        return cfunc(kind)(function)
+
+
+@cache
+def work():
+    """The C function of a pass: it takes the address of a table."""
+    return _c_function(lambda address: _work(address), 1)
+
+
+@cache
+def _functions_of_weights(weight_type):
+    """C functions of the phases that read weights of a type of numpy: they are compiled apart, once for each type."""
+
+    def begin(address, phase, _1, _2, _3, _4):
+        _begin(address, phase, weight_type)
+
+    def multiply(address, phase, layer, field, source, target):
+        _multiply(address, phase, layer, field, source, target, weight_type)
+
+    return _c_function(begin, 6), _c_function(multiply, 6)
+
+
+@cache
+def _functions_of_kv(kv_type):
+    """C functions of the phases that read or write K/V of a type of numpy."""
+
+    def norm(address, phase, number, has_summand, _1, _2):
+        _add_and_norm(address, phase, number, has_summand, kv_type)
+
+    def rotate(address, phase, layer, _1, _2, _3):
+        _rotate(address, phase, layer, kv_type)
+
+    def attend(address, phase, layer, _1, _2, _3):
+        _attend(address, phase, layer, kv_type)
+
+    return _c_function(norm, 6), _c_function(rotate, 6), _c_function(attend, 6)
+
+
+def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
+    """[5] addresses of the functions of a pass with weights and K/V of these types of numpy."""
+    begin, multiply = _functions_of_weights(weight_type)
+    norm, rotate, attend = _functions_of_kv(kv_type)
+    return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
 
 
 @compiled_for_cpu(inline="always")
@@ -369,7 +415,7 @@ def run(
     positions,
     logits,
 ):
-    """Run a pass: write its arrays into the table and call `function`, the address of a `work_for`, with all cores."""
+    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores."""
     _put1(table, TOKENS, tokens)
     _put1(table, SLOTS, slots)
     _put1(table, WANTED, wanted)

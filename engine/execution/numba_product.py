@@ -17,7 +17,7 @@ compiler makes of a loop over an array.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +110,9 @@ class _Loop:
         self._store(sums)
         self._builder.branch(after)
 
-    def _repeat(self, start: Any, stop: Any, width: int, sums: list[list[Any]], body: Any) -> list[list[Any]]:
+    def _repeat(
+        self, start: Any, stop: Any, width: int, sums: list[list[Any]], body: Callable[..., list[list[Any]]]
+    ) -> list[list[Any]]:
         """The sums after `body(step, sums)` for steps from `start` to `stop`, of which there is one at least."""
         builder = self._builder
         before, loop = builder.block, builder.append_basic_block("loop")
@@ -255,7 +257,11 @@ def product(rows, weights, scales, bias, result, first_block, last_block):
     num_rows, depth = rows.shape
     num_columns = result.shape[1]
     width = weights.itemsize
-    from_rows, from_weights, to = np.int64(rows.ctypes.data), np.int64(weights.ctypes.data), np.int64(result.ctypes.data)
+    from_rows, from_weights, to = (
+        np.int64(rows.ctypes.data),
+        np.int64(weights.ctypes.data),
+        np.int64(result.ctypes.data),
+    )
     from_scales, from_bias = np.int64(scales.ctypes.data), np.int64(bias.ctypes.data)
     scales_of_block = scales.shape[1] * scales.shape[2] * 4
     most_blocks = _blocks_at_once(num_rows)

@@ -19,7 +19,7 @@ import threading
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
@@ -103,6 +103,18 @@ def _call(_context, function, table):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), build
+
+
+@intrinsic
+def call(_context, function, first, second, third, fourth, fifth, sixth):
+    """Call the function of six integers at an address."""
+
+    def build(context, builder, _signature, operands):
+        kind = ir.FunctionType(ir.VoidType(), [_LONG] * 6)
+        builder.call(builder.inttoptr(operands[0], kind.as_pointer()), operands[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), build
 
 
 @intrinsic

@@ -1,275 +1,178 @@
-"""Chooses, for the weights of every shape, the form in which products are fastest (`products.py`). CPU only.
+"""Linear layers of a transformers model on a CPU, in oneDNN's layout: for models that no decoder of ours takes.
 
 A plain product of several rows lays the weight out anew in every call. Laid out once at start, a weight costs up to
-eight rows little more than one, which is what verification needs. Two forms are tried: oneDNN's own, and on one core
-the blocks of `numba_product.py`. Which of them is used, and from how many rows on, is measured at start; where that is
-always, weights are kept in this form only. Without what a form needs, and where its numbers are not the plain ones,
-it is left out.
+eight rows little more than one, which is what verification needs. Weights are then kept in this layout only.
 
-oneDNN's kernels for five or six rows read a weight faster than those for one or two (20 GB/s against 13 to 15 on a core
-that reads 27), so few rows are filled up further where a measurement at start shows a gain.
+oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
+thousand. Products that it runs therefore take few numbers of rows: rows are padded to the next one, so a server's
+memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
+for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
 
-from engine.config import Prepack
 from engine.execution.fused_layer import made_up_rows
-from engine.execution.products import (
-    FEW,
-    SIZE_OF,
-    BlockForm,
-    Form,
-    OneDnnForm,
-    PackedLinear,
-    in_sizes,
-    onednn_linear,
-    reorder,
-)
-from engine.kept import NOWHERE, keep, kept_file, read_kept
-from engine.kernels import usable
 
-_NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-_POINT_BUDGET_S = 0.015
-_MIN_REPEATS, _MAX_REPEATS = 3, 25
-# Weights of one shape that a measurement goes through: enough not to stay in the processor's cache.
-_MEASURED_BYTES = 128 << 20
-# Weights that are laid out at once; large pieces of memory get large pages.
-_PIECE_BYTES = 64 << 20
-# Keeping one form of a weight saves memory: it is chosen even where it is up to 5 % slower than keeping both.
-_ONE_FORM = 1.05
-# Filling few rows up to a later number than the next one must gain at least 8 %.
-_FURTHER = 1.08
-_FORMAT = 2
-"""Of what is kept of a measurement."""
+# The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
+# More rows than the last are taken in turns.
+SIZES = (
+    *(1, 2, 4, 5, 6, 8),
+    *range(9, 25),
+    *range(28, 65, 4),
+    *range(72, 129, 8),
+    *range(144, 257, 16),
+    *range(288, 513, 32),
+    *range(576, 1025, 64),
+)
+SIZE_OF = [next(size for size in (0, *SIZES) if size >= num_rows) for num_rows in range(SIZES[-1] + 1)]
+# The kernels of one shape are compiled at start for so long; those of more rows where they are met.
+_COMPILE_BUDGET_S = 0.05
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class Choice(NamedTuple):
-    """How weights of a shape are run."""
+class PackedLinear:
+    """`rows @ weight.T + bias`, by the weight in oneDNN's layout once it is packed."""
 
-    kind: str = ""
-    """Of the form: `onednn` or `blocks`."""
-    packed_from: int = 0
-    """Fewest rows that run by this form; 0: none do."""
-    few: Sequence[int] = SIZE_OF[: FEW[-1] + 1]
-    """By number of rows, the number that oneDNN's form pads them to; more rows are padded as in `SIZE_OF`."""
+    __slots__ = ("_compiles", "_modules", "_packed", "_plain", "bias", "shape")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
+        """modules: those whose weights are `weight`, and that nothing else runs."""
+        self.shape = tuple(weight.shape)
+        self.bias = bias
+        self._plain: Tensor | None = weight
+        self._packed: Tensor | None = None
+        self._modules = tuple(modules)
+        # Where torch leaves even the plain product to oneDNN.
+        self._compiles = weight.device.type == "cpu" and weight.dtype != torch.float32
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if self._packed is not None:
+            return _in_sizes(_onednn_linear, rows, self._packed, self.bias)
+        if self._compiles:
+            return _in_sizes(linear, rows, self.weight, self.bias)
+        return linear(rows, self.weight, self.bias)
 
     @property
-    def is_known(self) -> bool:
-        """Whether there is such a choice: it may come from a file."""
-        rows = self.packed_from in (0, *_NUM_ROWS) and len(self.few) == FEW[-1] + 1 and set(self.few) <= {0, *FEW}
-        return rows and (self.kind in _KINDS if self.packed_from else not self.kind)
+    def weight(self) -> Tensor:
+        """The plain weight; until it has been given up."""
+        assert self._plain is not None, "the weight is packed"
+        return self._plain
 
-    def forms(self, weights: Sequence[Tensor]) -> Iterator[Form]:
-        """Weights of one shape in this form."""
-        if self.kind == "blocks":
-            yield from BlockForm.of(weights)
-        else:
-            yield from (OneDnnForm(weight, [*self.few, *SIZE_OF[len(self.few) :]]) for weight in weights)
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weight."""
+        return 0 if self._packed is None else self._packed.nbytes
 
+    def pack(self) -> None:
+        """Give up the plain weight for the packed one."""
+        self._packed = _reorder(self.weight)
+        self._plain = None
+        for module in self._modules:
+            module.weight.data = module.weight.data.new_empty(0)
 
-class Choices:
-    """How weights of a shape are run fastest, as measured in this start or an earlier one."""
+    def unpack(self) -> None:
+        """Run plain again."""
+        if self._packed is not None:
+            self._plain, self._packed = self._packed.to_dense(), None
+            for module in self._modules:
+                module.weight.data = self._plain
 
-    def __init__(self, folder: str, progress: Callable[[str], None]) -> None:
-        """folder: where measurements are kept (`engine.kept`)."""
-        described = ["packed products", _FORMAT, torch.__version__, torch.get_num_threads()]
-        self._file = kept_file(folder, described, progress)
-        self._progress = progress
-        known = read_kept(self._file)
-        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
-        self._is_new = False
-
-    def of(self, alike: Sequence[PackedLinear]) -> Choice:
-        """For products of one shape."""
-        name = f"{alike[0].shape} {alike[0].weight.dtype} {len(alike)}"
-        try:
-            choice = Choice(*self._known[name])
-            if not choice.is_known:
-                raise ValueError(name)
-        except (KeyError, TypeError, ValueError):
-            choice = _fastest(alike)
-            self._known[name] = choice
-            self._is_new = True
-        return choice
-
-    def keep(self) -> None:
-        """Write down what has been measured."""
-        if self._is_new:
-            keep(self._file, self._known, self._progress)
+    def compile(self) -> None:
+        """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles its kernels at
+        start; stops after `_COMPILE_BUDGET_S`. Does nothing where oneDNN does not run the product."""
+        if self._packed is None and not self._compiles:
+            return
+        dtype = self.weight.dtype if self._packed is None else self._packed.dtype
+        began = time.perf_counter()
+        for size in SIZES:
+            self(torch.zeros(size, self.shape[1], dtype=dtype))
+            if time.perf_counter() - began > _COMPILE_BUDGET_S:
+                return
 
 
-def pack(
-    products: Iterable[PackedLinear],
-    wanted: Prepack,
-    works: Callable[[], bool] = lambda: True,
-    choices: Choices | None = None,
-) -> int:
-    """Pack a model's products: `always` all of them, `auto` what is faster so; the memory that packed weights take.
+def is_plain(module: Any) -> bool:
+    """Whether a module is a linear layer with a weight of its own numbers: not quantised, not one rank's share."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
-    works: tells of the packed model whether it runs; if not, all weights become plain again.
+
+def take_over(model: Any) -> Iterator[PackedLinear]:
+    """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
+    shared = {id(model.get_input_embeddings().weight)}
+    for module in model.modules():
+        if is_plain(module):
+            own = () if id(module.weight) in shared else (module,)
+            product = PackedLinear(module.weight.detach(), module.bias, own)
+            module.forward = product
+            yield product
+
+
+@torch.inference_mode()
+def pack(products: Iterable[PackedLinear], works: Callable[[], bool] = lambda: True) -> int:
+    """Pack a model's products if that changes no numbers; the memory that packed weights take.
+
+    works: whether the packed model runs; if not, all weights become plain again.
     """
     products = list(products)
-    choices = choices or Choices(NOWHERE, lambda _: None)
-    if wanted != "off" and products and _kinds_for(products[0].weight):
-        _pack(products, wanted, works, choices)
-        choices.keep()
-    _compile(products)
-    return sum(product.packed_bytes for product in products)
-
-
-def _pack(products: Sequence[PackedLinear], wanted: Prepack, works: Callable[[], bool], choices: Choices) -> None:
     by_shape: dict[tuple[int, ...], list[PackedLinear]] = {}
     for product in products:
         by_shape.setdefault(product.shape, []).append(product)
     for alike in by_shape.values():
-        weight = alike[0].weight
-        choice = choices.of(alike) if wanted == "auto" else Choice(next(iter(_kinds_for(weight)), ""), 1)
-        if choice.packed_from and choice.kind in _kinds_for(weight) and _agrees(weight, choice.kind):
-            # Not all at once: there must be room for both forms.
-            count = max(1, _PIECE_BYTES // weight.nbytes)
-            for some in (alike[start : start + count] for start in range(0, len(alike), count)):
-                forms = choice.forms([product.weight for product in some])
-                for product, form in zip(some, forms, strict=True):
-                    product.pack(form, choice.packed_from)
+        if _can_pack(alike[0].weight):
+            for product in alike:
+                product.pack()
     if not works():
         for product in products:
             product.unpack()
-
-
-@torch.inference_mode()
-def _compile(products: Iterable[PackedLinear]) -> None:
     for product in {(product.shape, product.bias is None): product for product in products}.values():
         product.compile()
+    return sum(product.packed_bytes for product in products)
 
 
-def _kinds_for(weight: Tensor) -> list[str]:
-    """The forms that a weight can have."""
+def _can_pack(weight: Tensor) -> bool:
+    """Whether a weight's packed product gives the plain one's numbers."""
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE:
-        return []
-    return [kind for kind, can_have in _KINDS.items() if can_have(weight)]
-
-
-def _has_onednn(weight: Tensor) -> bool:
+        return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
+    rows = made_up_rows(weight.device, weight.dtype, 9, weight.shape[1])
     try:
-        reorder(weight[:1])
+        packed = _onednn_linear(rows, _reorder(weight))
     except (AttributeError, RuntimeError):  # an operator that this torch or this processor lacks
         return False
-    return True
-
-
-def _has_blocks(weight: Tensor) -> bool:
-    if not usable("products are computed", _find_block_fault, weight.device, compiler="Numba"):
-        return False
-    from engine.execution import numba_product
-
-    return numba_product.takes(weight)
-
-
-def _find_block_fault(device: torch.device) -> str | None:
-    from engine.execution import numba_product
-
-    weight = made_up_rows(device, torch.float32, 3 * numba_product.BLOCK, 40)
-    (blocks,) = numba_product.in_blocks([weight])
-    for num_rows in range(1, 2 * numba_product.MOST_ROWS + 2):
-        rows = made_up_rows(device, torch.float32, num_rows, 40)
-        found = torch.from_numpy(numba_product.product(rows.numpy(), blocks))
-        if not torch.allclose(found, linear(rows, weight), atol=1e-4):
-            return f"products of {num_rows} rows differ"
-    return None
-
-
-_KINDS = {"onednn": _has_onednn, "blocks": _has_blocks}
-"""Of forms, and which weights can have them."""
-
-
-def _agrees(weight: Tensor, kind: str) -> bool:
-    """Whether a form gives a weight's numbers; lays out the whole weight."""
-    rows = made_up_rows(weight.device, weight.dtype, 9, weight.shape[1])
     plain = linear(rows, weight)
-    (form,) = Choice(kind, 1).forms([weight])
-    packed = form.product(rows, len(rows), None)
     return bool((plain - packed).abs().max() <= _TOLERANCE[weight.dtype] * plain.abs().max())
 
 
-@torch.inference_mode()
-def _fastest(alike: Sequence[PackedLinear]) -> Choice:
-    """How weights of one shape are run fastest."""
-    plain = [product.weight for product in alike[: max(1, _MEASURED_BYTES // alike[0].weight.nbytes)]]
-    made_up = partial(made_up_rows, plain[0].device, plain[0].dtype)
-    rows = {size: made_up(size, plain[0].shape[1]) for size in sorted({*_NUM_ROWS, *FEW})}
-    few_rows = {size: rows[size] for size in _NUM_ROWS}
-    plain_s = _middle_s(linear, few_rows, plain)
-    choice, most = Choice(), 0.0
-    for kind in _kinds_for(plain[0]):
-        few = Choice().few
-        if kind == "onednn":
-            packed_s = _middle_s(onednn_linear, rows, [reorder(weight) for weight in plain])
-            filling_s = _middle_s(lambda r, _: in_sizes(_nothing, r, 1, None, None, (0, 8)), {1: rows[1]}, plain)[1]
-            size_of = choose_sizes(packed_s, filling_s)
-            few = list(size_of[: len(few)])
-            packed_s = {n: packed_s[size_of[n]] + (filling_s if size_of[n] != n else 0) for n in _NUM_ROWS}
-        else:
-            packed_s = _middle_s(
-                lambda r, form: form.product(r, len(r), None), few_rows, list(Choice(kind, 1).forms(plain))
-            )
-        packed_from, gain = choose_from([math.log(plain_s[n] / packed_s[n]) for n in _NUM_ROWS])
-        if packed_from and gain > most:
-            choice, most = Choice(kind, packed_from, few), gain
-    return choice
+def _reorder(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's own layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+    return packed
 
 
-def _nothing(rows: Tensor, *_: Tensor | None) -> Tensor:
-    """In place of a product, to time what is around it."""
-    return rows
+def _onednn_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return result
 
 
-def choose_sizes(packed_s: Mapping[int, float], filling_s: float) -> Sequence[int]:
-    """With how many rows so many are run, given the seconds for each of `FEW` and those of filling up."""
-    size_of = list(SIZE_OF)
-    for num_rows in range(1, FEW[-1] + 1):
-        cost_s = {SIZE_OF[num_rows]: packed_s[SIZE_OF[num_rows]]}
-        cost_s |= {size: (packed_s[size] + filling_s) * _FURTHER for size in FEW if size > SIZE_OF[num_rows]}
-        size_of[num_rows] = min(cost_s, key=cost_s.__getitem__)
-    return size_of
+def _in_sizes(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of [..., in], run with numbers of rows of `SIZES` only."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    parts = [_in_size(product, part, weight, bias) for part in torch.split(flat, SIZES[-1])]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*rows.shape[:-1], -1)
 
 
-def choose_from(gains: Sequence[float]) -> tuple[int, float]:
-    """(from how many rows on to run packed, 0 for never; what that gains).
-
-    gains: log(plain / packed seconds) at `_NUM_ROWS`.
-    """
-    total = {0: 0.0} | {num_rows: sum(gains[index:]) for index, num_rows in enumerate(_NUM_ROWS)}
-    total[0] += len(gains) * math.log(_ONE_FORM)
-    total[1] += len(gains) * math.log(_ONE_FORM)
-    best = max(total, key=total.__getitem__)
-    return best, total[best]
-
-
-def _middle_s(
-    product: Callable[[Tensor, Any], Tensor], rows: Mapping[int, Tensor], weights: Sequence[Any]
-) -> dict[int, float]:
-    """Time of the products of all weights with so many rows: the middle one of several, taken in turns."""
-    runs_s: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
-    for repeat in range(_MAX_REPEATS):
-        for num_rows, some in rows.items():
-            if repeat >= _MIN_REPEATS and sum(runs_s[num_rows]) > _POINT_BUDGET_S:
-                continue
-            began = time.perf_counter()
-            for weight in weights:
-                product(some, weight)
-            runs_s[num_rows].append(time.perf_counter() - began)
-    return {num_rows: sorted(runs)[len(runs) // 2] for num_rows, runs in runs_s.items()}
+def _in_size(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    missing = SIZE_OF[len(rows)] - len(rows)
+    if not missing:
+        return product(rows, weight, bias)
+    return product(pad(rows, (0, 0, 0, missing)), weight, bias).narrow(0, 0, len(rows))

@@ -10,20 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
 
 from engine.cache.tensors import KVShape
-from engine.errors import LoadError
+from engine.config import ModelConfig
+from engine.errors import ConfigError, LoadError
 from engine.execution.attention import HOOK
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
-from engine.execution.lean import LeanDecoder, is_lean
-from engine.execution.loading import LoadedModel
+from engine.execution.kinds import is_decoder, is_lean
+from engine.execution.lean import LeanDecoder
+from engine.execution.loading import LoadedModel, arithmetic_dtype
 from engine.execution.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 
@@ -51,12 +55,24 @@ class _Kind(NamedTuple):
 
     name: str
     takes: Callable[[Any], bool]
-    make: Callable[[Any], Backend]
+    make: Callable[[Any, ModelConfig], Backend]
+
+
+def _is_cpu_decoder(model: Any) -> bool:
+    return torch.device(model.device).type == "cpu" and is_decoder(model) and find_spec("numba") is not None
+
+
+def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
+    from engine.execution.cpu_decoder import CpuDecoder  # Numba is there
+
+    kv_dtype = torch.bfloat16 if config.kv_dtype == "bfloat16" else torch.float32
+    return CpuDecoder(model, 8 if config.weights == "int8" else 16, kv_dtype)
 
 
 BACKENDS = (
-    _Kind("lean decoder", is_lean, LeanDecoder),
-    _Kind("transformers", lambda _: True, TransformersBackend),
+    _Kind("CPU decoder", _is_cpu_decoder, _cpu_decoder),
+    _Kind("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
+    _Kind("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
 )
 """The fastest first; the last takes any model."""
 
@@ -83,17 +99,23 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     return KVShape(len(seen), heads, key_dim, value_dim)
 
 
-def probe_ways(loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE) -> BackendChoice:
+def probe_ways(
+    loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE, config: ModelConfig | None = None
+) -> BackendChoice:
     """The fastest way to run the model that gives its numbers; raises LoadError when there is none.
 
-    block_size: tokens of a block while serving, for which kernels are compiled.
+    block_size: tokens of a block while serving, for which kernels are compiled; config: what numbers are asked for.
     """
+    config = config or ModelConfig(target=loaded.name)
+    device = torch.device(loaded.model.device)
     kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
     ways = [(kind, paged) for paged in attends for kind in kinds]
     for kind, paged in ways:
         try:
-            way = BackendChoice(kind.make(loaded.model), paged)
+            if kind.make is not _cpu_decoder:
+                _compute_as(loaded, config, device)
+            way = BackendChoice(kind.make(loaded.model, config), paged)
             probe(loaded, shape, way.backend, paged, block_size=block_size)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles as large as any: a device may lack the memory for them.
@@ -105,6 +127,18 @@ def probe_ways(loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZ
             without = "attention kernel" if paged else kind.name
             log.warning("%s: runs without the %s: %s", loaded.name, without, error)
     raise AssertionError("the last way works or raises")
+
+
+def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
+    """Have the model itself compute in the type of the device's arithmetic; raises ConfigError for other numbers."""
+    if config.weights != "auto" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+        raise ConfigError(
+            f"{loaded.name}: --weights and --kv-cache-dtype are for models of the Llama kind on a CPU "
+            "(docs/models.md); leave them out for this one"
+        )
+    dtype = arithmetic_dtype(config.dtype, device)
+    if device.type == "cpu" and dtype is not None and loaded.model.dtype in (torch.bfloat16, torch.float16):
+        loaded.model.to(dtype)
 
 
 def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
@@ -150,20 +184,17 @@ def probe(
     sizes = num_blocks, block_size, loaded.vocab_size
     runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged)
     computed = _paged_logits(runner, prompt, chains, rest[5])
-    with _attention(loaded.model, "eager"), torch.inference_mode():
+    dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
+    with _attention(loaded.model, "eager"), _weights(loaded.model, runner.backend), torch.inference_mode():
         distances = [
-            distance(
-                logits_NV,
-                _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size],
-                loaded.model.dtype,
-            )
+            distance(logits_NV, _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size], dtype)
             for path, logits_NV in computed
         ]
     worst = float(np.max(distances))  # NaN if one of them is, unlike Python's own
     if not worst <= 1:
         raise LoadError(
             f"{loaded.name}: logits through the paged path differ from plain transformers by {worst:.2g} times of what "
-            f"rounding of {loaded.model.dtype} explains; this architecture cannot be served exactly"
+            f"rounding of {dtype} explains; this architecture cannot be served exactly"
         )
     return worst
 
@@ -226,3 +257,27 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(HOOK)
+
+
+@contextmanager
+def _weights(model: Any, backend: Backend) -> Iterator[None]:
+    """A model whose linear layers and embeddings compute with the numbers that a backend uses for theirs."""
+    changed = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and backend.weight_used(module.weight) is not module.weight
+    ]
+    for module in changed:
+        module.forward = partial(_computed, module, backend)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _computed(module: nn.Linear | nn.Embedding, backend: Backend, inputs: Tensor) -> Tensor:
+    weight = backend.weight_used(module.weight)
+    if isinstance(module, nn.Embedding):
+        return embedding(inputs, weight)
+    return linear(inputs, weight, None if module.bias is None else module.bias.to(weight.dtype))

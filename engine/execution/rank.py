@@ -13,7 +13,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.execution.host import cpu_threads, keep_freed_memory
-from engine.execution.loading import choose_device, choose_dtype, load
+from engine.execution.loading import choose_device, load
 from engine.execution.parallel import join
 from engine.execution.probe import find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
@@ -35,7 +35,7 @@ def main() -> NoReturn:
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config))
     device = join(store, choose_device(config.device))
-    loaded = load(config.target, config.revision, choose_dtype(config.dtype, device), device, split=True)
+    loaded = load(config.target, config.revision, config.dtype, device, split=True)
     _probe, block_size = next_call(calls)
     shape = find_kv_shape(loaded)
     way = probe_ways(loaded, shape, block_size)

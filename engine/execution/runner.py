@@ -16,7 +16,7 @@ from engine.cache.tensors import KVMoves, KVShape, KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.groups import groups_of
-from engine.execution.inputs import Ints, PassInput, SequenceInput, build, build_all
+from engine.execution.inputs import NO_NODES, Ints, PassInput, SequenceInput, build, build_all
 from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
 from engine.transfer import to_device
@@ -149,6 +149,18 @@ class ModelRunner:
         )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
+
+    def tune(self, most_cores: int) -> None:
+        """Measure on how many cores passes are fastest; needs a pool that nobody uses yet."""
+        num_slots = self.storage.keys.shape[1]
+
+        def run(num_rows: int) -> Tensor:
+            num_rows = min(num_rows, num_slots)
+            blocks = range(-(-num_rows // self.block_size))
+            return self.forward([SequenceInput([0] * num_rows, 0, blocks, NO_NODES, slice(0, None))])
+
+        with torch.inference_mode():
+            self.backend.tune(run, most_cores)
 
     def _prepared(self, batch: PassInput) -> Pass:
         if self.backend.reads_pages:

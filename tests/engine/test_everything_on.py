@@ -48,7 +48,6 @@ def build(pair: tuple[LoadedModel, LoadedModel], draft_window: int, num_blocks: 
         block_size=4,
         max_copied_tokens=4,
         draft_window=draft_window,
-        prepack="always",
     )
     engine.scheduler.controller = Restless()
     return engine

@@ -116,7 +116,7 @@ def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptur
     def context(size_tokens: int, with_draft: bool = False, chosen: int = 0) -> tuple[int, str]:
         caplog.clear()
         config = EngineConfig(
-            model=ModelConfig(target="t", draft="d" if with_draft else None, prepack="off"),
+            model=ModelConfig(target="t", draft="d" if with_draft else None),
             cache=CacheConfig(memory_bytes=size_tokens * token_bytes * (1 + with_draft)),
             scheduler=SchedulerConfig(max_model_len=chosen),
         )

@@ -14,7 +14,7 @@ import torch
 
 from engine import building
 from engine.building import assemble
-from engine.config import CacheConfig, EngineConfig, ModelConfig, Prepack, SchedulerConfig, SpeculationConfig
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafters.drafter import DrafterKind
 from engine.engine import Engine
 from engine.errors import RequestError
@@ -102,7 +102,6 @@ def build(
     max_draft_length: int = 5,
     max_over_acceptance: float = 0.0,
     max_copied_tokens: int = 0,
-    prepack: Prepack = "off",
     draft_window: int = 0,
     kind: DrafterKind | None = None,
     num_drafts: int = 1,
@@ -111,7 +110,7 @@ def build(
     """An engine around loaded models."""
     return assemble(
         EngineConfig(
-            model=ModelConfig(target=target.name, draft=draft.name if draft else None, prepack=prepack),
+            model=ModelConfig(target=target.name, draft=draft.name if draft else None),
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

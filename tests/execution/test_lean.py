@@ -10,7 +10,8 @@ import transformers
 
 from engine.execution import lean, probe
 from engine.execution.backend import TransformersBackend
-from engine.execution.lean import LeanDecoder, is_lean
+from engine.execution.kinds import is_lean
+from engine.execution.lean import LeanDecoder
 from engine.execution.probe import find_kv_shape, probe_ways
 from tests.engine import tiny
 from tests.execution.test_architectures import COMMON

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.execution.products import BlockForm, OneDnnForm, PackedLinear, take_over
 
 from engine.execution import packing, products
 from engine.execution.lean import LeanDecoder
 from engine.execution.packing import Choice, choose_from, choose_sizes, pack
 from engine.execution.probe import find_kv_shape, probe, probe_ways
-from engine.execution.products import BlockForm, OneDnnForm, PackedLinear, take_over
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.execution.test_architectures import CONFIGS

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from engine.execution.lean import is_lean
+from engine.execution.kinds import is_lean
 from engine.execution.loading import load
-from engine.execution.products import is_plain
+from engine.execution.packing import is_plain
 from tests.engine import tiny
 from tests.execution.test_architectures import COMMON
 

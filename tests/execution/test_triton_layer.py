@@ -13,11 +13,11 @@ from torch.nn.functional import linear, rms_norm, silu
 
 triton_layer = pytest.importorskip("engine.execution.triton_layer")
 
+
 from engine.cache.tensors import NORMED  # noqa: E402
 from engine.execution import fused_layer, lean  # noqa: E402
 from engine.execution.lean import LeanDecoder  # noqa: E402
 from engine.execution.probe import find_kv_shape  # noqa: E402
-from engine.execution.products import PackedLinear  # noqa: E402
 from engine.execution.runner import ModelRunner  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.execution.test_groups import passes  # noqa: E402
@@ -98,7 +98,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
-    with patch.object(PackedLinear, "add_to", lambda self, sums, rows: sums.copy_(self(rows))):
+    with patch.object(lean._Linear, "add_to", lambda self, sums, rows: sums.copy_(self(rows))):
         assert not agree(numbers(loaded, True), expected)
 
 
@@ -106,8 +106,8 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 def test_biases_that_are_left_out_are_found_out() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
-    without = lambda self, rows: linear(rows, self.weight)  # noqa: E731
-    with patch.object(PackedLinear, "__call__", without):
+    without = lambda self, rows: linear(rows, self.weight_NK)  # noqa: E731
+    with patch.object(lean._Linear, "__call__", without):
         assert not agree(numbers(loaded, True), expected)
 
 

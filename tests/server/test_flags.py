@@ -104,7 +104,7 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         (
             "m --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes --disable-log-requests --seed 7 "
             "--swap-space 4 -O3 --pipeline-parallel-size 1 --kv-cache-dtype auto --load-format safetensors",
-            "m --tool-call-parser hermes",
+            "m --kv-cache-dtype auto --tool-call-parser hermes",
         ),
         ("m --dtype half --generation-config vllm", "m --dtype float16 --generation-config neutral"),
         ("m --no-enable-chunked-prefill --allowed-origins '[\"*\"]'", "m --allowed-origins *"),
@@ -133,7 +133,8 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
     ("words", "message"),
     [
         (["--trust-remote-code"], "--trust-remote-code: not served; code of a model is never run"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: not served; the K/V cache has the type of the weights"),
+        (["-ctk", "q8_0"], "keys and values have one type; choose it by --kv-cache-dtype"),
+        (["--kv-cache-dtype", "fp8"], "'auto', 'float32' or 'bfloat16'"),
         (["--rope-scaling", "{}"], "config.json"),
         (["--top-p", "0.9"], "send it in requests"),
         (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),

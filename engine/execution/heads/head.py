@@ -22,10 +22,10 @@ class TargetWeights:
     head_VD: Tensor
 
     @staticmethod
-    def of(model: Any) -> TargetWeights:
-        """Those of a transformers model, as they are before anything packs them."""
+    def of(model: Any, dtype: torch.dtype) -> TargetWeights:
+        """Those of a transformers model, as they are before anything packs them; in a head's type."""
         return TargetWeights(
-            *(one().weight.detach() for one in (model.get_input_embeddings, model.get_output_embeddings))
+            *(one().weight.detach().to(dtype) for one in (model.get_input_embeddings, model.get_output_embeddings))
         )
 
 

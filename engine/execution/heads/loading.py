@@ -36,13 +36,15 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
     tensors = {
         name: tensor for name, tensor in tensors.items() if name not in _UNUSED and not name.startswith(_UNUSED_PARTS)
     }
+    # A CPU computes in float32.
+    dtype = torch.float32 if target.device.type == "cpu" else target.dtype
     tensors = {
-        name: tensor.to(target.device, target.dtype if tensor.is_floating_point() else None)
+        name: tensor.to(target.device, dtype if tensor.is_floating_point() else None)
         for name, tensor in tensors.items()
     }
     num_taps = len(config.taps_of(target.config.get_text_config().num_hidden_layers))
     head = build_head(config, num_taps, tensors)
-    head.attach(TargetWeights.of(target))
+    head.attach(TargetWeights.of(target, dtype))
     return head
 
 
