@@ -19,7 +19,8 @@ from numba import carray, cfunc, types
 
 from engine.execution.numba_attention import TILE, attend
 from engine.execution.numba_product import BLOCK, GROUP, product
-from engine.execution.numba_work import call, claim, finish, pointer_to, together
+from engine.execution.numba_work import call, claim, finish, pointer_to
+from engine.execution.numba_work import together as share
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import FAST, exponential, rounded, widened
 
@@ -209,19 +210,23 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
 
 @compiled_for_cpu()
 def _multiply(address, phase, layer, field, source, target, weight_type):
-    """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks."""
+    """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks.
+
+    Behind gate and up comes what they give.
+    """
     table = _table_at(address)
     counters, rows = _array2(table, COUNTERS, np.int64), _array2(table, source, np.float32)
     weights, scales = _array4(table, field, weight_type)[layer], _array4(table, field + 1, np.float32)[layer]
     bias, result = _array2(table, field + 2, np.float32)[layer], _array2(table, target, np.float32)
-    num_blocks = len(weights)
+    together = 2 if field == GATE_UP else 1  # a block of gate, and the same of up
+    num_blocks = len(weights) // together
     num_parts = _num_parts_of_blocks(table, num_blocks)
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-        product(rows, weights, scales, bias, result, first, last)
+        product(rows, weights, scales, bias, result, together * first, together * last)
         if field == GATE_UP:
-            _gate(result, _array2(table, GATED, np.float32), first // 2, last // 2)
+            _gate(result, _array2(table, GATED, np.float32), first, last)
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -434,4 +439,4 @@ def run(
     table[ROTATION, 2], table[CHOSEN, 1] = len(tokens), len(wanted)
     _array2(table, COUNTERS, np.int64)[:] = 0
     cores = _array1(table, SIZES, np.int64)[1]
-    together(shared, function, np.int64(table.ctypes.data), cores - 1)
+    share(shared, function, np.int64(table.ctypes.data), cores - 1)

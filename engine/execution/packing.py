@@ -168,7 +168,8 @@ def _in_sizes(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias
     """The product of [..., in], run with numbers of rows of `SIZES` only."""
     flat = rows.reshape(-1, rows.shape[-1])
     parts = [_in_size(product, part, weight, bias) for part in torch.split(flat, SIZES[-1])]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*rows.shape[:-1], -1)
+    num_columns = parts[0].shape[1]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*rows.shape[:-1], num_columns)
 
 
 def _in_size(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 
 from engine.building import build_engine
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.engine import Engine
-from engine.execution.attention import HOOK
 from engine.request import Limits, Request, Sampling, Speculation
 from tests.engine import tiny
 from tests.grid import grid
@@ -25,8 +26,7 @@ NUM_PROMPTS, NUM_SEEDS = 16, 12
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     config = EngineConfig(
-        # The closed form is computed by transformers on the same weights, which packing gives up.
-        model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"), dtype="float32", prepack="off"),
+        model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"), dtype="float32"),
         scheduler=SchedulerConfig(max_num_seqs=32),
     )
     return build_engine(config)
@@ -69,16 +69,23 @@ def plain(engine: Engine, dialogue_prompts: list[list[int]]) -> dict[str, tuple[
     return first_steps(engine, dialogue_prompts, tiny.OFF)
 
 
-def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    """Target and draft model as transformers runs them."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return [
+        load(DEMO / name, dtype=torch.float32, attn_implementation="eager").to(tiny.DEVICE)
+        for name in ("target", "draft")
+    ]
+
+
+def ceilings(models: list[Any], prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
     """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both models."""
-    ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=engine.facts.device)
+    ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=tiny.DEVICE)
     logs = []
-    for runner in (engine.target, engine.draft_runner):
-        assert runner is not None
-        runner.model.set_attn_implementation("eager")
+    for model in models:
         with torch.inference_mode():
-            logits = runner.model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].double()
-        runner.model.set_attn_implementation(HOOK)
+            logits = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].double()
         logs.append(logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None]).squeeze(-1))
     log_ratio = (logs[1] - logs[0]).cumsum(-1)
     return log_ratio.clamp(max=0).cummin(-1).values.exp().cpu()
@@ -86,7 +93,11 @@ def ceilings(engine: Engine, prompt: list[int], answers: list[list[int]]) -> tor
 
 @pytest.mark.parametrize("num_drafts", grid([1, 4], {4}))
 def test_block_efficiency_equals_the_closed_form(
-    engine: Engine, dialogue_prompts: list[list[int]], plain: dict[str, tuple[int, list[int]]], num_drafts: int
+    engine: Engine,
+    models: list[Any],
+    dialogue_prompts: list[list[int]],
+    plain: dict[str, tuple[int, list[int]]],
+    num_drafts: int,
 ) -> None:
     """E[tau] = E_{Y~p} sum_i 1 - (1 - u_i(Y))^K, both sides measured on held-out dialogues."""
     speculation = Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=LENGTH)
@@ -95,7 +106,7 @@ def test_block_efficiency_equals_the_closed_form(
     expected = []
     for number, prompt in enumerate(dialogue_prompts):
         answers = [plain[f"{number}-{seed}"][1] for seed in range(NUM_SEEDS)]
-        expected.append((1 - (1 - ceilings(engine, prompt, answers)) ** num_drafts).sum(-1))
+        expected.append((1 - (1 - ceilings(models, prompt, answers)) ** num_drafts).sum(-1))
     closed_form = torch.cat(expected)
 
     # Both sides see the same prompts: the error is that of the difference within prompts.

@@ -7,28 +7,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
-pytest.importorskip("numba")
-
-from engine.cache.tensors import NORMED  # noqa: E402
-from engine.config import ModelConfig  # noqa: E402
-from engine.errors import ConfigError  # noqa: E402
-from engine.execution import cpu_decoder, numba_decoder, probe, runner  # noqa: E402
-from engine.execution.backend import Backend, TransformersBackend  # noqa: E402
-from engine.execution.cpu_decoder import CpuDecoder  # noqa: E402
-from engine.execution.kinds import is_decoder, is_lean  # noqa: E402
-from engine.execution.numba_work import TEAM  # noqa: E402
-from engine.execution.paged import PagedInput  # noqa: E402
-from engine.execution.probe import find_kv_shape, probe_ways  # noqa: E402
-from engine.execution.runner import ModelRunner  # noqa: E402
-from tests.engine import tiny  # noqa: E402
-from tests.execution.test_groups import passes  # noqa: E402
-from tests.execution.test_lean import LEAN, SIZES, randomised  # noqa: E402
+from engine.cache.tensors import NORMED
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.execution import cpu_decoder, numba_decoder, numba_work, probe, runner
+from engine.execution.backend import Backend, TransformersBackend
+from engine.execution.cpu_decoder import CpuDecoder
+from engine.execution.kinds import is_decoder, is_lean
+from engine.execution.numba_product import BLOCK
+from engine.execution.numba_work import TEAM
+from engine.execution.paged import PagedInput
+from engine.execution.probe import find_kv_shape, probe_ways
+from engine.execution.runner import ModelRunner
+from tests.engine import tiny
+from tests.execution.test_groups import passes
+from tests.execution.test_lean import LEAN, SIZES, randomised
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
 PAGE = 4
@@ -129,8 +129,9 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
 
 
 def test_results_depend_on_nothing_else_in_a_pass() -> None:
-    """To the bit: alone or with others, on one core or on several."""
-    loaded = randomised(MODELS["llama"], seed=5)
+    """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do not divide."""
+    sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 7 * BLOCK}
+    loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
     decoder = CpuDecoder(loaded.model)
     together = numbers(loaded, decoder, [EVERY_STEP])
     alone = numbers(loaded, decoder, [[number] for number in EVERY_STEP])
@@ -141,6 +142,25 @@ def test_results_depend_on_nothing_else_in_a_pass() -> None:
     for _ in range(20):
         shared = numbers(loaded, decoder, [EVERY_STEP])
         assert all(torch.equal(one, other) for one, other in zip(together, shared, strict=True))
+
+
+def test_helpers_take_part() -> None:
+    """A pass of many rows gives them the time to wake up; without them the test above would show nothing."""
+    if TEAM.grow(1) < 1:
+        pytest.skip("this system has no helpers")
+    counts = np.zeros(1, dtype=np.int64)
+
+    @numba.cfunc(numba.types.void(numba.types.int64))
+    def waits_for_another(address):  # type: ignore[no-untyped-def]
+        numba_work._add(address, 1)
+        looks = 0
+        while numba_work._look(address) < 2 and looks < 10**9:
+            looks = numba_work._wait(looks)
+
+    for _ in range(3):
+        counts[0] = 0
+        numba_work.together(TEAM.shared, waits_for_another.address, counts.ctypes.data, 1)
+        assert counts[0] == 2
 
 
 def test_the_model_may_lose_its_own_weights() -> None:

@@ -44,6 +44,10 @@ OTHERS: dict[str, Any] = {
 }
 
 
+WITHOUT_CPU = probe.BACKENDS[1:]
+"""What runs models on other devices."""
+
+
 def randomised(config: Any, seed: int) -> Any:
     """A model whose norms and biases are no neutral numbers either."""
     loaded = tiny.load_model(config, seed)
@@ -55,8 +59,9 @@ def randomised(config: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", LEAN)
-def test_it_gives_transformers_numbers(name: str) -> None:
+def test_it_gives_transformers_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights are views now."""
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
     assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
@@ -71,7 +76,7 @@ def test_others_run_through_transformers(name: str) -> None:
 
 def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong variant: halves rotated the other way, in plain operations."""
-    monkeypatch.setattr(lean, "use_cpu_kernels", lambda *_: False)
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
     loaded = randomised(LEAN["llama"], seed=3)
     take_over = LeanDecoder.__init__
 
@@ -88,6 +93,7 @@ def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pyte
         raise RuntimeError("biases of another shape")
 
     loaded = randomised(LEAN["llama"], seed=3)
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
     monkeypatch.setattr(lean.LeanDecoder, "__init__", failing)
     assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
 

@@ -135,7 +135,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LoadError, match="lacks 1 of the model's weights"):
-        load(name, None, torch.float32, torch.device("cpu"))
+        load(name, None, "float32", torch.device("cpu"))
 
 
 ATTENTION = "model.layers.1.self_attn"
@@ -168,10 +168,10 @@ def test_tensors_without_a_place_are_not_dropped_in_silence(
     device = torch.device("cpu")
     if outcome == "refused":
         with pytest.raises(LoadError, match="would change its numbers") as caught:
-            load(folder, None, torch.float32, device)
+            load(folder, None, "float32", device)
         assert key in str(caught.value)
         return
-    assert load(folder, None, torch.float32, device).vocab_size == 64
+    assert load(folder, None, "float32", device).vocab_size == 64
     ours = [record.getMessage() for record in caplog.records if record.name == "polydraft"]
     assert any(key in line for line in ours) == (outcome == "named")
 
@@ -181,7 +181,7 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(LoadError, match="cannot be loaded"):
-        load(name, None, torch.float32, torch.device("cpu"))
+        load(name, None, "float32", torch.device("cpu"))
 
 
 def test_the_end_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,8 +283,8 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
         return from_pretrained(name, **more)
 
     with patch.object(transformers.AutoModelForCausalLM, "from_pretrained", whole):
-        share = load(name, None, torch.float32, torch.device("cpu"), split=True)
-    others = load(name, None, torch.float32, torch.device("cpu"))
+        share = load(name, None, "float32", torch.device("cpu"), split=True)
+    others = load(name, None, "float32", torch.device("cpu"))
     on_cuda = MagicMock()
     on_cuda.device.type = "cuda"
     first, second = replace(share, model=on_cuda, ranks=MagicMock()), replace(share, model=on_cuda)

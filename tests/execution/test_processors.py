@@ -12,8 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import llvmlite.binding
+import numpy as np
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ PROCESSORS = {
 }
 # Every kernel of a CPU, and what chooses among them.
 TESTS = [
-    "tests/execution/test_cpu_layers.py",
+    "tests/execution/test_cpu_decoder.py",
     "tests/execution/test_packing.py",
     "tests/sampling/test_numba_rows.py",
     "tests/speculation/test_block_kernels.py",
@@ -88,12 +90,21 @@ def test_blocks_of_every_width_have_the_plain_numbers(
     product = compiled_as_with(feature, monkeypatch)
     assert width == product.BLOCK
     weight = torch.randn(3 * width, 40)
-    (blocks,) = product.in_blocks([weight])
-    assert torch.equal(product.to_weight(blocks), weight)
-    for num_rows in (1, 2, product.MOST_ROWS, product.MOST_ROWS + 1, 2 * product.MOST_ROWS + 1):
-        rows = torch.randn(num_rows, 40)
-        found = torch.from_numpy(product.product(rows.numpy(), blocks))
-        assert torch.allclose(found, rows @ weight.T, atol=1e-4)
+    blocks = aligned(weight.view(3, width, 40).transpose(1, 2).numpy())
+    scales, bias = np.zeros((3, 0, width), np.float32), torch.randn(3 * width)
+    for num_rows in (1, 2, 3, product.MOST_ROWS, product.MOST_ROWS + 1, 2 * product.MOST_ROWS + 1):
+        rows, found = torch.randn(num_rows, 40), torch.zeros(num_rows, 3 * width)
+        product.product(rows.numpy(), blocks, scales, bias.numpy(), found.numpy(), 0, 3)
+        assert torch.allclose(found, rows @ weight.T + bias, atol=1e-4)
+
+
+def aligned(numbers: Any) -> Any:
+    """A copy that begins at a line of the cache."""
+    piece = np.zeros(numbers.size + 16, np.float32)
+    start = -piece.ctypes.data % 64 // 4
+    found = piece[start : start + numbers.size].reshape(numbers.shape)
+    found[:] = numbers
+    return found
 
 
 def compiled_as_with(feature: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

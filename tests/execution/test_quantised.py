@@ -31,17 +31,17 @@ def test_an_int8_checkpoint_is_served(tmp_path: Path) -> None:
         dtype=torch.float32,
     )
     quantised.save_pretrained(tmp_path / "int8")
-    loaded = load(str(tmp_path / "int8"), None, torch.float32, CPU)
+    loaded = load(str(tmp_path / "int8"), None, "float32", CPU)
     assert "Int8" in type(loaded.model.model.layers[0].mlp.up_proj.weight).__name__
     assert not is_lean(loaded.model), "joining weights would undo the quantisation"
     prompt = list(range(5, 20))
     whole = torch.tensor([prompt])
     expected = quantised.generate(whole, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    plain = load(str(tmp_path / "plain"), None, torch.float32, CPU)
+    plain = load(str(tmp_path / "plain"), None, "float32", CPU)
     assert loaded.weight_bytes < 0.75 * plain.weight_bytes
     assert len([module for module in loaded.model.modules() if is_plain(module)]) <= 1, "only the head is plain"
     requests = [tiny.request("off", prompt, max_tokens=16), tiny.request("block", prompt, BLOCK, max_tokens=16)]
-    engine = tiny.build(loaded, plain, prepack="always")
+    engine = tiny.build(loaded, plain)
     run = tiny.run(engine, requests)
     assert run.tokens["off"] == run.tokens["block"] == expected[0, len(prompt) :].tolist()
     assert run.num_accepted > 0

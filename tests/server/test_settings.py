@@ -136,7 +136,7 @@ def test_the_engine_is_told_what_was_set() -> None:
         "m", "--draft-model", "d", "--dtype", "float32", "--device", "cpu", "--num-threads", "3", "--block-size", "8",
         "--num-gpu-blocks-override", "99", "--max-num-seqs", "5", "--max-num-batched-tokens", "777",
         "--max-model-len", "128", "--spec-rule", "block", "--num-drafts", "1", "--draft-length", "6",
-        "--max-num-drafts", "2", "--max-draft-length", "7", "--no-calibrate", "--prepack", "always",
+        "--max-num-drafts", "2", "--max-draft-length", "7", "--no-calibrate", "--weights", "int8",
         "--max-prompt-tokens-per-step", "44", "--draft-window", "33", "--seed-shape", "2,4",
         "--grammar-start-timeout", "0.5", "--grammar-mask-timeout", "0.2", "--grammar-memory-bytes", "1234",
     ).engine_config()  # fmt: skip
@@ -146,7 +146,7 @@ def test_the_engine_is_told_what_was_set() -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_model_len) == (5, 777, 128)
     assert (speculation.rule, speculation.num_drafts, speculation.draft_length) == ("block", 1, 6)
     assert (speculation.max_num_drafts, speculation.max_draft_length) == (2, 7)
-    assert (scheduler.max_prompt_tokens, speculation.draft_window, model.prepack) == (44, 33, "always")
+    assert (scheduler.max_prompt_tokens, speculation.draft_window, model.weights) == (44, 33, "int8")
     assert (speculation.seed_shape, parse().engine_config().speculation.seed_shape) == ((2, 4), None)
     grammars = config.grammars
     assert (grammars.start_timeout_s, grammars.mask_timeout_s, grammars.memory_bytes) == (0.5, 0.2, 1234)
