@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
-from engine.drafters.drafter import Drafter
+from engine.drafters.drafter import Drafter, DrawsAtOnce
 from engine.drafters.numbers import drafting_numbers, draw_numbers
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
@@ -31,8 +31,9 @@ def draw_chains(
     drafter: None where nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
     """
     rows = plan.sampling_rows
-    root_NV = torch.empty((0, vocab_size), device=device) if drafter is None else drafter.begin(plan)
     if not rows:
+        if drafter is not None:
+            drafter.begin(plan)
         return None
     layout = layout_of(tuple(map(ChainShape.of, rows)), device)
     seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
@@ -41,8 +42,13 @@ def draw_chains(
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = LawParameters.of([row.sampling for row in rows], device)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
-    below = None if drafter is None else drafter.below
-    tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
+    tokens_CL = None
+    if isinstance(drafter, DrawsAtOnce):
+        tokens_CL = drafter.draw(plan, layout, parameters, uniform_LC, law_NV)
+    if tokens_CL is None:
+        root_NV = law_NV[:0] if drafter is None else drafter.begin(plan)
+        below = None if drafter is None else drafter.below
+        tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
     chains = Chains(
         tokens_CL,
         layout.length,

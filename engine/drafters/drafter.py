@@ -8,12 +8,14 @@ have no laws: `engine.text_drafters`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.drafters.draft import Layout
 from engine.execution.runner import ModelRunner
 from engine.plan import Emission, Plan
+from engine.sampling.law import LawParameters
 
 
 class DrafterKind(NamedTuple):
@@ -52,3 +54,16 @@ class Drafter(Protocol):
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """After the step: make the K/V of what each sampling row has kept the K/V of its text: of its chain `rank` the
         first `num_draft_kept` tokens."""
+
+
+@runtime_checkable
+class DrawsAtOnce(Drafter, Protocol):
+    """A drafter that may draw all levels of a step in one call."""
+
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
+    ) -> Tensor | None:
+        """[C, L] the tokens that `begin` and `chains.draw_levels` would give; None where those must be called.
+
+        law_NV: filled with the laws of the draws.
+        """

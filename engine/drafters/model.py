@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.cache.tensors import slot_moves
+from engine.drafters.draft import Layout
+from engine.drafters.levels import levels_of
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row, level_widths
+from engine.sampling.law import LawParameters
 
 
 class ModelDrafter:
@@ -24,6 +27,7 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner: ModelRunner = runner
         self._passes: list[Pass] = []
+        self._levels = levels_of(runner)
 
     def begin(self, plan: Plan) -> Tensor:
         """Compute the K/V that is missing; [N, V] logits below the roots."""
@@ -37,6 +41,14 @@ class ModelDrafter:
         """[N, V] logits below the nodes of a depth."""
         return self.runner.run(self._passes[depth], token_N)
 
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
+    ) -> Tensor | None:
+        """Catch up and draw all levels in one call: [C, L] the tokens; None for rows that need `begin` and `below`."""
+        if self._levels is None or not self._levels.takes(plan, layout, parameters, law_NV.shape[1]):
+            return None
+        return self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
+
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of kept paths contiguous."""
         moves = []
@@ -49,6 +61,10 @@ class ModelDrafter:
             self.runner.keep(moves)
 
     def _prepare(self, plan: Plan) -> list[Pass]:
+        passes = self._inputs(plan)
+        return self.runner.prepare(passes) if passes else []
+
+    def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
         """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
         parts = [
             SequenceInput(
@@ -62,10 +78,7 @@ class ModelDrafter:
             for row in plan.rows
             if row.draft_input_ids
         ]
-        if not parts:
-            return []
-        passes = [parts, *level_inputs(plan.rows)]
-        return self.runner.prepare(passes)
+        return [parts, *level_inputs(plan.rows)] if parts else []
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:

@@ -165,6 +165,7 @@ class CpuDecoder:
         self._put_constants(model)
         stored: Any = self._arrays[nd.QKV].dtype.type
         self._put(nd.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
+        self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
         self.cores = 1, 1
@@ -291,30 +292,16 @@ class CpuDecoder:
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
-        pages, storage = metadata.pages, metadata.storage
+        pages = metadata.pages
         assert pages is not None, "the pages of a pass"
-        num_rows = len(token_ids_T)
-        self._reserve(num_rows)
-        if self._storage is not storage:
-            assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
-            self._storage = storage
-            self._put(nd.KEYS, _array_of(storage.keys))
-            self._put(nd.VALUES, _array_of(storage.values))
-            self._put(nd.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
-            nothing = np.zeros((0, 0), dtype=self._arrays[nd.KEYS].dtype)
-            self._put(nd.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
         assert isinstance(metadata.slots_T, Tensor)
-        cores = self.cores[num_rows >= _MANY_ROWS]
-        self._put(nd.SIZES, np.array([metadata.page_size, cores], dtype=np.int64))
-        found = np.empty((len(wanted_N), self._arrays[nd.HEAD + 2].shape[1]), dtype=np.float32)
+        found = self.room_for_logits(len(wanted_N))
         nd.run(
-            TEAM.shared,
-            nd.work().address,
-            self._table,
+            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T)),
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
             wanted_N.numpy(),
-            _parts(pages),
+            parts_of(pages),
             pages.words,
             pages.pages,
             pages.first_keys,
@@ -329,6 +316,29 @@ class CpuDecoder:
         vocab_size = self._shape.vocab_size
         return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
 
+    def ready(self, storage: KVTensors, page_size: int, num_rows: int) -> tuple[Array, int, Array]:
+        """Have room for passes of at most so many rows on this K/V; (words of the helpers, function, table)."""
+        self._reserve(num_rows)
+        if self._storage is not storage:
+            assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
+            self._storage = storage
+            self._put(nd.KEYS, _array_of(storage.keys))
+            self._put(nd.VALUES, _array_of(storage.values))
+            self._put(nd.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
+            nothing = np.zeros((0, 0), dtype=self._arrays[nd.KEYS].dtype)
+            self._put(nd.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
+        self._put(nd.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
+        return TEAM.shared, self._function, self._table
+
+    def room_for_logits(self, num_rows: int) -> Array:
+        """[N, at least V] where `run` writes logits."""
+        return np.empty((num_rows, self._arrays[nd.HEAD + 2].shape[1]), dtype=np.float32)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, tokens that it gives logits for."""
+        return self._shape.vocab_size
+
     def _place_of(self, number: int) -> int:
         """Where the state of a layer's entry (of the end; of the norm behind it) is stored; -1 where it is not."""
         assert self._storage is not None
@@ -336,7 +346,7 @@ class CpuDecoder:
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
-def _parts(pages: PagedInput) -> Array:
+def parts_of(pages: PagedInput) -> Array:
     """[P, 3] (sequence, first row, end) of the rows that attend together."""
     found = []
     for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):

@@ -29,7 +29,7 @@ _ROWS = 8
 _PARTS = 2
 """Parts of a product for each core."""
 _LAYER_PHASES = 8
-_OTHER_PHASES = 4
+_OTHER_PHASES = 5
 
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], behind it its scales
 # [L, N / B, groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
@@ -50,28 +50,30 @@ NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
 TAPS, TAPPED = 50, 51
 # Addresses of the functions of phases that depend on types.
 FUNCTIONS = 52
-NUM_FIELDS = 53
+# Address of a function that runs behind the logits, with its phase; or 0. Rows from `OWN` on are that function's.
+BEHIND, OWN = 53, 54
+NUM_FIELDS = 64
 COLUMNS = 5
 """Of a table: the address of an array, and up to four sizes."""
 
 
 @compiled_for_cpu(inline="always")
-def _array1(table, field, dtype):
+def array1(table, field, dtype):
     return carray(pointer_to(table[field, 0]), (table[field, 1],), dtype)
 
 
 @compiled_for_cpu(inline="always")
-def _array2(table, field, dtype):
+def array2(table, field, dtype):
     return carray(pointer_to(table[field, 0]), (table[field, 1], table[field, 2]), dtype)
 
 
 @compiled_for_cpu(inline="always")
-def _array3(table, field, dtype):
+def array3(table, field, dtype):
     return carray(pointer_to(table[field, 0]), (table[field, 1], table[field, 2], table[field, 3]), dtype)
 
 
 @compiled_for_cpu(inline="always")
-def _array4(table, field, dtype):
+def array4(table, field, dtype):
     sizes = table[field, 1], table[field, 2], table[field, 3], table[field, 4]
     return carray(pointer_to(table[field, 0]), sizes, dtype)
 
@@ -145,7 +147,7 @@ def _gate(inner, gated, first, last):
 
 
 @compiled_for_cpu(inline="always")
-def _table_at(address):
+def table_at(address):
     return carray(pointer_to(address), (NUM_FIELDS, COLUMNS), np.int64)
 
 
@@ -156,19 +158,19 @@ def _num_parts_of_rows(table):
 
 @compiled_for_cpu(inline="always")
 def _num_parts_of_blocks(table, num_blocks):
-    cores = _array1(table, SIZES, np.int64)[1]
+    cores = array1(table, SIZES, np.int64)[1]
     return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
 
 
 @compiled_for_cpu(**FAST)
 def _begin(address, phase, weight_type):
     """Write the embeddings of the tokens, and cosines and sines of their rotation."""
-    table = _table_at(address)
-    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    tokens, positions = _array1(table, TOKENS, np.int64), _array1(table, POSITIONS, np.int64)
-    embedding, scales = _array4(table, EMBEDDING, weight_type)[0], _array4(table, EMBEDDING + 1, np.float32)[0]
-    frequencies, factor = _array1(table, FREQUENCIES, np.float32), _array1(table, CONSTANTS, np.float32)[2]
-    hidden, rotation = _array2(table, HIDDEN, np.float32), _array3(table, ROTATION, np.float32)
+    table = table_at(address)
+    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    tokens, positions = array1(table, TOKENS, np.int64), array1(table, POSITIONS, np.int64)
+    embedding, scales = array4(table, EMBEDDING, weight_type)[0], array4(table, EMBEDDING + 1, np.float32)[0]
+    frequencies, factor = array1(table, FREQUENCIES, np.float32), array1(table, CONSTANTS, np.float32)[2]
+    hidden, rotation = array2(table, HIDDEN, np.float32), array3(table, ROTATION, np.float32)
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
@@ -186,12 +188,12 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
 
     number: of the norm, two for each layer and the last one; states that enter a layer or leave the last may be stored.
     """
-    table = _table_at(address)
-    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    hidden, normed = _array2(table, HIDDEN, np.float32), _array2(table, NORMED, np.float32)
-    summand, slots = _array2(table, SUMMAND, np.float32), _array1(table, SLOTS, np.int64)
-    taps, tapped = _array1(table, TAPS, np.int64), _array2(table, TAPPED, kv_type)
-    eps, weight = _array1(table, CONSTANTS, np.float32)[0], _array2(table, NORMS, np.float32)[number]
+    table = table_at(address)
+    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    hidden, normed = array2(table, HIDDEN, np.float32), array2(table, NORMED, np.float32)
+    summand, slots = array2(table, SUMMAND, np.float32), array1(table, SLOTS, np.int64)
+    taps, tapped = array1(table, TAPS, np.int64), array2(table, TAPPED, kv_type)
+    eps, weight = array1(table, CONSTANTS, np.float32)[0], array2(table, NORMS, np.float32)[number]
     width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
@@ -214,10 +216,10 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
 
     Behind gate and up comes what they give.
     """
-    table = _table_at(address)
-    counters, rows = _array2(table, COUNTERS, np.int64), _array2(table, source, np.float32)
-    weights, scales = _array4(table, field, weight_type)[layer], _array4(table, field + 1, np.float32)[layer]
-    bias, result = _array2(table, field + 2, np.float32)[layer], _array2(table, target, np.float32)
+    table = table_at(address)
+    counters, rows = array2(table, COUNTERS, np.int64), array2(table, source, np.float32)
+    weights, scales = array4(table, field, weight_type)[layer], array4(table, field + 1, np.float32)[layer]
+    bias, result = array2(table, field + 2, np.float32)[layer], array2(table, target, np.float32)
     together = 2 if field == GATE_UP else 1  # a block of gate, and the same of up
     num_blocks = len(weights) // together
     num_parts = _num_parts_of_blocks(table, num_blocks)
@@ -226,7 +228,7 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
         first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
         product(rows, weights, scales, bias, result, together * first, together * last)
         if field == GATE_UP:
-            _gate(result, _array2(table, GATED, np.float32), first, last)
+            _gate(result, array2(table, GATED, np.float32), first, last)
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -234,12 +236,12 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
 @compiled_for_cpu(**FAST)
 def _rotate(address, phase, layer, kv_type):
     """Rotate the queries and keys of all rows, and write keys and values to their slots."""
-    table = _table_at(address)
-    counters, num_parts = _array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    joined, rotation = _array2(table, JOINED, np.float32), _array3(table, ROTATION, np.float32)
-    norms, eps = _array3(table, HEAD_NORMS, np.float32), _array1(table, CONSTANTS, np.float32)[0]
-    keys, values = _array4(table, KEYS, kv_type)[layer], _array4(table, VALUES, kv_type)[layer]
-    slots, num_heads = _array1(table, SLOTS, np.int64), table[ATTENDED, 2] // keys.shape[2]
+    table = table_at(address)
+    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
+    joined, rotation = array2(table, JOINED, np.float32), array3(table, ROTATION, np.float32)
+    norms, eps = array3(table, HEAD_NORMS, np.float32), array1(table, CONSTANTS, np.float32)[0]
+    keys, values = array4(table, KEYS, kv_type)[layer], array4(table, VALUES, kv_type)[layer]
+    slots, num_heads = array1(table, SLOTS, np.int64), table[ATTENDED, 2] // keys.shape[2]
     has_norms = len(norms) > 0
     of_head = norms[layer if has_norms else 0]
     count, part = 0, claim(counters, phase, num_parts)
@@ -254,16 +256,16 @@ def _rotate(address, phase, layer, kv_type):
 @compiled_for_cpu(**FAST)
 def _attend(address, phase, layer, kv_type):
     """Write the attention of all rows, in parts of some rows of a sequence and one K/V head."""
-    table = _table_at(address)
-    counters, parts = _array2(table, COUNTERS, np.int64), _array2(table, PARTS, np.int64)
-    keys, values = _array4(table, KEYS, kv_type)[layer], _array4(table, VALUES, kv_type)[layer]
-    scale, window = _array1(table, CONSTANTS, np.float32)[1], _array1(table, WINDOWS, np.int64)[layer]
-    queries, attended = _array2(table, JOINED, np.float32), _array2(table, ATTENDED, np.float32)
-    pages, node_positions = _array2(table, PAGES, np.int32), _array2(table, NODE_POSITIONS, np.int32)
-    first_keys, ends = _array1(table, FIRST_KEYS, np.int32), _array1(table, ENDS, np.int32)
-    num_keys, limits = _array1(table, NUM_KEYS, np.int32), _array1(table, LIMITS, np.int32)
-    positions, words = _array1(table, POSITIONS, np.int64), _array2(table, WORDS, np.int64)
-    states, page_size = _array3(table, STATES, np.float32), _array1(table, SIZES, np.int64)[0]
+    table = table_at(address)
+    counters, parts = array2(table, COUNTERS, np.int64), array2(table, PARTS, np.int64)
+    keys, values = array4(table, KEYS, kv_type)[layer], array4(table, VALUES, kv_type)[layer]
+    scale, window = array1(table, CONSTANTS, np.float32)[1], array1(table, WINDOWS, np.int64)[layer]
+    queries, attended = array2(table, JOINED, np.float32), array2(table, ATTENDED, np.float32)
+    pages, node_positions = array2(table, PAGES, np.int32), array2(table, NODE_POSITIONS, np.int32)
+    first_keys, ends = array1(table, FIRST_KEYS, np.int32), array1(table, ENDS, np.int32)
+    num_keys, limits = array1(table, NUM_KEYS, np.int32), array1(table, LIMITS, np.int32)
+    positions, words = array1(table, POSITIONS, np.int64), array2(table, WORDS, np.int64)
+    states, page_size = array3(table, STATES, np.float32), array1(table, SIZES, np.int64)[0]
     slots, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
     num_parts = len(parts) * keys.shape[1]
     count, part = 0, claim(counters, phase, num_parts)
@@ -300,9 +302,9 @@ def _attend(address, phase, layer, kv_type):
 @compiled_for_cpu(**FAST)
 def _choose(address, phase):
     """Copy the rows that are wanted."""
-    table = _table_at(address)
-    counters, wanted = _array2(table, COUNTERS, np.int64), _array1(table, WANTED, np.int64)
-    normed, chosen = _array2(table, NORMED, np.float32), _array2(table, CHOSEN, np.float32)
+    table = table_at(address)
+    counters, wanted = array2(table, COUNTERS, np.int64), array1(table, WANTED, np.int64)
+    normed, chosen = array2(table, NORMED, np.float32), array2(table, CHOSEN, np.float32)
     count, part = 0, claim(counters, phase, 1)
     while part >= 0:
         for number in range(len(wanted)):
@@ -315,8 +317,8 @@ def _choose(address, phase):
 @compiled_for_cpu()
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
-    table = _table_at(address)
-    functions, num_layers = _array1(table, FUNCTIONS, np.int64), table[QKV, 1]
+    table = table_at(address)
+    functions, num_layers = array1(table, FUNCTIONS, np.int64), table[QKV, 1]
     begin, norm, multiply, rotate, attend = functions
     call(begin, address, 0, 0, 0, 0, 0)
     phase = 1
@@ -333,6 +335,8 @@ def _work(address):
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
     call(multiply, address, phase + 2, 0, HEAD, CHOSEN, LOGITS)
+    if table[BEHIND, 0] != 0:
+        call(table[BEHIND, 0], address, phase + 3, 0, 0, 0, 0)
 
 
 def num_phases(num_layers: int) -> int:
@@ -340,7 +344,7 @@ def num_phases(num_layers: int) -> int:
     return num_layers * _LAYER_PHASES + _OTHER_PHASES
 
 
-def _c_function(function, num_arguments):
+def c_function(function, num_arguments):
     """A function of integers as a C function, which is compiled once for a machine."""
     kind = types.void(*[types.int64] * num_arguments)
     try:
@@ -352,7 +356,7 @@ def _c_function(function, num_arguments):
 @cache
 def work():
     """The C function of a pass: it takes the address of a table."""
-    return _c_function(lambda address: _work(address), 1)
+    return c_function(lambda address: _work(address), 1)
 
 
 @cache
@@ -365,7 +369,7 @@ def _functions_of_weights(weight_type):
     def multiply(address, phase, layer, field, source, target):
         _multiply(address, phase, layer, field, source, target, weight_type)
 
-    return _c_function(begin, 6), _c_function(multiply, 6)
+    return c_function(begin, 6), c_function(multiply, 6)
 
 
 @cache
@@ -381,7 +385,7 @@ def _functions_of_kv(kv_type):
     def attend(address, phase, layer, _1, _2, _3):
         _attend(address, phase, layer, kv_type)
 
-    return _c_function(norm, 6), _c_function(rotate, 6), _c_function(attend, 6)
+    return c_function(norm, 6), c_function(rotate, 6), c_function(attend, 6)
 
 
 def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
@@ -392,12 +396,12 @@ def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
 
 
 @compiled_for_cpu(inline="always")
-def _put1(table, field, array):
+def put1(table, field, array):
     table[field, 0], table[field, 1] = np.int64(array.ctypes.data), array.shape[0]
 
 
 @compiled_for_cpu(inline="always")
-def _put2(table, field, array):
+def put2(table, field, array):
     table[field, 0], table[field, 1], table[field, 2] = np.int64(array.ctypes.data), array.shape[0], array.shape[1]
 
 
@@ -421,22 +425,22 @@ def run(
     logits,
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores."""
-    _put1(table, TOKENS, tokens)
-    _put1(table, SLOTS, slots)
-    _put1(table, WANTED, wanted)
-    _put2(table, PARTS, parts)
-    _put2(table, WORDS, words)
-    _put2(table, PAGES, pages)
-    _put1(table, FIRST_KEYS, first_keys)
-    _put1(table, ENDS, ends)
-    _put1(table, NUM_KEYS, num_keys)
-    _put2(table, NODE_POSITIONS, node_positions)
-    _put1(table, LIMITS, limits)
-    _put1(table, POSITIONS, positions)
-    _put2(table, LOGITS, logits)
+    put1(table, TOKENS, tokens)
+    put1(table, SLOTS, slots)
+    put1(table, WANTED, wanted)
+    put2(table, PARTS, parts)
+    put2(table, WORDS, words)
+    put2(table, PAGES, pages)
+    put1(table, FIRST_KEYS, first_keys)
+    put1(table, ENDS, ends)
+    put1(table, NUM_KEYS, num_keys)
+    put2(table, NODE_POSITIONS, node_positions)
+    put1(table, LIMITS, limits)
+    put1(table, POSITIONS, positions)
+    put2(table, LOGITS, logits)
     for field in (HIDDEN, NORMED, JOINED, STATES, ATTENDED, SUMMAND, INNER, GATED):
         table[field, 1] = len(tokens)
     table[ROTATION, 2], table[CHOSEN, 1] = len(tokens), len(wanted)
-    _array2(table, COUNTERS, np.int64)[:] = 0
-    cores = _array1(table, SIZES, np.int64)[1]
+    array2(table, COUNTERS, np.int64)[:] = 0
+    cores = array1(table, SIZES, np.int64)[1]
     share(shared, function, np.int64(table.ctypes.data), cores - 1)

@@ -60,7 +60,8 @@ class ModelRunner:
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self._num_embeddings = int(model.get_input_embeddings().num_embeddings)
+        self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
+        """Tokens that the model can read."""
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         num_slots = (num_blocks + has_spare_block) * block_size
@@ -99,9 +100,9 @@ class ModelRunner:
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
         """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that the device alone knows."""
         batch = prepared.batch
-        if self._num_embeddings < self.vocab_size:
-            batch.token_ids_T[batch.token_ids_T >= self._num_embeddings] = 0
-            drawn_M = None if drawn_M is None else torch.where(drawn_M < self._num_embeddings, drawn_M, 0)
+        if self.num_embeddings < self.vocab_size:
+            batch.token_ids_T[batch.token_ids_T >= self.num_embeddings] = 0
+            drawn_M = None if drawn_M is None else torch.where(drawn_M < self.num_embeddings, drawn_M, 0)
         token_ids = self._token_ids(batch, drawn_M)
         positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
         return self._compute(token_ids, positions, prepared.metadata, wanted)
@@ -110,8 +111,8 @@ class ModelRunner:
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
         """Logits [N, V] (float32) of a pass whose numbers are all on the device."""
-        if self._num_embeddings < self.vocab_size:
-            token_ids_T = torch.where(token_ids_T < self._num_embeddings, token_ids_T, 0)
+        if self.num_embeddings < self.vocab_size:
+            token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)
 
     def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:

@@ -44,6 +44,9 @@ class HiddenDrafter(ModelDrafter):
         self.read: list[tuple[int, int, Tensor]] = []
         """(sequence, index, hidden state) of all that was read."""
 
+    def draw(self, *_: object) -> None:
+        """Have the logits asked for level by level."""
+
     def begin(self, plan: Plan) -> Tensor:
         logits_NV = super().begin(plan)
         drawing = [row for row in plan.sampling_rows if row.fanout]

@@ -46,7 +46,7 @@ class HeadRunner(ModelRunner):
     def _run(self, one: Pass, compute: Callable[[Tensor, Tensor], Tensor], drawn_M: Tensor | None = None) -> Tensor:
         """[N, H] what is computed from tokens and positions, at the wanted rows."""
         token_ids_T = self._token_ids(one.batch, drawn_M)
-        if self._num_embeddings < self.vocab_size:
-            token_ids_T = torch.where(token_ids_T < self._num_embeddings, token_ids_T, 0)
+        if self.num_embeddings < self.vocab_size:
+            token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         computed_TH = compute(token_ids_T, to_device(one.batch.positions_T, self.device))
         return computed_TH[to_device(one.batch.wanted_N, self.device)]

@@ -1,0 +1,171 @@
+"""Drafting in one call gives the tokens and laws of the loop over levels, to the bit, for rows that it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.drafters import chains, levels, numba_levels
+from engine.drafters.draft import Layout
+from engine.drafters.model import ModelDrafter
+from engine.plan import Plan
+from engine.request import Request, Speculation
+from engine.sampling.law import LawParameters
+from tests.engine import tiny
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="drafting on a CPU")
+
+SHAPES = {
+    "chain": Speculation(rule="block", num_drafts=1, draft_length=5),
+    "chains": Speculation(rule="bv_race", num_drafts=4, draft_length=3),
+    "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 1, 2), draft_method="iid"),
+    "late tree": Speculation(rule="traversal", num_drafts=4, draft_length=4, tree=(1, 1, 4, 1), draft_method="iid"),
+    "off": tiny.OFF,
+}
+
+
+def requests() -> list[Request]:
+    """Every shape, warm and at temperature 0, behind texts of several lengths."""
+    made = []
+    prompts = tiny.prompts(101, [3, 30, 9, 21, 60], seed=1)
+    for number, (name, speculation) in enumerate(SHAPES.items()):
+        for temperature in (1.0, 0.7, 0.0):
+            one = f"{name} {temperature}"
+            seed = 10 * number
+            made.append(
+                tiny.request(one, prompts[number], speculation, max_tokens=25, temperature=temperature, seed=seed)
+            )
+    return made
+
+
+class Compared:
+    """Calls of `ModelDrafter.draw`, each compared with the loop over levels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_taken = self.num_equal = self.num_drawn = 0
+        right = ModelDrafter.draw
+
+        def draw(
+            drafter: ModelDrafter,
+            plan: Plan,
+            layout: Layout,
+            parameters: LawParameters,
+            uniform_LC: Tensor,
+            law_NV: Tensor,
+        ) -> Tensor | None:
+            found_CL = right(drafter, plan, layout, parameters, uniform_LC, law_NV)
+            if found_CL is None:
+                return None
+            rows, laws = plan.sampling_rows, torch.empty_like(law_NV)
+            root_NV = drafter.begin(plan)
+            expected_CL = chains.draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter.below, laws)
+            self.num_taken += 1
+            self.num_drawn += len(laws)
+            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(laws, law_NV)
+            law_NV.copy_(laws)
+            return expected_CL
+
+        monkeypatch.setattr(ModelDrafter, "draw", draw)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    target = tiny.llama(seed=31)
+    return target, tiny.perturbed(target, seed=3, amount=0.03)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_one_call_gives_what_the_loop_gives(
+    pair: tuple[Any, Any], together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts in chunks, prefixes that are shared, requests that end, and some that are preempted."""
+    compared = Compared(monkeypatch)
+    engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)
+    if together:
+        assert tiny.run(engine, requests()).num_accepted > 0
+    else:
+        for request in requests():
+            tiny.run(engine, [request])
+    assert compared.num_taken > 20
+    assert compared.num_equal == compared.num_taken
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
+    "another chain's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 1)),
+    "another level's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 0)),
+    "the temperature of another node": lambda a: a.update(temperatures=np.roll(a["temperatures"], 1)),
+    "the token of another chain enters": lambda a: a.update(
+        first_chains=np.minimum(a["first_chains"] + 1, a["tokens"].shape[1] - 1)
+    ),
+    "chains that share a node draw apart": lambda a: a.update(
+        leaders=np.arange(a["tokens"].shape[1])[None].repeat(len(a["leaders"]), 0)
+    ),
+    "keys of another level": lambda a: a.update(num_keys=a["num_keys"] - 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = numba_levels.draw_levels
+    names = right.py_func.__code__.co_varnames[: right.py_func.__code__.co_argcount]
+
+    def spoilt(*arguments: Any) -> None:
+        named = dict(zip(names, arguments, strict=True))
+        WRONG[wrong](named)
+        right(*named.values())
+
+    monkeypatch.setattr(numba_levels, "draw_levels", spoilt)
+    compared = Compared(monkeypatch)
+    tiny.run(tiny.build(*pair, max_draft_length=5), requests())
+    assert compared.num_equal < compared.num_taken
+
+
+@pytest.mark.parametrize(
+    ("sampling", "speculation", "taken"),
+    [
+        ({}, SHAPES["chains"], True),
+        ({"temperature": 0.0}, SHAPES["chain"], True),
+        ({"temperature": 0.0}, SHAPES["chains"], True),
+        ({"top_p": 0.9}, SHAPES["chains"], False),
+        ({"top_k": 5}, SHAPES["chains"], False),
+        ({"min_p": 0.1}, SHAPES["chains"], False),
+        ({"presence_penalty": 1.0}, SHAPES["chains"], False),
+        ({"logit_bias": ((5, 2.0),)}, SHAPES["chains"], False),
+        ({"seed_stable": True}, SHAPES["chain"], False),
+        ({}, Speculation(rule="spechub", num_drafts=2, draft_length=2), False),
+    ],
+)
+def test_rows_whose_laws_need_more_take_the_loop(
+    pair: tuple[Any, Any],
+    sampling: dict[str, Any],
+    speculation: Speculation,
+    taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them is enough: all rows of its steps take it."""
+    compared = Compared(monkeypatch)
+    engine = tiny.build(*pair, max_draft_length=5)
+    others = [tiny.request("plain", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)] if not taken else []
+    request = tiny.request(
+        "one", range(5, 25), speculation, max_tokens=6, **{"temperature": 1.0, "seed": 3, **sampling}
+    )
+    tiny.run(engine, [request, *others])
+    assert compared.num_equal == compared.num_taken
+    assert (compared.num_taken > 0) == taken
+
+
+def test_models_of_other_vocabularies_take_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1), max_draft_length=5)
+    runner = engine.draft_runner
+    assert runner is not None
+    found = levels.levels_of(runner)
+    assert found is not None
+    runner.num_embeddings = 100
+    compared = Compared(monkeypatch)
+    tiny.run(engine, [tiny.request("a", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)])
+    assert compared.num_taken == 0
