@@ -42,9 +42,8 @@ def draw_chains(
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = LawParameters.of([row.sampling for row in rows], device)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
-    tokens_CL = None
-    if isinstance(drafter, DrawsAtOnce):
-        tokens_CL = drafter.draw(plan, layout, parameters, uniform_LC, law_NV)
+    draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
+    tokens_CL = None if draw is None else draw(plan, layout, parameters, uniform_LC, law_NV)
     if tokens_CL is None:
         root_NV = law_NV[:0] if drafter is None else drafter.begin(plan)
         below = None if drafter is None else drafter.below

@@ -8,7 +8,7 @@ have no laws: `engine.text_drafters`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -56,11 +56,10 @@ class Drafter(Protocol):
         first `num_draft_kept` tokens."""
 
 
-@runtime_checkable
-class DrawsAtOnce(Drafter, Protocol):
-    """A drafter that may draw all levels of a step in one call."""
+class DrawsAtOnce(Protocol):
+    """A drafter's method `draw`, if it has one: draw all levels of a step in one call."""
 
-    def draw(
+    def __call__(
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
     ) -> Tensor | None:
         """[C, L] the tokens that `begin` and `chains.draw_levels` would give; None where those must be called.

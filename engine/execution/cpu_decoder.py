@@ -288,7 +288,6 @@ class CpuDecoder:
         for field, width in widths.items():
             self._put(field, _aligned((rows, width), np.dtype(np.float32)))
         self._put(nd.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
-        self._put(nd.STATES, np.zeros((rows, shape.num_heads, 2), dtype=np.float32))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""

@@ -1,8 +1,9 @@
 """Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a running softmax.
 
-Keys of a sequence are numbered like its tokens (`paged.py`). A tile of keys is read once for all rows of a part and
-for the query heads that share a K/V head. What a row gives does not depend on the other rows. Float32 arithmetic; K/V
-of float32, or the 16 bits of bfloat16.
+Keys of a sequence are numbered like its tokens (`paged.py`). The queries of a part are its rows by the query heads that
+share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and results are
+products of all queries (`numba_product.py`). What a row gives does not depend on the other rows. Float32 arithmetic;
+K/V of float32, or the 16 bits of bfloat16.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.execution.numba_product import BLOCK, LANES, copy, product, transpose
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import FAST, exponential, widened
 
@@ -22,102 +24,89 @@ _HIDDEN = np.float32(-1e30)
 
 
 @compiled_for_cpu(**FAST)
-def _score(query, keys, head, slots, count, scale, scores):
-    """Scores of a query [D] and the keys [slots, H_kv, D] in these slots."""
-    width = len(query)
-    key = 0
-    while key + 4 <= count:
-        first, second = keys[slots[key], head], keys[slots[key + 1], head]
-        third, fourth = keys[slots[key + 2], head], keys[slots[key + 3], head]
-        one, two, three, four = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for number in range(width):
-            of_query = query[number]
-            one += of_query * widened(first[number])
-            two += of_query * widened(second[number])
-            three += of_query * widened(third[number])
-            four += of_query * widened(fourth[number])
-        scores[key], scores[key + 1] = one * scale, two * scale
-        scores[key + 2], scores[key + 3] = three * scale, four * scale
-        key += 4
-    while key < count:
-        last = keys[slots[key], head]
-        total = np.float32(0)
-        for number in range(width):
-            total += query[number] * widened(last[number])
-        scores[key] = total * scale
-        key += 1
+def _lay_out_keys(keys, head, slots, offsets, count, blocks):
+    """Write the keys [slots, H_kv, D] in these slots as columns of blocks [`TILE` / B, D, B].
 
-
-@compiled_for_cpu(**FAST)
-def _add_values(weights, values, head, slots, count, result):
-    """Add the values [slots, H_kv, D] in these slots, times their weights, to a result [D]."""
-    width = len(result)
-    key = 0
-    while key + 4 <= count:
-        first, second = values[slots[key], head], values[slots[key + 1], head]
-        third, fourth = values[slots[key + 2], head], values[slots[key + 3], head]
-        one, two, three, four = weights[key], weights[key + 1], weights[key + 2], weights[key + 3]
-        for number in range(width):
-            result[number] += (one * widened(first[number]) + two * widened(second[number])) + (
-                three * widened(third[number]) + four * widened(fourth[number])
+    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], to work in.
+    """
+    width, size = keys.shape[2], keys.itemsize
+    for key in range(TILE):
+        offsets[key] = slots[min(key, count - 1)] * keys.shape[1] * width * size
+    source = np.int64(keys.ctypes.data) + head * width * size
+    whole = width // LANES * LANES
+    for first in range(0, count, LANES):
+        block, column = first // BLOCK, first % BLOCK
+        target = np.int64(blocks.ctypes.data) + (block * width * BLOCK + column) * 4
+        for number in range(0, whole, LANES):
+            transpose(
+                keys,
+                np.int64(offsets.ctypes.data) + first * 8,
+                source + number * size,
+                target + number * BLOCK * 4,
             )
-        key += 4
-    while key < count:
-        last, weight = values[slots[key], head], weights[key]
-        for number in range(width):
-            result[number] += weight * widened(last[number])
-        key += 1
+        for number in range(whole, width):
+            for key in range(first, min(first + LANES, count)):
+                blocks[block, number, key % BLOCK] = widened(keys[slots[key], head, number])
 
 
 @compiled_for_cpu(**FAST)
-def _mask(scores, start, count, row, limit, end, near, words, node_positions):
-    """Hide the keys that a row does not see; the number of those that it sees.
+def _lay_out_values(values, head, slots, count, blocks):
+    """Write the values [slots, H_kv, D] in these slots as rows of blocks [D / B, count, B]."""
+    width, size = values.shape[2], values.itemsize
+    whole = width // LANES * LANES
+    for key in range(count):
+        source = np.int64(values.ctypes.data) + (slots[key] * values.shape[1] + head) * width * size
+        target = np.int64(blocks.ctypes.data) + key * BLOCK * 4
+        for number in range(0, whole, LANES):
+            block, column = number // BLOCK, number % BLOCK
+            copy(values, source + number * size, target + (block * count * BLOCK + column) * 4)
+        for number in range(whole, width):
+            blocks[number // BLOCK, key, number % BLOCK] = widened(values[slots[key], head, number])
+
+
+@compiled_for_cpu(**FAST)
+def _mask(scores, start, count, words, limit, end, near, node_positions):
+    """Hide the keys that a row does not see; whether it sees any.
 
     start: number of the first key; limit: the row sees text below; end: keys from here on are nodes; near: keys at
     positions below are outside the window.
     """
-    num_seen = 0
+    sees_any = False
     for key in range(count):
         number = start + key
         if number < end:
             is_seen = number < limit and number >= near
         else:
             node = number - end
-            is_seen = (words[row, node >> 6] >> (node & 63)) & 1 == 1 and node_positions[node] >= near
-        if is_seen:
-            num_seen += 1
-        else:
-            scores[key] = _HIDDEN
-    return num_seen
+            is_seen = (words[node >> 6] >> (node & 63)) & 1 == 1 and node_positions[node] >= near
+        sees_any |= is_seen
+        scores[key] = scores[key] if is_seen else _HIDDEN
+    return sees_any
 
 
 @compiled_for_cpu(**FAST)
-def _soften(scores, count, num_seen, largest, total, result):
-    """Turn a tile's scores into weights beside the largest score so far; (the new largest, the new total).
+def _soften(scores, count, state):
+    """Turn a tile's scores into weights beside the largest score so far; what earlier results shrink by.
 
-    result: what earlier tiles gave, which is scaled to the new largest.
+    state: largest score and sum of weights.
     """
-    most = largest
+    most = state[0]
     for key in range(count):
         most = max(most, scores[key])
-    if most > largest:
-        shrink = exponential(largest - most) if largest > _HIDDEN else np.float32(0)
-        total *= shrink
-        for number in range(len(result)):
-            result[number] *= shrink
-    of_tile = np.float32(0)
+    shrink = exponential(state[0] - most) if state[1] > 0 else np.float32(0)
+    total = np.float32(0)
     for key in range(count):
         weight = exponential(scores[key] - most)
-        if num_seen < count:
-            weight = weight if scores[key] > _HIDDEN else np.float32(0)
+        weight = weight if scores[key] > _HIDDEN else np.float32(0)
         scores[key] = weight
-        of_tile += weight
-    return most, total + of_tile
+        total += weight
+    state[0], state[1] = most, state[1] * shrink + total
+    return shrink
 
 
 @compiled_for_cpu(**FAST)
 def attend(
-    queries,
+    joined,
     keys,
     values,
     head,
@@ -134,23 +123,33 @@ def attend(
     positions,
     words,
     node_positions,
-    states,
-    slots,
-    scores,
     attended,
 ):
     """Write to `attended` [T, H * D] what some rows of one sequence see by the query heads of one K/V head.
 
-    queries: [T, at least H * D]; window: 0 is none; states: [T, H, 2] and slots, scores: [`TILE`], to work in.
+    joined: [T, at least H * D] queries; window: 0 is none.
     """
     width = keys.shape[2]
     num_shared = attended.shape[1] // (keys.shape[1] * width)
+    num_queries, num_blocks = (last_row - first_row) * num_shared, (width + BLOCK - 1) // BLOCK
+    queries = np.empty((num_queries, width), np.float32)
+    scores = np.empty((num_queries, TILE), np.float32)
+    found = np.empty((num_queries, num_blocks * BLOCK), np.float32)
+    results = np.zeros((num_queries, width), np.float32)
+    states = np.zeros((num_queries, 2), np.float32)
+    key_blocks = np.zeros((TILE // BLOCK, width, BLOCK), np.float32)
+    value_blocks = np.zeros(num_blocks * TILE * BLOCK, np.float32)
+    slots, offsets = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    no_scales, no_bias = np.empty((1, 0, BLOCK), np.float32), np.zeros(max(TILE, num_blocks * BLOCK), np.float32)
     most_limit = 0
     for row in range(first_row, last_row):
         most_limit = max(most_limit, limits[row])
-        for number in range(head * num_shared, (head + 1) * num_shared):
-            states[row, number, 0], states[row, number, 1] = _HIDDEN, np.float32(0)
-            attended[row, number * width : (number + 1) * width] = np.float32(0)
+        for number in range(num_shared):
+            query = queries[(row - first_row) * num_shared + number]
+            start = (head * num_shared + number) * width
+            for column in range(width):
+                query[column] = joined[row, start + column] * scale
+    states[:, 0] = _HIDDEN
     for start in range(first_key, num_keys, TILE):
         count = min(TILE, num_keys - start)
         stop = start + count
@@ -162,26 +161,36 @@ def attend(
             place += 1
             if place == page_size:
                 page, place = page + 1, 0
-        for row in range(first_row, last_row):
+        _lay_out_keys(keys, head, slots, offsets, count, key_blocks)
+        of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)
+        _lay_out_values(values, head, slots, count, of_tile)
+        product(queries, key_blocks, no_scales, no_bias, scores, 0, (count + BLOCK - 1) // BLOCK)
+        for query in range(num_queries):
+            row = first_row + query // num_shared
             limit = limits[row]
             near = positions[row] - window + 1 if window > 0 else 0
-            if stop <= end and (start >= limit or stop <= near):
-                continue
-            is_seen = stop <= limit and start >= near
-            for number in range(head * num_shared, (head + 1) * num_shared):
-                place = slice(number * width, (number + 1) * width)
-                _score(queries[row, place], keys, head, slots, count, scale, scores)
-                num_seen = count
-                if not is_seen:
-                    num_seen = _mask(scores, start, count, row, limit, end, near, words, node_positions)
-                    if num_seen == 0:
-                        continue
-                result = attended[row, place]
-                state = states[row, number]
-                state[0], state[1] = _soften(scores, count, num_seen, state[0], state[1], result)
-                _add_values(scores, values, head, slots, count, result)
-    for row in range(first_row, last_row):
-        for number in range(head * num_shared, (head + 1) * num_shared):
-            share = np.float32(1) / states[row, number, 1]
-            for column in range(number * width, (number + 1) * width):
-                attended[row, column] *= share
+            sees_any = True
+            if stop > limit or start < near:
+                sees_any = _mask(scores[query], start, count, words[row], limit, end, near, node_positions)
+            shrink = np.float32(1)
+            if sees_any:
+                shrink = _soften(scores[query], count, states[query])
+            else:
+                scores[query, :count] = np.float32(0)
+            for column in range(width):
+                results[query, column] *= shrink
+        _add_values(scores, of_tile, no_scales, no_bias, found, results)
+    for query in range(num_queries):
+        share = np.float32(1) / states[query, 1]
+        start = (head * num_shared + query % num_shared) * width
+        for column in range(width):
+            attended[first_row + query // num_shared, start + column] = results[query, column] * share
+
+
+@compiled_for_cpu(**FAST)
+def _add_values(weights, blocks, no_scales, no_bias, found, results):
+    """Add to the results [Q, D] the products of weights [Q, `TILE`] with a tile of values."""
+    product(weights, blocks, no_scales, no_bias, found, 0, len(blocks))
+    for query in range(len(results)):
+        for column in range(results.shape[1]):
+            results[query, column] += found[query, column]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, cfunc, types
 
-from engine.execution.numba_attention import TILE, attend
+from engine.execution.numba_attention import attend
 from engine.execution.numba_product import BLOCK, GROUP, product
 from engine.execution.numba_work import call, claim, finish, pointer_to
 from engine.execution.numba_work import together as share
@@ -40,7 +40,7 @@ NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(18, 23)
 # K/V [L, slots, H_kv, head].
 KEYS, VALUES = 23, 24
 # Arrays to work in, of T rows (see `_work`), and [phases, `ROW`] counters.
-HIDDEN, ROTATION, NORMED, JOINED, STATES, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 36)
+HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 35)
 # Of a pass over T tokens of R sequences: see `paged.PagedInput`. Parts [P, 3]: sequence, first row and end of rows that
 # attend together; sizes: tokens of a page, cores.
 TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
@@ -265,8 +265,7 @@ def _attend(address, phase, layer, kv_type):
     first_keys, ends = array1(table, FIRST_KEYS, np.int32), array1(table, ENDS, np.int32)
     num_keys, limits = array1(table, NUM_KEYS, np.int32), array1(table, LIMITS, np.int32)
     positions, words = array1(table, POSITIONS, np.int64), array2(table, WORDS, np.int64)
-    states, page_size = array3(table, STATES, np.float32), array1(table, SIZES, np.int64)[0]
-    slots, scores = np.empty(TILE, np.int64), np.empty(TILE, np.float32)
+    page_size = array1(table, SIZES, np.int64)[0]
     num_parts = len(parts) * keys.shape[1]
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
@@ -290,9 +289,6 @@ def _attend(address, phase, layer, kv_type):
             positions,
             words,
             node_positions[sequence],
-            states,
-            slots,
-            scores,
             attended,
         )
         count, part = count + 1, claim(counters, phase, num_parts)
@@ -438,7 +434,7 @@ def run(
     put1(table, LIMITS, limits)
     put1(table, POSITIONS, positions)
     put2(table, LOGITS, logits)
-    for field in (HIDDEN, NORMED, JOINED, STATES, ATTENDED, SUMMAND, INNER, GATED):
+    for field in (HIDDEN, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED):
         table[field, 1] = len(tokens)
     table[ROTATION, 2], table[CHOSEN, 1] = len(tokens), len(wanted)
     array2(table, COUNTERS, np.int64)[:] = 0

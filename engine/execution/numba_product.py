@@ -31,15 +31,15 @@ from engine.kernels import compiled_for_cpu
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 """Features of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
-_LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
+LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
 """Numbers of a vector."""
 WIDENS_HALVES = "+f16c" in _FEATURES or "+avx512f" in _FEATURES
 """Whether the processor widens float16 numbers itself; where not, such weights are kept as float32."""
 _VECTORS = 2
 """Of a row's sums: as many multiplications for each number of a row that is read."""
-BLOCK = _VECTORS * _LANES
+BLOCK = _VECTORS * LANES
 """B, columns of a block."""
-MOST_ROWS = 6 if _LANES == 8 else 12
+MOST_ROWS = 6 if LANES == 8 else 12
 """Rows whose sums, with a block's vectors, fit the registers: 16 of eight numbers, else 32."""
 MOST_BLOCKS = 4
 """Blocks that few rows go through at once: alone their sums would wait for each other."""
@@ -53,7 +53,7 @@ _LINE = 64
 Array = npt.NDArray[Any]
 
 _FLOAT, _LONG, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
-_VECTOR = ir.VectorType(_FLOAT, _LANES)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 class _Kind(NamedTuple):
@@ -66,10 +66,10 @@ class _Kind(NamedTuple):
     def widen(self, builder: ir.IRBuilder, numbers: Any) -> Any:
         """A vector of them as float32."""
         if self.stored is _SHORT:  # the upper halves of float32 numbers
-            wide = builder.zext(numbers, ir.VectorType(_INT, _LANES))
-            return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * _LANES)), _VECTOR)
+            wide = builder.zext(numbers, ir.VectorType(_INT, LANES))
+            return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), _VECTOR)
         if self.stored is _BYTE:
-            return builder.sitofp(builder.sext(numbers, ir.VectorType(_INT, _LANES)), _VECTOR)
+            return builder.sitofp(builder.sext(numbers, ir.VectorType(_INT, LANES)), _VECTOR)
         return numbers if self.stored is _FLOAT else builder.fpext(numbers, _VECTOR)
 
 
@@ -100,7 +100,7 @@ class _Loop:
 
     def build(self, after: ir.Block) -> None:
         """At the builder's place, which jumps to `after` at the end."""
-        starts = [self._at(self._bias, _long(block * BLOCK + vector * _LANES)) for block, vector in self._columns]
+        starts = [self._at(self._bias, _long(block * BLOCK + vector * LANES)) for block, vector in self._columns]
         starts = [self._builder.load(pointer, align=4) for pointer in starts]
         sums = [starts] * len(self._rows)
         if self._kind.stored is _BYTE:
@@ -141,7 +141,7 @@ class _Loop:
         scales = []
         for block, vector in self._columns:
             of_block = builder.add(builder.mul(num_groups, _long(block)), number)
-            place = builder.add(builder.mul(of_block, _long(BLOCK)), _long(vector * _LANES))
+            place = builder.add(builder.mul(of_block, _long(BLOCK)), _long(vector * LANES))
             scales.append(builder.load(self._at(self._scale, place), align=4))
         end = builder.add(start, _long(GROUP))
         stop = builder.select(builder.icmp_signed("<", end, self._depth), end, self._depth)
@@ -156,8 +156,8 @@ class _Loop:
             self._ask_for(builder.add(place, _long(_AHEAD * BLOCK)))
             for vector in range(_VECTORS):
                 stored = builder.load(
-                    self._at(self._weight, builder.add(place, _long(vector * _LANES)), self._kind.stored),
-                    align=_LANES * self._kind.num_bytes,
+                    self._at(self._weight, builder.add(place, _long(vector * LANES)), self._kind.stored),
+                    align=self._kind.num_bytes,
                 )
                 weights.append(self._kind.widen(builder, stored))
         if scales:
@@ -168,7 +168,7 @@ class _Loop:
                 ir.Constant(_VECTOR, ir.Undefined), builder.load(self._behind(pointer, step)), _int(0)
             )
             number = builder.shuffle_vector(
-                alone, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.VectorType(_INT, _LANES), [0] * _LANES)
+                alone, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
             )
             added.append(
                 [
@@ -196,13 +196,13 @@ class _Loop:
         for number, of_row in enumerate(sums):
             start = builder.mul(self._result_stride, _long(number))
             for place, one in enumerate(of_row):
-                builder.store(one, self._at(self._result, builder.add(start, _long(place * _LANES))), align=4)
+                builder.store(one, self._at(self._result, builder.add(start, _long(place * LANES))), align=4)
 
     def _behind(self, pointer: Any, count: Any) -> Any:
         return self._builder.gep(pointer, [count])
 
     def _at(self, pointer: Any, count: Any, stored: Any = _FLOAT) -> Any:
-        vector = ir.VectorType(stored, _LANES)
+        vector = ir.VectorType(stored, LANES)
         return self._builder.bitcast(self._behind(pointer, count), vector.as_pointer())
 
 
@@ -248,13 +248,60 @@ def _sums(_context, weights, num_rows, num_blocks, rows, weight, scale, bias, re
 _blocks_at_once = compiled_for_cpu()(blocks_at_once)
 
 
+@intrinsic
+def transpose(_context, numbers, offsets, source, target):
+    """Write `LANES` columns of as many numbers, which lie at `source` plus offsets in bytes, as rows of a block.
+
+    numbers: an array of their type, which is not read; offsets, source, target: addresses.
+    """
+    kind = _KINDS[numbers.dtype]
+    low = [place for number in range(LANES // 2) for place in (number, LANES + number)]
+    high = [place + LANES // 2 for place in low]
+
+    def build(context, builder, _signature, operands):
+        _, offsets, source, target = operands
+        offsets = builder.inttoptr(offsets, _LONG.as_pointer())
+        vectors = []
+        for number in range(LANES):
+            place = builder.add(source, builder.load(builder.gep(offsets, [_long(number)])))
+            pointer = builder.inttoptr(place, ir.VectorType(kind.stored, LANES).as_pointer())
+            vectors.append(kind.widen(builder, builder.load(pointer, align=kind.num_bytes)))
+        # Every stage merges the first half with the second, number by number.
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
+            masks = [ir.Constant(ir.VectorType(_INT, LANES), order) for order in (low, high)]
+            vectors = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
+        for number, vector in enumerate(vectors):
+            place = builder.add(target, _long(number * BLOCK * 4))
+            builder.store(vector, builder.inttoptr(place, _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, types.int64, types.int64), build
+
+
+@intrinsic
+def copy(_context, numbers, source, target):
+    """Copy `LANES` numbers from one address to another, as float32; numbers: an array of their type, not read."""
+    kind = _KINDS[numbers.dtype]
+
+    def build(context, builder, _signature, operands):
+        _, source, target = operands
+        stored = builder.inttoptr(source, ir.VectorType(kind.stored, LANES).as_pointer())
+        widened = kind.widen(builder, builder.load(stored, align=kind.num_bytes))
+        builder.store(widened, builder.inttoptr(target, _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.int64, types.int64), build
+
+
 @compiled_for_cpu(error_model="numpy")
 def product(rows, weights, scales, bias, result, first_block, last_block):
-    """Write the products of rows [T, K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
+    """Write the products of rows [T, at least K] with these blocks of a weight to `result` [T, N] (N: whole blocks).
 
     weights: [N / B, K, B]; scales: [N / B, groups, B], read for 8-bit weights; bias: [N].
     """
-    num_rows, depth = rows.shape
+    num_rows, stride = rows.shape
+    depth = weights.shape[1]
     num_columns = result.shape[1]
     width = weights.itemsize
     from_rows, from_weights, to = (
@@ -278,12 +325,12 @@ def product(rows, weights, scales, bias, result, first_block, last_block):
                 weights,
                 count,
                 at_once,
-                from_rows + first * depth * 4,
+                from_rows + first * stride * 4,
                 from_weights + block * depth * BLOCK * width,
                 from_scales + block * scales_of_block,
                 from_bias + block * BLOCK * 4,
                 to + (first * num_columns + block * BLOCK) * 4,
-                depth,
+                stride,
                 num_columns,
                 depth,
             )
