@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,6 +15,7 @@ import torch
 log = logging.getLogger("polydraft")
 
 Compiler = Literal["Triton", "Numba"]
+_CODE = Path(__file__).parent
 _DEVICES = {"Triton": "cuda", "Numba": "cpu"}
 
 
@@ -44,6 +48,8 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
     """Numba's decorator; what it compiles is kept for later starts where there is a folder for that."""
     from numba import njit
 
+    _separate_caches()
+
     def decorate(function: Any) -> Any:
         try:
             return njit(cache=True, **options)(function)
@@ -51,3 +57,24 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
             return njit(**options)(function)
 
     return decorate
+
+
+@cache
+def _separate_caches() -> None:
+    """Have Numba keep what it compiles by the text of all kernels: of itself it notices changes of a kernel's own file,
+    and not of the functions and constants that are compiled into it."""
+    from numba.core import config
+
+    digest = hashlib.sha256()
+    for file in sorted(_CODE.rglob("numba_*.py")):
+        digest.update(file.read_bytes())
+    own, users = _CODE / "__pycache__", Path("~/.cache/polydraft").expanduser()
+    for base in [Path(config.CACHE_DIR)] if config.CACHE_DIR else [own, users]:
+        folder = base / f"kernels-{digest.hexdigest()[:16]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # a folder that cannot be written to
+            continue
+        if os.access(folder, os.W_OK):
+            config.CACHE_DIR = str(folder)
+            return

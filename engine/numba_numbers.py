@@ -1,8 +1,4 @@
-"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: their bits, their order, the exponential function.
-
-Numba keeps a compiled kernel by the file that the kernel is in. Who changes this file must delete what Numba has kept
-(`__pycache__`, or the folder NUMBA_CACHE_DIR): kernels elsewhere have these functions compiled into them.
-"""
+"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: their bits, their order, the exponential function."""
 
 # Numba sees arguments only when it is run, and an intrinsic's body handles them as a list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"

@@ -2,8 +2,7 @@
 
 Torch writes a row for every step of its operations, and takes some microseconds for each. Here a law is made in two
 readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. `fused.py` decides
-where; the plain operations are the oracle. `numba_block.py` has functions of this file compiled into its kernel: who
-changes them must delete what Numba has kept (see `numba_numbers.py`).
+where; the plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.

@@ -140,6 +140,7 @@ def with_paged_models() -> Iterator[None]:
         for module in (building, probe):
             stack.enter_context(patch.object(module, "is_replayed", lambda *_: True))
             stack.enter_context(patch.object(module, "has_kernel", lambda _: True))
+        stack.enter_context(patch.object(probe, "BACKENDS", probe.BACKENDS[1:]))
         yield
 
 
