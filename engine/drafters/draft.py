@@ -149,7 +149,7 @@ class NodeTable:
         return to_device(self.rows, self.node_CX.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # kept, and known by identity
 class Layout:
     """Which chains a step drafts; one chain of length 0 for a row that draws none."""
 
@@ -190,30 +190,6 @@ class Layout:
         """Chains of each row."""
         counts: list[int] = np.bincount(self.request_C).tolist()
         return counts
-
-    @cached_property
-    def draws_alone(self) -> bool:
-        """Whether each drawn token depends on its law and its own number alone."""
-        return all(draw.method == "iid" or draw.shape[1] == 1 for level in self.levels for draw in level.draws)
-
-    @cached_property
-    def law_ends(self) -> Ints:
-        """[L] where the laws of each level end among all."""
-        return np.array([level.laws.stop for level in self.levels])
-
-    @cached_property
-    def chains_below(self) -> tuple[Ints, Ints, Ints]:
-        """([N] first chain, [N] number of chains through the node above each law; [L, C] first chain through each
-        chain's node)."""
-        law_row_CL = self.law_row_CL.cpu().numpy()
-        drawn_CL = np.arange(self.max_length) < self.length_C[:, None]
-        chain_CL = np.arange(self.num_chains)[:, None].repeat(self.max_length, 1)
-        num_chains = np.bincount(law_row_CL[drawn_CL], minlength=self.num_laws)
-        first_chains = np.full(self.num_laws, self.num_chains)
-        np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
-        own_C = np.arange(self.num_chains)
-        leaders = [own_C if level.leader_C is None else level.leader_C.cpu().numpy() for level in self.levels]
-        return first_chains, num_chains, np.array(leaders)
 
     @cached_property
     def nodes(self) -> NodeTable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,37 @@ if TYPE_CHECKING:
     from engine.execution.cpu_decoder import CpuDecoder
 
 Ints = npt.NDArray[np.int64]
+
+
+class _Chains(NamedTuple):
+    """Chains of a layout, as the loop needs them."""
+
+    are_alone: bool
+    """Whether each drawn token depends on its law and its own number alone."""
+    law_ends: Ints
+    """[L] where the laws of each level end among all."""
+    first_chains: Ints
+    num_chains: Ints
+    """[N] the first of the chains through the node above each law, and how many there are."""
+    leaders_LC: Ints
+    """The first chain through each chain's node."""
+
+
+@lru_cache(maxsize=128)  # as many as there are layouts, which are kept, too
+def _chains_of(layout: Layout) -> _Chains:
+    law_row_CL, own_C = layout.law_row_CL.numpy(), np.arange(layout.num_chains)
+    drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]
+    chain_CL = own_C[:, None].repeat(layout.max_length, 1)
+    first_chains = np.full(layout.num_laws, layout.num_chains)
+    np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
+    leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
+    return _Chains(
+        all(draw.method == "iid" or draw.shape[1] == 1 for level in layout.levels for draw in level.draws),
+        np.array([level.laws.stop for level in layout.levels]),
+        first_chains,
+        np.bincount(law_row_CL[drawn_CL], minlength=layout.num_laws),
+        np.array(leaders),
+    )
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
@@ -47,7 +79,7 @@ class Levels:
             and not parameters.values
             and min(self._decoder.vocab_size, self._runner.num_embeddings) >= vocab_size
             and not any(row.text or row.sampling.seed_stable for row in rows)
-            and layout.draws_alone
+            and _chains_of(layout).are_alone
         )
 
     def draw(
@@ -66,13 +98,13 @@ class Levels:
         pages, sequence_ends = pages_of(whole), np.cumsum([len(one) for one in passes])
         row_ends = np.cumsum(whole.num_rows_B)[sequence_ends - 1]
         parts, part_ends = _parts(pages, sequence_ends, row_ends)
-        first_chains, num_chains, leaders_LC = layout.chains_below
+        of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
-        most_laws = int(np.diff(layout.law_ends, prepend=0).max())
+        most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
         numba_levels.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, int(np.diff(row_ends, prepend=0).max())),
             numba_levels.draw().address,
-            np.stack([row_ends, sequence_ends, part_ends, layout.law_ends], 1),
+            np.stack([row_ends, sequence_ends, part_ends, of_layout.law_ends], 1),
             whole.token_ids_T,
             whole.slots_T,
             whole.wanted_N[: len(whole.wanted_N) - int(row_ends[-1] - row_ends[0])],
@@ -87,9 +119,9 @@ class Levels:
             whole.positions_T,
             parameters.select(layout.law_row_of_N).temperature_N.numpy(),
             uniform_LC.numpy(),
-            first_chains,
-            num_chains,
-            leaders_LC,
+            of_layout.first_chains,
+            of_layout.num_chains,
+            of_layout.leaders_LC,
             decoder.room_for_logits(most_laws),
             law_NV.numpy(),
             tokens_LC,

@@ -13,17 +13,18 @@ from functools import cache
 
 import numpy as np
 
-from engine.execution import numba_decoder
-from engine.execution.numba_decoder import array1, array2, c_function, put1, put2, table_at
+from engine.execution import numba_decoder, numba_table
+from engine.execution.numba_decoder import c_function
+from engine.execution.numba_table import array1, array2, put1, put2, table_at
 from engine.execution.numba_work import claim, finish
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import EXACT
 from engine.sampling.numba_rows import draw_from, law_of, likeliest
 
 _LAWS, _TEMPERATURES, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS = range(
-    numba_decoder.OWN, numba_decoder.OWN + 7
+    numba_table.OWN, numba_table.OWN + 7
 )
-_COUNTERS, _LOGITS = numba_decoder.COUNTERS, numba_decoder.LOGITS
+_COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
 
 @compiled_for_cpu(**EXACT)
@@ -111,7 +112,7 @@ def draw_levels(
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
                 entering[number] = tokens[level - 1, first_chains[first_law + number]]
-        table[numba_decoder.BEHIND, 0] = behind
+        table[numba_table.BEHIND, 0] = behind
         put2(table, _LAWS, laws[first_law:end_law])
         put1(table, _TEMPERATURES, temperatures[first_law:end_law])
         put1(table, _UNIFORMS, uniforms[level])
@@ -138,4 +139,4 @@ def draw_levels(
             logits[: len(chosen)],
         )
         first_row, first_sequence, first_part, first_law = end_row, end_sequence, end_part, end_law
-    table[numba_decoder.BEHIND, 0] = 0
+    table[numba_table.BEHIND, 0] = 0

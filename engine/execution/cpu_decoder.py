@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from engine.cache.tensors import NORMED, KVTensors
 from engine.execution import numba_decoder as nd
+from engine.execution import numba_table as nt
 from engine.execution.attention import AttentionMetadata
 from engine.execution.kinds import window_of
 from engine.execution.numba_product import BLOCK, GROUP, WIDENS_HALVES
@@ -158,13 +159,13 @@ class CpuDecoder:
             head_dim=int(attention.head_dim),
             vocab_size=int(model.lm_head.weight.shape[0]),
         )
-        self._table = np.zeros((nd.NUM_FIELDS, nd.COLUMNS), dtype=np.int64)
+        self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
         """What the table points to, by field."""
         self._put_weights(model, bits)
         self._put_constants(model)
-        stored: Any = self._arrays[nd.QKV].dtype.type
-        self._put(nd.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
+        stored: Any = self._arrays[nt.QKV].dtype.type
+        self._put(nt.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
@@ -203,8 +204,8 @@ class CpuDecoder:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             embedding = _Product(1, model.model.embed_tokens.num_embeddings, shape.hidden_dim, dtype, bits)
             embedding.put(0, model.model.embed_tokens.weight.detach(), None)
-        of_layers = (nd.QKV, qkv), (nd.OUTPUT, output), (nd.GATE_UP, gate_up), (nd.DOWN, down)
-        for field, product in (*of_layers, (nd.EMBEDDING, embedding), (nd.HEAD, head)):
+        of_layers = (nt.QKV, qkv), (nt.OUTPUT, output), (nt.GATE_UP, gate_up), (nt.DOWN, down)
+        for field, product in (*of_layers, (nt.EMBEDDING, embedding), (nt.HEAD, head)):
             self._put(field, product.weights, product.scales, product.bias)
         unique = {id(product): product.nbytes for product in (qkv, output, gate_up, down, head, embedding)}
         self.weight_bytes = sum(unique.values())
@@ -220,19 +221,19 @@ class CpuDecoder:
         ]
         rotary = body.rotary_emb
         constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling]
-        self._put(nd.NORMS, np.stack([_floats(norm.weight) for norm in (*norms, body.norm)]))
-        self._put(nd.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
-        self._put(nd.FREQUENCIES, _floats(rotary.inv_freq))
-        self._put(nd.CONSTANTS, np.array(constants, dtype=np.float32))
-        self._put(nd.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
-        self._put(nd.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
+        self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in (*norms, body.norm)]))
+        self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
+        self._put(nt.FREQUENCIES, _floats(rotary.inv_freq))
+        self._put(nt.CONSTANTS, np.array(constants, dtype=np.float32))
+        self._put(nt.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
+        self._put(nt.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
         """Point the table's fields from this one on to arrays, which are kept."""
         for place, array in enumerate(arrays, field):
             assert array.flags.c_contiguous
             self._arrays[place] = array
-            self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nd.COLUMNS - 1 - array.ndim)]
+            self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nt.COLUMNS - 1 - array.ndim)]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
         """Give up the model's own weights."""
@@ -276,18 +277,18 @@ class CpuDecoder:
         shape, self._capacity = self._shape, max(64, 1 << (num_rows - 1).bit_length())
         rows = self._capacity
         widths = {
-            nd.HIDDEN: shape.hidden_dim,
-            nd.NORMED: shape.hidden_dim,
-            nd.JOINED: self._arrays[nd.QKV + 2].shape[1],
-            nd.ATTENDED: shape.num_heads * shape.head_dim,
-            nd.SUMMAND: self._arrays[nd.OUTPUT + 2].shape[1],
-            nd.INNER: 2 * shape.inner_dim,
-            nd.GATED: shape.inner_dim,
-            nd.CHOSEN: shape.hidden_dim,
+            nt.HIDDEN: shape.hidden_dim,
+            nt.NORMED: shape.hidden_dim,
+            nt.JOINED: self._arrays[nt.QKV + 2].shape[1],
+            nt.ATTENDED: shape.num_heads * shape.head_dim,
+            nt.SUMMAND: self._arrays[nt.OUTPUT + 2].shape[1],
+            nt.INNER: 2 * shape.inner_dim,
+            nt.GATED: shape.inner_dim,
+            nt.CHOSEN: shape.hidden_dim,
         }
         for field, width in widths.items():
             self._put(field, _aligned((rows, width), np.dtype(np.float32)))
-        self._put(nd.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
+        self._put(nt.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """[N, V] logits at the wanted tokens of a flat pass."""
@@ -321,17 +322,17 @@ class CpuDecoder:
         if self._storage is not storage:
             assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
             self._storage = storage
-            self._put(nd.KEYS, _array_of(storage.keys))
-            self._put(nd.VALUES, _array_of(storage.values))
-            self._put(nd.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
-            nothing = np.zeros((0, 0), dtype=self._arrays[nd.KEYS].dtype)
-            self._put(nd.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
-        self._put(nd.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
+            self._put(nt.KEYS, _array_of(storage.keys))
+            self._put(nt.VALUES, _array_of(storage.values))
+            self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
+            nothing = np.zeros((0, 0), dtype=self._arrays[nt.KEYS].dtype)
+            self._put(nt.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
+        self._put(nt.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
         return TEAM.shared, self._function, self._table
 
     def room_for_logits(self, num_rows: int) -> Array:
         """[N, at least V] where `run` writes logits."""
-        return np.empty((num_rows, self._arrays[nd.HEAD + 2].shape[1]), dtype=np.float32)
+        return np.empty((num_rows, self._arrays[nt.HEAD + 2].shape[1]), dtype=np.float32)
 
     @property
     def vocab_size(self) -> int:

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, cfunc, types
+from numba import cfunc, types
 
+from engine.execution import numba_table as nt
 from engine.execution.numba_attention import attend
 from engine.execution.numba_product import BLOCK, GROUP, product
-from engine.execution.numba_work import call, claim, finish, pointer_to
+from engine.execution.numba_table import array1, array2, array3, array4, put1, put2, table_at
+from engine.execution.numba_work import call, claim, finish
 from engine.execution.numba_work import together as share
 from engine.kernels import compiled_for_cpu
 from engine.numba_numbers import FAST, exponential, rounded, widened
@@ -30,52 +32,6 @@ _PARTS = 2
 """Parts of a product for each core."""
 _LAYER_PHASES = 8
 _OTHER_PHASES = 5
-
-# Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], behind it its scales
-# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
-EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(0, 18, 3)
-# Norms [2 L + 1, D]; those of queries and keys [L, 2, head], or [0, 2, head]; radians [head / 2] by which a position
-# rotates; epsilon, scale of scores, factor of cosines and sines; windows [L] in positions, 0 for none.
-NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(18, 23)
-# K/V [L, slots, H_kv, head].
-KEYS, VALUES = 23, 24
-# Arrays to work in, of T rows (see `_work`), and [phases, `ROW`] counters.
-HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 35)
-# Of a pass over T tokens of R sequences: see `paged.PagedInput`. Parts [P, 3]: sequence, first row and end of rows that
-# attend together; sizes: tokens of a page, cores.
-TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
-NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
-# Hidden states that are stored: places [L + 2] of the state that enters each layer, that leaves the last, and that is
-# behind the norm, -1 for none; where to, [slots, places * D].
-TAPS, TAPPED = 50, 51
-# Addresses of the functions of phases that depend on types.
-FUNCTIONS = 52
-# Address of a function that runs behind the logits, with its phase; or 0. Rows from `OWN` on are that function's.
-BEHIND, OWN = 53, 54
-NUM_FIELDS = 64
-COLUMNS = 5
-"""Of a table: the address of an array, and up to four sizes."""
-
-
-@compiled_for_cpu(inline="always")
-def array1(table, field, dtype):
-    return carray(pointer_to(table[field, 0]), (table[field, 1],), dtype)
-
-
-@compiled_for_cpu(inline="always")
-def array2(table, field, dtype):
-    return carray(pointer_to(table[field, 0]), (table[field, 1], table[field, 2]), dtype)
-
-
-@compiled_for_cpu(inline="always")
-def array3(table, field, dtype):
-    return carray(pointer_to(table[field, 0]), (table[field, 1], table[field, 2], table[field, 3]), dtype)
-
-
-@compiled_for_cpu(inline="always")
-def array4(table, field, dtype):
-    sizes = table[field, 1], table[field, 2], table[field, 3], table[field, 4]
-    return carray(pointer_to(table[field, 0]), sizes, dtype)
 
 
 @compiled_for_cpu(**FAST)
@@ -147,18 +103,13 @@ def _gate(inner, gated, first, last):
 
 
 @compiled_for_cpu(inline="always")
-def table_at(address):
-    return carray(pointer_to(address), (NUM_FIELDS, COLUMNS), np.int64)
-
-
-@compiled_for_cpu(inline="always")
 def _num_parts_of_rows(table):
-    return (table[HIDDEN, 1] + _ROWS - 1) // _ROWS
+    return (table[nt.HIDDEN, 1] + _ROWS - 1) // _ROWS
 
 
 @compiled_for_cpu(inline="always")
 def _num_parts_of_blocks(table, num_blocks):
-    cores = array1(table, SIZES, np.int64)[1]
+    cores = array1(table, nt.SIZES, np.int64)[1]
     return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
 
 
@@ -166,11 +117,11 @@ def _num_parts_of_blocks(table, num_blocks):
 def _begin(address, phase, weight_type):
     """Write the embeddings of the tokens, and cosines and sines of their rotation."""
     table = table_at(address)
-    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    tokens, positions = array1(table, TOKENS, np.int64), array1(table, POSITIONS, np.int64)
-    embedding, scales = array4(table, EMBEDDING, weight_type)[0], array4(table, EMBEDDING + 1, np.float32)[0]
-    frequencies, factor = array1(table, FREQUENCIES, np.float32), array1(table, CONSTANTS, np.float32)[2]
-    hidden, rotation = array2(table, HIDDEN, np.float32), array3(table, ROTATION, np.float32)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
+    embedding, scales = array4(table, nt.EMBEDDING, weight_type)[0], array4(table, nt.EMBEDDING + 1, np.float32)[0]
+    frequencies, factor = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)[2]
+    hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
@@ -189,11 +140,11 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
     number: of the norm, two for each layer and the last one; states that enter a layer or leave the last may be stored.
     """
     table = table_at(address)
-    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    hidden, normed = array2(table, HIDDEN, np.float32), array2(table, NORMED, np.float32)
-    summand, slots = array2(table, SUMMAND, np.float32), array1(table, SLOTS, np.int64)
-    taps, tapped = array1(table, TAPS, np.int64), array2(table, TAPPED, kv_type)
-    eps, weight = array1(table, CONSTANTS, np.float32)[0], array2(table, NORMS, np.float32)[number]
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    hidden, normed = array2(table, nt.HIDDEN, np.float32), array2(table, nt.NORMED, np.float32)
+    summand, slots = array2(table, nt.SUMMAND, np.float32), array1(table, nt.SLOTS, np.int64)
+    taps, tapped = array1(table, nt.TAPS, np.int64), array2(table, nt.TAPPED, kv_type)
+    eps, weight = array1(table, nt.CONSTANTS, np.float32)[0], array2(table, nt.NORMS, np.float32)[number]
     width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
@@ -217,18 +168,18 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
     Behind gate and up comes what they give.
     """
     table = table_at(address)
-    counters, rows = array2(table, COUNTERS, np.int64), array2(table, source, np.float32)
+    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, source, np.float32)
     weights, scales = array4(table, field, weight_type)[layer], array4(table, field + 1, np.float32)[layer]
     bias, result = array2(table, field + 2, np.float32)[layer], array2(table, target, np.float32)
-    together = 2 if field == GATE_UP else 1  # a block of gate, and the same of up
+    together = 2 if field == nt.GATE_UP else 1  # a block of gate, and the same of up
     num_blocks = len(weights) // together
     num_parts = _num_parts_of_blocks(table, num_blocks)
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
         product(rows, weights, scales, bias, result, together * first, together * last)
-        if field == GATE_UP:
-            _gate(result, array2(table, GATED, np.float32), first, last)
+        if field == nt.GATE_UP:
+            _gate(result, array2(table, nt.GATED, np.float32), first, last)
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -237,11 +188,11 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
 def _rotate(address, phase, layer, kv_type):
     """Rotate the queries and keys of all rows, and write keys and values to their slots."""
     table = table_at(address)
-    counters, num_parts = array2(table, COUNTERS, np.int64), _num_parts_of_rows(table)
-    joined, rotation = array2(table, JOINED, np.float32), array3(table, ROTATION, np.float32)
-    norms, eps = array3(table, HEAD_NORMS, np.float32), array1(table, CONSTANTS, np.float32)[0]
-    keys, values = array4(table, KEYS, kv_type)[layer], array4(table, VALUES, kv_type)[layer]
-    slots, num_heads = array1(table, SLOTS, np.int64), table[ATTENDED, 2] // keys.shape[2]
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    joined, rotation = array2(table, nt.JOINED, np.float32), array3(table, nt.ROTATION, np.float32)
+    norms, eps = array3(table, nt.HEAD_NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
+    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
+    slots, num_heads = array1(table, nt.SLOTS, np.int64), table[nt.ATTENDED, 2] // keys.shape[2]
     has_norms = len(norms) > 0
     of_head = norms[layer if has_norms else 0]
     count, part = 0, claim(counters, phase, num_parts)
@@ -257,15 +208,15 @@ def _rotate(address, phase, layer, kv_type):
 def _attend(address, phase, layer, kv_type):
     """Write the attention of all rows, in parts of some rows of a sequence and one K/V head."""
     table = table_at(address)
-    counters, parts = array2(table, COUNTERS, np.int64), array2(table, PARTS, np.int64)
-    keys, values = array4(table, KEYS, kv_type)[layer], array4(table, VALUES, kv_type)[layer]
-    scale, window = array1(table, CONSTANTS, np.float32)[1], array1(table, WINDOWS, np.int64)[layer]
-    queries, attended = array2(table, JOINED, np.float32), array2(table, ATTENDED, np.float32)
-    pages, node_positions = array2(table, PAGES, np.int32), array2(table, NODE_POSITIONS, np.int32)
-    first_keys, ends = array1(table, FIRST_KEYS, np.int32), array1(table, ENDS, np.int32)
-    num_keys, limits = array1(table, NUM_KEYS, np.int32), array1(table, LIMITS, np.int32)
-    positions, words = array1(table, POSITIONS, np.int64), array2(table, WORDS, np.int64)
-    page_size = array1(table, SIZES, np.int64)[0]
+    counters, parts = array2(table, nt.COUNTERS, np.int64), array2(table, nt.PARTS, np.int64)
+    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
+    scale, window = array1(table, nt.CONSTANTS, np.float32)[1], array1(table, nt.WINDOWS, np.int64)[layer]
+    queries, attended = array2(table, nt.JOINED, np.float32), array2(table, nt.ATTENDED, np.float32)
+    pages, node_positions = array2(table, nt.PAGES, np.int32), array2(table, nt.NODE_POSITIONS, np.int32)
+    first_keys, ends = array1(table, nt.FIRST_KEYS, np.int32), array1(table, nt.ENDS, np.int32)
+    num_keys, limits = array1(table, nt.NUM_KEYS, np.int32), array1(table, nt.LIMITS, np.int32)
+    positions, words = array1(table, nt.POSITIONS, np.int64), array2(table, nt.WORDS, np.int64)
+    page_size = array1(table, nt.SIZES, np.int64)[0]
     num_parts = len(parts) * keys.shape[1]
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
@@ -299,8 +250,8 @@ def _attend(address, phase, layer, kv_type):
 def _choose(address, phase):
     """Copy the rows that are wanted."""
     table = table_at(address)
-    counters, wanted = array2(table, COUNTERS, np.int64), array1(table, WANTED, np.int64)
-    normed, chosen = array2(table, NORMED, np.float32), array2(table, CHOSEN, np.float32)
+    counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
+    normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
     count, part = 0, claim(counters, phase, 1)
     while part >= 0:
         for number in range(len(wanted)):
@@ -314,25 +265,25 @@ def _choose(address, phase):
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
-    functions, num_layers = array1(table, FUNCTIONS, np.int64), table[QKV, 1]
+    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.QKV, 1]
     begin, norm, multiply, rotate, attend = functions
     call(begin, address, 0, 0, 0, 0, 0)
     phase = 1
     for layer in range(num_layers):
         call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-        call(multiply, address, phase + 1, layer, QKV, NORMED, JOINED)
+        call(multiply, address, phase + 1, layer, nt.QKV, nt.NORMED, nt.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
-        call(multiply, address, phase + 4, layer, OUTPUT, ATTENDED, SUMMAND)
+        call(multiply, address, phase + 4, layer, nt.OUTPUT, nt.ATTENDED, nt.SUMMAND)
         call(norm, address, phase + 5, 2 * layer + 1, 1, 0, 0)
-        call(multiply, address, phase + 6, layer, GATE_UP, NORMED, INNER)
-        call(multiply, address, phase + 7, layer, DOWN, GATED, SUMMAND)
+        call(multiply, address, phase + 6, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
+        call(multiply, address, phase + 7, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
         phase += _LAYER_PHASES
     call(norm, address, phase, 2 * num_layers, 1, 0, 0)
     _choose(address, phase + 1)
-    call(multiply, address, phase + 2, 0, HEAD, CHOSEN, LOGITS)
-    if table[BEHIND, 0] != 0:
-        call(table[BEHIND, 0], address, phase + 3, 0, 0, 0, 0)
+    call(multiply, address, phase + 2, 0, nt.HEAD, nt.CHOSEN, nt.LOGITS)
+    if table[nt.BEHIND, 0] != 0:
+        call(table[nt.BEHIND, 0], address, phase + 3, 0, 0, 0, 0)
 
 
 def num_phases(num_layers: int) -> int:
@@ -391,16 +342,6 @@ def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
     return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
 
 
-@compiled_for_cpu(inline="always")
-def put1(table, field, array):
-    table[field, 0], table[field, 1] = np.int64(array.ctypes.data), array.shape[0]
-
-
-@compiled_for_cpu(inline="always")
-def put2(table, field, array):
-    table[field, 0], table[field, 1], table[field, 2] = np.int64(array.ctypes.data), array.shape[0], array.shape[1]
-
-
 @compiled_for_cpu(nogil=True)
 def run(
     shared,
@@ -421,22 +362,22 @@ def run(
     logits,
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores."""
-    put1(table, TOKENS, tokens)
-    put1(table, SLOTS, slots)
-    put1(table, WANTED, wanted)
-    put2(table, PARTS, parts)
-    put2(table, WORDS, words)
-    put2(table, PAGES, pages)
-    put1(table, FIRST_KEYS, first_keys)
-    put1(table, ENDS, ends)
-    put1(table, NUM_KEYS, num_keys)
-    put2(table, NODE_POSITIONS, node_positions)
-    put1(table, LIMITS, limits)
-    put1(table, POSITIONS, positions)
-    put2(table, LOGITS, logits)
-    for field in (HIDDEN, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED):
+    put1(table, nt.TOKENS, tokens)
+    put1(table, nt.SLOTS, slots)
+    put1(table, nt.WANTED, wanted)
+    put2(table, nt.PARTS, parts)
+    put2(table, nt.WORDS, words)
+    put2(table, nt.PAGES, pages)
+    put1(table, nt.FIRST_KEYS, first_keys)
+    put1(table, nt.ENDS, ends)
+    put1(table, nt.NUM_KEYS, num_keys)
+    put2(table, nt.NODE_POSITIONS, node_positions)
+    put1(table, nt.LIMITS, limits)
+    put1(table, nt.POSITIONS, positions)
+    put2(table, nt.LOGITS, logits)
+    for field in (nt.HIDDEN, nt.NORMED, nt.JOINED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED):
         table[field, 1] = len(tokens)
-    table[ROTATION, 2], table[CHOSEN, 1] = len(tokens), len(wanted)
-    array2(table, COUNTERS, np.int64)[:] = 0
-    cores = array1(table, SIZES, np.int64)[1]
+    table[nt.ROTATION, 2], table[nt.CHOSEN, 1] = len(tokens), len(wanted)
+    array2(table, nt.COUNTERS, np.int64)[:] = 0
+    cores = array1(table, nt.SIZES, np.int64)[1]
     share(shared, function, np.int64(table.ctypes.data), cores - 1)

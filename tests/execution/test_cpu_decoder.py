@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.cache.tensors import NORMED
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from engine.execution import cpu_decoder, numba_decoder, numba_work, probe, runner
+from engine.execution import cpu_decoder, numba_table, numba_work, probe, runner
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.cpu_decoder import CpuDecoder
 from engine.execution.kinds import is_decoder, is_lean
@@ -211,21 +211,21 @@ def test_wrong_keys_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 WRONG_MODELS: dict[str, tuple[str, Callable[[CpuDecoder], None]]] = {
-    "no bias of q, k and v": ("qwen2", lambda d: d._arrays[numba_decoder.QKV + 2].fill(0)),
-    "no bias of the output": ("llama, biases", lambda d: d._arrays[numba_decoder.OUTPUT + 2].fill(0)),
-    "no bias of gate and up": ("llama, mlp biases", lambda d: d._arrays[numba_decoder.GATE_UP + 2].fill(0)),
-    "no bias of down": ("llama, mlp biases", lambda d: d._arrays[numba_decoder.DOWN + 2].fill(0)),
-    "a window too wide": ("mistral, window", lambda d: d._arrays[numba_decoder.WINDOWS].__iadd__(1)),
-    "no window": ("mistral, window", lambda d: d._arrays[numba_decoder.WINDOWS].fill(0)),
-    "windows in all layers": ("qwen2, windows in some layers", lambda d: d._arrays[numba_decoder.WINDOWS].fill(5)),
+    "no bias of q, k and v": ("qwen2", lambda d: d._arrays[numba_table.QKV + 2].fill(0)),
+    "no bias of the output": ("llama, biases", lambda d: d._arrays[numba_table.OUTPUT + 2].fill(0)),
+    "no bias of gate and up": ("llama, mlp biases", lambda d: d._arrays[numba_table.GATE_UP + 2].fill(0)),
+    "no bias of down": ("llama, mlp biases", lambda d: d._arrays[numba_table.DOWN + 2].fill(0)),
+    "a window too wide": ("mistral, window", lambda d: d._arrays[numba_table.WINDOWS].__iadd__(1)),
+    "no window": ("mistral, window", lambda d: d._arrays[numba_table.WINDOWS].fill(0)),
+    "windows in all layers": ("qwen2, windows in some layers", lambda d: d._arrays[numba_table.WINDOWS].fill(5)),
     "norms of queries and keys exchanged": (
         "qwen3",
-        lambda d: np.copyto(d._arrays[numba_decoder.HEAD_NORMS], d._arrays[numba_decoder.HEAD_NORMS][:, ::-1].copy()),
+        lambda d: np.copyto(d._arrays[numba_table.HEAD_NORMS], d._arrays[numba_table.HEAD_NORMS][:, ::-1].copy()),
     ),
-    "scores of another scale": ("llama", lambda d: d._arrays[numba_decoder.CONSTANTS].__imul__(1.1)),
+    "scores of another scale": ("llama", lambda d: d._arrays[numba_table.CONSTANTS].__imul__(1.1)),
     "the norms of another layer": (
         "llama",
-        lambda d: np.copyto(d._arrays[numba_decoder.NORMS], np.roll(d._arrays[numba_decoder.NORMS], 1, 0)),
+        lambda d: np.copyto(d._arrays[numba_table.NORMS], np.roll(d._arrays[numba_table.NORMS], 1, 0)),
     ),
 }
 
@@ -246,7 +246,7 @@ def test_a_decoder_with_wrong_numbers_does_not_serve(monkeypatch: pytest.MonkeyP
 
     def wrong(self: CpuDecoder, model: Any) -> None:
         put(self, model)
-        self._arrays[numba_decoder.FREQUENCIES] *= 1.01
+        self._arrays[numba_table.FREQUENCIES] *= 1.01
 
     loaded = randomised(MODELS["llama"], seed=5)
     loaded.model.to(torch.bfloat16)
