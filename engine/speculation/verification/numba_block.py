@@ -166,8 +166,8 @@ def _decide(
                 smallest = score
                 verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
             chain += 1
-    for law in range(len(draft)):
-        largest[len(logits) + law] = sum_of(draft[law], draft[law], np.float32(1), False, 0, draft.shape[1])
+    # If one of a law's logits is not a number, none of its probabilities is one.
+    largest[len(logits) :] = draft[:, 0]
 
 
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
