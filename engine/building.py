@@ -25,10 +25,9 @@ from engine.drafters.one_pass import BlockDrafter, MaskDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.backend import TransformersBackend
-from engine.execution.heads.config import HeadConfig
 from engine.execution.heads.head import Head
 from engine.execution.heads.runner import HeadRunner
-from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, find_head, load_pair, outline_pair
+from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
@@ -198,21 +197,17 @@ def _prepare(
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
     check_defaults(_facts(config, outlines), config.speculation)
-    if (head := find_head(config.model)) is not None:
-        _check_head(config, head)
-
-
-def _check_head(config: EngineConfig, head: HeadConfig) -> None:
-    """Raise ConfigError for settings that do not go with a head."""
     length = len(config.speculation.tree) or config.speculation.draft_length
-    if length > (head.most_drafts or length):
-        raise ConfigError(f"--draft-length {length}: {head.name} drafts at most {head.most_drafts} tokens; lower it")
+    for outline in outlines[1:]:
+        if length > (outline.most_drafts or length):
+            raise ConfigError(
+                f"--draft-length {length}: {outline.name} drafts at most {outline.most_drafts} tokens; lower it"
+            )
 
 
 def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
     """The configuration in which requests ask for no longer chains than a head drafts."""
-    most = draft.model.config.most_drafts if draft is not None and isinstance(draft.model, Head) else None
-    wanted = config.speculation
+    most, wanted = None if draft is None else draft.most_drafts, config.speculation
     if most is None or wanted.max_draft_length <= most:
         return config
     return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))
