@@ -31,6 +31,7 @@ from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens,
 from engine.execution.packing import Choices
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
+from engine.kernels.choosing import choose
 from engine.memory import plan_memory
 from engine.recorded.inputs import RECORDED_RULES
 from engine.recorded.steps import buffer_bytes
@@ -38,7 +39,7 @@ from engine.sampling.grammar import Grammars
 from engine.scheduling.controller import menu
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_time import PLAIN, Shape
-from engine.speculation.verification import RULES, fused_block
+from engine.speculation.verification import RULES
 
 log = logging.getLogger("polydraft")
 
@@ -94,6 +95,8 @@ def assemble(
     token_bytes = [shape.token_bytes(model.model.dtype) for model, shape in zip(models, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
+    progress("trying the kernels of laws and verdicts")
+    kernels = choose(torch.device(target.model.device))
     runners = [
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
@@ -105,11 +108,10 @@ def assemble(
             model.ranks,
             way.paged,
             is_recorded,
+            kernels,
         )
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
-    progress("trying the kernels of laws and verdicts")
-    fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,

@@ -56,9 +56,9 @@ PARTS = {
     "target laws": ("engine.verifying:target_laws",),
     "finite numbers": ("engine.verifying:largest_numbers", "engine.engine:broken_rows"),
     "rules": (
-        "engine.verifying:fused.draw",
+        "engine.verifying:_next_tokens",
         "engine.verifying:_verdicts",
-        "engine.speculation.verification.numba_block:decide",
+        "engine.kernels.numba_kernels:NumbaKernels.decide",
     ),
     "verdicts": ("engine.verifying:read_verdicts", "engine.engine:verify_chains"),
     "keep": (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import FAST, exponential, from_order, order, rounded, widened
+from engine.kernels.numba_numbers import FAST, exponential, from_order, order, rounded, widened
 
 
 @compiled_for_cpu(**FAST)

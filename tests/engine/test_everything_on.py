@@ -15,9 +15,9 @@ import torch
 
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel, adopt
+from engine.kernels.choosing import choose
+from engine.kernels.draw import categorical
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling import fused
-from engine.sampling.draw import categorical
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair
@@ -94,7 +94,7 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
     def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return categorical(law[row] ** 0.3, uniform)
 
-    with patch.object(fused, "draw", flattened):
+    with patch.object(type(choose(tiny.DEVICE)), "draw", staticmethod(flattened)):
         counts = answers(build(pair, 0), 1500, ("off", "block", "adaptive"), NUM_TOKENS)
     law = exact_law(pair[0], {"temperature": 1.0})
     assert g_test(counts["off"], law) > ALPHA
