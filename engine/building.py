@@ -25,13 +25,13 @@ from engine.drafters.one_pass import BlockDrafter, MaskDrafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.backend import TransformersBackend
-from engine.execution.heads.config import HeadConfig
 from engine.execution.heads.head import Head
 from engine.execution.heads.runner import HeadRunner
 from engine.execution.host import usable_cores
-from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, find_head, load_pair, outline_pair
+from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
+from engine.kernels.choosing import choose
 from engine.memory import plan_memory
 from engine.recorded.inputs import RECORDED_RULES
 from engine.recorded.steps import buffer_bytes
@@ -39,7 +39,7 @@ from engine.sampling.grammar import Grammars
 from engine.scheduling.controller import menu
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_time import PLAIN, Shape
-from engine.speculation.verification import RULES, fused_block
+from engine.speculation.verification import RULES
 
 log = logging.getLogger("polydraft")
 
@@ -97,6 +97,8 @@ def assemble(
     token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
     memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
+    progress("trying the kernels of laws and verdicts")
+    kernels = choose(torch.device(target.model.device))
     runners = [
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
@@ -108,14 +110,13 @@ def assemble(
             model.ranks,
             way.paged,
             is_recorded,
+            kernels,
         )
         for model, shape, way in zip(models, shapes, ways, strict=True)
     ]
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(config.model.num_threads or usable_cores())
-    progress("trying the kernels of laws and verdicts")
-    fused_block.prepare(torch.device(target.model.device))
     facts = msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,
@@ -202,21 +203,17 @@ def _prepare(
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
     """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
     check_defaults(_facts(config, outlines), config.speculation)
-    if (head := find_head(config.model)) is not None:
-        _check_head(config, head)
-
-
-def _check_head(config: EngineConfig, head: HeadConfig) -> None:
-    """Raise ConfigError for settings that do not go with a head."""
     length = len(config.speculation.tree) or config.speculation.draft_length
-    if length > (head.most_drafts or length):
-        raise ConfigError(f"--draft-length {length}: {head.name} drafts at most {head.most_drafts} tokens; lower it")
+    for outline in outlines[1:]:
+        if length > (outline.most_drafts or length):
+            raise ConfigError(
+                f"--draft-length {length}: {outline.name} drafts at most {outline.most_drafts} tokens; lower it"
+            )
 
 
 def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
     """The configuration in which requests ask for no longer chains than a head drafts."""
-    most = draft.model.config.most_drafts if draft is not None and isinstance(draft.model, Head) else None
-    wanted = config.speculation
+    most, wanted = None if draft is None else draft.most_drafts, config.speculation
     if most is None or wanted.max_draft_length <= most:
         return config
     return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))

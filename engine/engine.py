@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.admission import check_requests
-from engine.cache.tensors import KVMoves, slot_moves
+from engine.cache.tensors import slot_moves
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafters.chains import draw_chains
 from engine.drafters.draft import MOST_UNMERGED, Draft
@@ -21,6 +21,7 @@ from engine.drafters.drafter import Drafter
 from engine.errors import RequestError
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
+from engine.kernels.protocol import KVMoves
 from engine.plan import Emission, Plan, Verdict
 from engine.recorded.steps import RecordedSteps
 from engine.reporting import observe_gap, split_prompts
@@ -113,7 +114,8 @@ class Engine:
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
 
     def _draw(self, plan: Plan) -> Draft | None:
-        return draw_chains(plan, self.drafter, self.target.vocab_size, self.target.device, self.most_unmerged)
+        target = self.target
+        return draw_chains(plan, self.drafter, target.vocab_size, target.device, target.kernels, self.most_unmerged)
 
     def _forward(self, plan: Plan, draft: Draft | None) -> Tensor:
         drawn_M = None if draft is None else draft.tokens_M

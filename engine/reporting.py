@@ -115,7 +115,7 @@ def observe_gap(
         return verdict
     root = int(draft.starts[number])
     root_1V = edit(logits_NV[root : root + 1], [NodeContext(row.sampling, row.text)] if row.text else [])
-    p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device)).double()
+    p_1V = law(root_1V, LawParameters.of([row.sampling], logits_NV.device, draft.parameters.kernels)).double()
     mine = to_device(np.flatnonzero(draft.layout.request_C == number)[: row.num_drafts], p_1V.device)
     chains = draft.chains.select(mine)
     q_1V = chains.draft.rows_at(0)[:1].double()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.drafters.draft import Draft
+from engine.kernels.protocol import LawTable
 from engine.plan import Row
 from engine.sampling.node_laws import Nodes, node_laws
-from engine.speculation.drafting import LawTable
 from engine.transfer import to_device
 
 
@@ -25,7 +25,7 @@ def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTabl
         path_ND=lambda: _tokens_above(rows, draft, device),
     )
     law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(table.row))
-    return LawTable(law_NV, table.node_CX)
+    return LawTable(law_NV, table.node_CX, draft.parameters.kernels)
 
 
 def _paths(draft: Draft) -> list[tuple[int, ...]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.drafters.draft import Draft, with_tokens
 from engine.errors import NON_FINITE, RequestError
+from engine.kernels.protocol import ChainVerdict
 from engine.plan import Plan, TargetShift
-from engine.speculation.verification import ChainVerdict
 from engine.transfer import to_host
 
 Floats = npt.NDArray[np.float64]

@@ -17,15 +17,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.drafters.draft import Draft
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.plan import Emission, Plan, Row
 from engine.recorded.steps import RecordedStep
 from engine.reporting import with_logprobs
 from engine.request import DrafterCount
-from engine.sampling import fused
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.topology import Tree
-from engine.speculation.verification import RULES, ChainVerdict, OverAcceptance, Verify, fused_block
+from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
 from engine.speculation.verification.longest_match import verify_certain
 from engine.target_laws import target_laws
@@ -42,7 +41,7 @@ _CHAIN_BYTES = 32
 # Rules that on CUDA keep a sum for each tile of the vocabulary, in place of arrays [chains, vocabulary].
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 _BY_LOGITS = ("block", "bv_race")
-"""Rules that `numba_block.decide` follows."""
+"""Rules that `Kernels.decide` follows."""
 
 
 class _Copied(NamedTuple):
@@ -86,17 +85,16 @@ def verify_chains(
 
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
-    if _are_plain(rows, draft) and fused_block.takes_logits(logits_NV):
-        from engine.speculation.verification.numba_block import decide  # Numba is there where its kernels are used
-
+    kernels = draft.parameters.kernels
+    if _are_plain(rows, draft) and kernels.takes_logits(logits_NV):
         temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
-        verdict, largest_N = decide(logits_NV, temperature_R, nodes.starts, draft.chains, nodes.node_CX, draft.numbers)
+        operands = nodes.starts, draft.chains, nodes.node_CX, draft.numbers
+        verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands)
         return draft, _emitted(rows, draft, *verdict.tolist()), largest_N
     target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.copies for row in rows):
-        token_C = fused.draw(target.law_NV, target.row_CX[:, 0], draft.noise.residual_C)
-        tokens, largest_N = to_host([token_C, largest])
+        tokens, largest_N = to_host([_next_tokens(target, draft.noise), largest])
         return draft, [Emission((), token, 0) for token in tokens.tolist()], largest_N
     task = _follow_copies(rows, draft, target)
     parts = list(_verdicts(rows, draft, task))
@@ -138,6 +136,11 @@ def _emitted(
     ]
 
 
+def _next_tokens(target: LawTable, noise: ChainNoise) -> Tensor:
+    """[C] the next token of rows without drafts."""
+    return target.kernels.draw(target.law_NV, target.row_CX[:, 0], noise.residual_C)
+
+
 def _read(rows: Sequence[Row], draft: Draft, step: RecordedStep) -> tuple[Draft, list[Emission], Floats]:
     draft, verdict, largest_N = step.read(draft)
     return draft, _emitted(rows, draft, verdict.chains, verdict.accepted, verdict.next_tokens), largest_N
@@ -157,7 +160,7 @@ class _Part:
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Every rule about the rows that asked for it."""
     law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.copied.origin_C]
-    parts = list(_parts(rows, task.copied.goes_on_R, law_NV.shape[1], fused.compiler_for(law_NV) == "Triton"))
+    parts = list(_parts(rows, task.copied.goes_on_R, law_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))

@@ -9,13 +9,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.cache.triton_keep import _keep
 from engine.execution.triton_attention import _attend, _merge
 from engine.execution.triton_layer import _gate, _norm, _rotate_and_write
-from engine.sampling.triton_nucleus import _keep as _keep_nucleus
-from engine.sampling.triton_nucleus import _narrow
-from engine.sampling.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
-from engine.speculation.verification.triton_block import _decide, _race, _sum_prefixes, _walk
+from engine.kernels.triton_block import _decide, _race, _sum_prefixes, _walk
+from engine.kernels.triton_keep import _keep
+from engine.kernels.triton_nucleus import _keep as _keep_nucleus
+from engine.kernels.triton_nucleus import _narrow
+from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
 
 _ATTENTION = {
     "page_size": 16,

@@ -47,7 +47,7 @@ LONG = (
     "server/test_hub_names",
     "server/test_stopping",
     "server/test_tools",
-    "speculation/test_block_kernels",
+    "kernels/test_block_kernels",
     "engine/test_calibration",
     "engine/test_launches",
     "speculation/test_served_mutants",

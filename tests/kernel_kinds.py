@@ -20,9 +20,10 @@ from engine.execution import triton_attention
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
 from engine.execution.paged import Paged, pages_of
 from engine.execution.scaled import Kind
-from engine.speculation.drafting import Chains, LawTable
+from engine.kernels import triton_block
+from engine.kernels.protocol import Chains, LawTable
+from engine.kernels.torch_kernels import TORCH
 from engine.speculation.topology import merge_chains
-from engine.speculation.verification import triton_block
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 NUM_STEPS = 400
@@ -88,7 +89,9 @@ def verification() -> int:
         request_C = np.repeat(np.arange(num_requests), num_chains)
         numbers = torch.from_numpy(draw_numbers(request_C, request_C, request_C, length))
         _, noise = noise_of(numbers, length)
-        draft, target = (LawTable(law_NV, torch.zeros((count, n), dtype=torch.int64)) for n in (length, length + 1))
+        draft, target = (
+            LawTable(law_NV, torch.zeros((count, n), dtype=torch.int64), TORCH) for n in (length, length + 1)
+        )
         of_chain = torch.full((count,), length)
         tokens_CL = torch.zeros((count, length), dtype=torch.int64)
         shape = num_requests, num_chains

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-_TESTS = "cache engine execution heads sampling scheduling speculation".split()
+_TESTS = "cache engine execution heads kernels sampling scheduling speculation".split()
 NOT_YET = ("engine/", *(f"tests/{name}/" for name in _TESTS))
 """Folders that have not been converted."""
 OTHERS = ("docs/log.md", "docs/results/", "tests/prose.py", "tests/test_prose.py")

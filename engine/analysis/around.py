@@ -8,6 +8,7 @@ project are compared by one process each, in turns. Not for: HTTP (`python -m lo
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -55,9 +56,9 @@ PARTS = {
     "target laws": ("engine.verifying:target_laws",),
     "finite numbers": ("engine.verifying:largest_numbers", "engine.engine:broken_rows"),
     "rules": (
-        "engine.verifying:fused.draw",
+        "engine.verifying:_next_tokens",
         "engine.verifying:_verdicts",
-        "engine.speculation.verification.numba_block:decide",
+        "engine.kernels.numba_kernels:NumbaKernels.decide",
     ),
     "verdicts": ("engine.verifying:read_verdicts", "engine.engine:verify_chains"),
     "keep": (
@@ -139,6 +140,8 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
     # Measured once: all versions then choose shapes by the same numbers.
     points = measure(engine, config, speculation_of(ADAPTIVE), _say).points
     prompts = prompts_of("dialogues", options)
+    gc.collect()
+    gc.freeze()  # as the engine's process does
     served: dict[tuple[int, float], Arm] = {}
 
     def turn(concurrency: int, temperature: float, seconds: float) -> Turn:

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.kernels.protocol import Chains, LawTable, TargetShifts
+from engine.kernels.torch_block import blocks, residual, score_bounds
+from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
-from engine.speculation.drafting import Chains, LawTable, TargetShifts
 from engine.speculation.target_shift import effective_laws
 from engine.speculation.theory import Law, top_tokens
 from engine.speculation.verification import RULES
-from engine.speculation.verification.block import blocks
 from engine.speculation.verification.greedy_block import (
     GreedyBlocks,
     greedy_blocks,
@@ -31,8 +32,7 @@ from engine.speculation.verification.greedy_block import (
     shifts_after,
 )
 from engine.speculation.verification.node import TopDown
-from engine.speculation.verification.race import score_bounds
-from engine.speculation.verification.rule import NodeRule, residual
+from engine.speculation.verification.rule import NodeRule
 from engine.speculation.verification.token import token_acceptance
 from engine.speculation.verification.traversal import Stops, traverse
 
@@ -121,10 +121,10 @@ class EveryChain:
             torch.tensor(paths, dtype=torch.int64).reshape(len(paths), model.length),
             torch.full((len(paths),), model.length),
             request_C,
-            LawTable(model.rows(model.draft, inner), node_CX[:, : model.length]),
+            LawTable(model.rows(model.draft, inner), node_CX[:, : model.length], TORCH),
             shifts=_shifts(model, len(paths)),
         )
-        plain = LawTable(model.rows(model.target, prefixes), node_CX)
+        plain = LawTable(model.rows(model.target, prefixes), node_CX, TORCH)
         target, by_depth = effective_laws(chains, plain)
         return EveryChain(model, chains, plain, target, by_depth, paths)
 

@@ -32,7 +32,6 @@ from engine.engine import Engine
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import adopt
 from engine.plan import Plan
-from engine.sampling import fused
 from loadtest.statistics import median_of_ratios
 
 _SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
@@ -152,11 +151,7 @@ def trace(options: argparse.Namespace, findings: Findings) -> None:
     for count in (1, 21):
         logits = made_up(count, options.vocabulary, device)
         temperature = torch.ones(count, device=device)
-        work = (
-            partial(fused.softmax, logits, temperature)
-            if fused.compiler_for(logits) is not None
-            else partial(logits.softmax, -1)
-        )
+        work = partial(engine.target.kernels.softmax, logits, temperature)
         rows[count] = middle_s(work, device, options.scale / 4)
     findings.add("law_of_rows_s", rows)
 

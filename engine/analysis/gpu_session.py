@@ -26,11 +26,12 @@ from loadtest.environment import environment
 _TESTS = (
     "execution/test_paged_attention",
     "execution/test_triton_layer",
-    "sampling/test_triton_rows",
-    "sampling/test_triton_nucleus",
-    "speculation/test_block_kernels",
+    "kernels/test_choosing",
+    "kernels/test_triton_rows",
+    "kernels/test_triton_nucleus",
+    "kernels/test_block_kernels",
     "speculation/test_longest_match",
-    "cache/test_triton_keep",
+    "kernels/test_triton_keep",
     "engine/test_host_reads",
     "engine/test_recorded_steps",
 )

@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.errors import LoadError
 from engine.execution.inputs import NO_NODES, Nodes, SequenceInput
 from engine.execution.runner import ModelRunner
+from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
@@ -168,7 +169,7 @@ def _laws(
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
     nodes = Nodes(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
     logits_NV = runner.forward([SequenceInput(prompt, 0, blocks, nodes, slice(len(prompt) - 1, None))])
-    return law(logits_NV, LawParameters.of([sampling] * (1 + count), logits_NV.device)).double().cpu()
+    return law(logits_NV, LawParameters.of([sampling] * (1 + count), logits_NV.device, TORCH)).double().cpu()
 
 
 def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:

@@ -35,6 +35,7 @@ from engine.calibration import made_up_plan, usual_s
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.execution.inputs import NO_NODES, SequenceInput
+from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
@@ -278,7 +279,7 @@ def laws_along(
     part = SequenceInput(known, 0, blocks, NO_NODES, slice(len(prompt) - 1, None))
     laws = []
     for logits_NV in (engine.target.forward([part]), draft_logits(engine, known, len(prompt) - 1)):
-        parameters = LawParameters.of([Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device)
+        parameters = LawParameters.of([Sampling(temperature=temperature)] * len(logits_NV), logits_NV.device, TORCH)
         laws.append(law(logits_NV, parameters))
     return laws[0], laws[1]
 
@@ -317,7 +318,7 @@ def measure_position(
     for rule, method, count in sorted({(shape.rule, shape.method, shape.first_drafts) for shape in shapes}):
         times = 1 if RULES[rule].has_closed_form(method, count) else _DRAWS
         numbers = torch.from_numpy(uniform(0, number, Purpose.DRAFT, np.arange(count), np.arange(times)[:, None]))
-        drawn = children(method, torch.from_numpy(q).expand(times, -1), numbers).tolist()
+        drawn = children(TORCH, method, torch.from_numpy(q).expand(times, -1), numbers).tolist()
         values = [acceptance(rule, method, p, q, drafted) for drafted in drawn]
         accepted.setdefault(f"{rule}/{method}/{count}", []).append(float(np.mean(values)))
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.kernels.choosing import choose
+from engine.kernels.protocol import ChainNoise, Chains, LawTable
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
+from engine.speculation.drafting import children
 from engine.speculation.verification import RULES
 
 
@@ -55,7 +57,7 @@ def made_up_chains(
     num_requests: int, num_chains: int, length: int, vocab_size: int, method: str, seed: int = 0
 ) -> tuple[Chains, LawTable, ChainNoise]:
     """Drafted chains, target laws and noise of one step."""
-    numbers = partial(_numbers, seed)
+    numbers, kernels = partial(_numbers, seed), choose(torch.device("cpu"))
     total = num_requests * num_chains
     shape = (num_requests * (length + 1), vocab_size)
     logits_NV, noise_NV = (torch.special.ndtri(numbers(Purpose.SCORE, i, shape)).float() for i in range(2))
@@ -68,14 +70,14 @@ def made_up_chains(
     draws = numbers(Purpose.DRAFT, 0, (length, num_requests, num_chains))
     rows_NL = torch.arange(num_requests).unsqueeze(1) * (length + 1) + torch.arange(length)
     tokens = [
-        children(method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
+        children(kernels, method if depth == 0 else "iid", draft_NV[rows_NL[:, depth]], draws[depth]).reshape(total)
         for depth in range(length)
     ]
     chains = Chains(
         torch.stack(tokens, 1),
         torch.full((total,), length),
         request_C,
-        LawTable(draft_NV, row_CX[:, :length]),
+        LawTable(draft_NV, row_CX[:, :length], kernels),
     )
     noise = ChainNoise(
         numbers(Purpose.ACCEPT, 0, (total, length)),
@@ -84,7 +86,7 @@ def made_up_chains(
         numbers(Purpose.CHOSEN_ACCEPT, 0, (total, length)),
         numbers(Purpose.CHOSEN_RESIDUAL, 0, (total,)),
     )
-    return chains, LawTable(target_NV, row_CX), noise
+    return chains, LawTable(target_NV, row_CX, kernels), noise
 
 
 def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...]) -> Tensor:

@@ -14,19 +14,13 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from engine.kernels import usable
+from engine.kernels.protocol import Kernels, KVMoves
+from engine.kernels.torch_kernels import TORCH
 
-KVMoves = Sequence[tuple[int, int]]
-"""Slots (from, to) of a sequence."""
 NORMED = -1
 """Tap of the state after the final norm."""
-_USUAL_MOVES = 32
-"""The kernel is compiled for a padded number of moves a sequence. Usual steps have at most this many, and so share one
-compiled kernel."""
 
 
 def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:
@@ -71,7 +65,9 @@ class KVTensors:
     `hidden` is None if there are no taps.
     """
 
-    def __init__(self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device, kernels: Kernels = TORCH
+    ) -> None:
         layout = (shape.num_layers, num_slots, shape.num_kv_heads)
         self.keys = _zeros((*layout, shape.key_dim), dtype, device)
         self.values = _zeros((*layout, shape.value_dim), dtype, device)
@@ -81,7 +77,7 @@ class KVTensors:
         width = shape.all_hidden_dim
         self.hidden = _zeros((num_slots, width), dtype, device) if width else None
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
-        self.has_kernel = usable("accepted K/V is moved", find_fault, device, shape, dtype)
+        self.kernels = kernels
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer at `slots`, [slots, heads, dim]; valid until the next call, which uses the same memory."""
@@ -114,22 +110,9 @@ class KVTensors:
     def keep(self, moves: Sequence[KVMoves]) -> None:
         """Move what is kept of tokens, by sequence: all is read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
-        if not moves:
-            return
-        if self.has_kernel:
-            from engine.cache.triton_keep import keep  # Triton is there where a kernel was chosen
-
-            move_SM2 = torch.from_numpy(_padded(moves)).to(self.keys.device, non_blocking=True)
-            keep(self.keys, move_SM2)
-            keep(self.values, move_SM2)
-            if self.hidden is not None:
-                keep(self.hidden[None, :, None], move_SM2)
-            return
-        pairs = torch.from_numpy(np.concatenate(moves)).to(self.keys.device, non_blocking=True)
-        source, destination = pairs[:, 0], pairs[:, 1]
-        for kept, dim in ((self.keys, 1), (self.values, 1), (self.hidden, 0)):
-            if kept is not None:
-                kept.index_copy_(dim, destination, kept.index_select(dim, source))
+        if moves:
+            hidden = [] if self.hidden is None else [self.hidden[None, :, None]]
+            self.kernels.move([self.keys, self.values, *hidden], moves)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -138,30 +121,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), dtype=dtype).view(shape)
-
-
-def find_fault(device: torch.device, shape: KVShape, dtype: torch.dtype) -> str | None:
-    """What is wrong with the kernel on a device, for such rows; None where it moves what torch moves."""
-    from engine.cache.triton_keep import keep
-
-    # Each of a chain overwrites what the next one reads.
-    moves = [[(slot, slot + 1) for slot in range(_USUAL_MOVES)], [(60, 50)]]
-    source, destination = np.concatenate(moves).T
-    for dim in (shape.key_dim, shape.value_dim):
-        before = torch.arange(2 * 64 * shape.num_kv_heads * dim, device=device).sin().to(dtype)
-        plain = before.view(2, 64, shape.num_kv_heads, dim)
-        moved = plain.clone()
-        keep(moved, torch.from_numpy(_padded(moves)).to(device))
-        plain[:, destination] = plain[:, source]
-        if not torch.equal(plain, moved):
-            return "rows differ"
-    return None
-
-
-def _padded(moves: Sequence[KVMoves]) -> npt.NDArray[np.int64]:
-    """[sequences, most, 2] with -1 where a sequence has fewer."""
-    most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
-    result = np.full((len(moves), most, 2), -1)
-    for of_sequence, row in zip(moves, result, strict=True):
-        row[: len(of_sequence)] = of_sequence
-    return result

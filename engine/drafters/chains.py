@@ -15,16 +15,22 @@ from torch import Tensor
 from engine.drafters.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
 from engine.drafters.drafter import Drafter, DrawsAtOnce
 from engine.drafters.numbers import drafting_numbers, draw_numbers
+from engine.kernels.protocol import Chains, Kernels, LawTable, TargetShifts
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
 from engine.sampling.node_laws import Nodes, node_laws
-from engine.speculation.drafting import MOST_LIKELY, Chains, LawTable, TargetShifts, children
+from engine.speculation.drafting import MOST_LIKELY, children
 from engine.transfer import to_device
 
 
 @torch.inference_mode()
 def draw_chains(
-    plan: Plan, drafter: Drafter | None, vocab_size: int, device: torch.device, most_unmerged: int = 0
+    plan: Plan,
+    drafter: Drafter | None,
+    vocab_size: int,
+    device: torch.device,
+    kernels: Kernels,
+    most_unmerged: int = 0,
 ) -> Draft | None:
     """Let the drafter catch up and draft the plan's chains; None when no row emits.
 
@@ -40,7 +46,7 @@ def draw_chains(
     end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
     numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
-    parameters = LawParameters.of([row.sampling for row in rows], device)
+    parameters = LawParameters.of([row.sampling for row in rows], device, kernels)
     law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
     draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
     tokens_CL = None if draw is None else draw(plan, layout, parameters, uniform_LC, law_NV)
@@ -52,7 +58,7 @@ def draw_chains(
         tokens_CL,
         layout.length,
         layout.request,
-        LawTable(law_NV, layout.law_row_CL),
+        LawTable(law_NV, layout.law_row_CL, kernels),
         layout.leads_CL,
         _shifts(rows, layout, device),
         layout.shape,
@@ -89,7 +95,8 @@ def draw_levels(
         for draw in level.draws:
             weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV
             weights_NV = weights_NV if draw.parent_N is None else weights_NV[draw.parent_N]
-            draw.set_children(tokens_C, children(draw.method, weights_NV, draw.of_children(uniform_LC[depth])))
+            uniform_NK = draw.of_children(uniform_LC[depth])
+            draw.set_children(tokens_C, children(parameters.kernels, draw.method, weights_NV, uniform_NK))
         if level.leader_C is not None:
             tokens_C.copy_(tokens_C[level.leader_C])
     return tokens_CL

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.drafters.numbers import noise_of
+from engine.kernels.protocol import ChainNoise, Chains
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.law import LawParameters
-from engine.speculation.drafting import MOST_LIKELY, ChainNoise, Chains
+from engine.speculation.drafting import MOST_LIKELY
 from engine.speculation.topology import Tree, drawn_tree, merge_chains
 from engine.speculation.verification import RULES
 from engine.transfer import to_device

@@ -61,7 +61,10 @@ def levels_of(runner: ModelRunner) -> Levels | None:
     if find_spec("numba") is None:
         return None
     from engine.execution.cpu_decoder import CpuDecoder  # Numba is there
+    from engine.kernels.numba_kernels import NumbaKernels
 
+    if type(runner.kernels) is not NumbaKernels:  # one of them does not have torch's numbers
+        return None
     return Levels(runner, runner.backend) if isinstance(runner.backend, CpuDecoder) else None
 
 
@@ -126,7 +129,7 @@ class Levels:
             law_NV.numpy(),
             tokens_LC,
         )
-        return torch.from_numpy(tokens_LC).t()
+        return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
 
 
 def _parts(pages: PagedInput, sequence_ends: Ints, row_ends: Ints) -> tuple[Ints, Ints]:

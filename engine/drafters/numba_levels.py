@@ -18,8 +18,8 @@ from engine.execution.numba_decoder import c_function
 from engine.execution.numba_table import array1, array2, put1, put2, table_at
 from engine.execution.numba_work import claim, finish
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import EXACT
-from engine.sampling.numba_rows import draw_from, law_of, likeliest
+from engine.kernels.numba_numbers import EXACT
+from engine.kernels.numba_rows import draw_from, law_of, likeliest
 
 _LAWS, _TEMPERATURES, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS = range(
     numba_table.OWN, numba_table.OWN + 7

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import usable
+from engine.kernels.protocol import ChainNoise
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise
 
 Ints = npt.NDArray[np.int64]
 

@@ -59,6 +59,8 @@ class Outline:
     model_type: str
     vocab_size: int
     max_positions: int
+    most_drafts: int | None = None
+    """Most tokens of a chain that it drafts; None is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +211,7 @@ def find_head(config: ModelConfig) -> HeadConfig | None:
 
 def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
     """Facts of a head, which reaches as far as its target."""
-    return replace(target, name=head.name, model_type=head.kind)
+    return replace(target, name=head.name, model_type=head.kind, most_drafts=head.most_drafts)
 
 
 def _outlined(name: str, revision: str | None) -> Outline:

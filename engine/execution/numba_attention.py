@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.execution.numba_product import BLOCK, LANES, copy, product, transpose
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import FAST, exponential, widened
+from engine.kernels.numba_numbers import FAST, exponential, widened
 
 TILE = 64
 """Keys whose scores are computed together."""

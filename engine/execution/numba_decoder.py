@@ -24,7 +24,7 @@ from engine.execution.numba_table import array1, array2, array3, array4, put1, p
 from engine.execution.numba_work import call, claim, finish
 from engine.execution.numba_work import together as share
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import FAST, exponential, rounded, widened
+from engine.kernels.numba_numbers import FAST, exponential, rounded, widened
 
 _ROWS = 8
 """Rows of a part of those phases that go row by row."""

@@ -17,6 +17,7 @@ from engine.execution.loading import choose_device, load
 from engine.execution.parallel import join
 from engine.execution.probe import find_kv_shape, probe_ways
 from engine.execution.runner import ModelRunner
+from engine.kernels.choosing import choose
 
 
 def end_with_parent() -> None:
@@ -40,7 +41,9 @@ def main() -> NoReturn:
     shape = find_kv_shape(loaded)
     way = probe_ways(loaded, shape, block_size)
     _runner, num_blocks, block_size, vocab_size = next_call(calls)
-    runner = ModelRunner(loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged)
+    runner = ModelRunner(
+        loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged, kernels=choose(device)
+    )
     while True:
         name, *arguments = next_call(calls)  # forward, keep or wipe
         getattr(runner, name)(*arguments)

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache.tensors import KVMoves, KVShape, KVTensors
+from engine.cache.tensors import KVShape, KVTensors
 from engine.execution.attention import AttentionMetadata
 from engine.execution.backend import Backend, TransformersBackend
 from engine.execution.groups import groups_of
 from engine.execution.inputs import NO_NODES, Ints, PassInput, SequenceInput, build, build_all
 from engine.execution.paged import Paged, pages_of
 from engine.execution.parallel import Ranks
+from engine.kernels.protocol import Kernels, KVMoves
+from engine.kernels.torch_kernels import TORCH
 from engine.transfer import to_device
 
 
@@ -48,9 +50,11 @@ class ModelRunner:
         ranks: Ranks | None = None,
         paged: bool = False,
         has_spare_block: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
-        paged: attend by the Triton kernel; has_spare_block: a block more than the pool has, for the K/V of padding."""
+        paged: attend by the Triton kernel; has_spare_block: a block more than the pool has, for the K/V of padding;
+        kernels: used on laws, chains and K/V."""
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
@@ -60,12 +64,13 @@ class ModelRunner:
         self.device = torch.device(model.device)
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.kernels = kernels
         self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
         """Tokens that the model can read."""
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         num_slots = (num_blocks + has_spare_block) * block_size
-        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device)
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
 
     @property
     def fast_ways(self) -> dict[str, bool]:
@@ -73,7 +78,6 @@ class ModelRunner:
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),
             "paged attention": self._paged,
-            "kernel for moves": self.storage.has_kernel,
         }
 
     @property

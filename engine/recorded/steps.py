@@ -27,12 +27,11 @@ from engine.drafters.numbers import noise_of
 from engine.execution.attention import AttentionMetadata
 from engine.execution.paged import Paged
 from engine.execution.runner import ModelRunner
+from engine.kernels.protocol import Chains, Kernels, LawTable
 from engine.plan import Plan
 from engine.recorded.inputs import LAWS, MOST_NODES, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
 from engine.recorded.recorder import recorder
-from engine.sampling import fused
 from engine.sampling.law import LawParameters, law
-from engine.speculation.drafting import Chains, LawTable
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.speculation.verification.longest_match import verify_certain
@@ -91,7 +90,7 @@ class RecordedStep:
             torch.zeros(size, dtype=torch.int64, device=target.device),
             self._views["lengths"].view(-1),
             self._layout.request,
-            LawTable(self._law_NV, self._layout.law_row_CL),
+            LawTable(self._law_NV, self._layout.law_row_CL, target.kernels),
             self._layout.leads_CL,
             shape=self._layout.shape,
         )
@@ -183,7 +182,9 @@ class RecordedStep:
         self._logits_NV.copy_(self._logits(self._shared.target, len(self._fixed) - 1, token_ids.view(-1)))
         row_N = self._fixed[-1].sequence_T
         target = LawTable(
-            law(self._logits_NV, self._parameters.select(row_N)), v["nodes"].view(len(self._chains.tokens_CL), -1)
+            law(self._logits_NV, self._parameters.select(row_N)),
+            v["nodes"].view(len(self._chains.tokens_CL), -1),
+            self._parameters.kernels,
         )
         largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._law_NV) if len(one_NV))
         found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
@@ -192,7 +193,7 @@ class RecordedStep:
     def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
         """[S] chain, accepted tokens, and the token behind them."""
         if not self._shape.num_drafts:
-            token_S = fused.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
+            token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
         # Where only some are certain the race serves them too: their chains are alike, and right or wrong as a whole.
         verify = verify_certain if self._shape.laws.greedy == "all" else RULES["bv_race"].verify
@@ -239,7 +240,8 @@ class RecordedStep:
         greedy, filters = self._shape.laws
         values = {name: self._views[name] for name in filters}
         largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in filters}
-        return LawParameters(self._views["temperature"], greedy != "none", greedy == "all", values, largest)
+        kernels = self._shared.target.kernels
+        return LawParameters(self._views["temperature"], greedy != "none", greedy == "all", values, largest, kernels)
 
 
 class _Fixed(NamedTuple):
@@ -291,7 +293,7 @@ class RecordedSteps:
         progress: Callable[[str], None],
     ) -> None:
         """Record steps of these shapes (`menu`), as far as memory reaches; where one cannot be recorded, none is."""
-        shapes = menu(drafts, most_sequences, _laws_on(target.device))
+        shapes = menu(drafts, most_sequences, _laws_on(target.device, target.kernels))
         shared = _shared(target, draft, shapes, most_pages)
         self._most_pages = most_pages
         if not _on_cuda(target):
@@ -325,9 +327,9 @@ def _work(shape: StepShape) -> tuple[int, int, int]:
     return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
 
 
-def _laws_on(device: torch.device) -> Sequence[Laws]:
+def _laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
     """The laws that steps are recorded for: on a device without the kernel, top_p needs the host."""
-    if device.type != "cuda" or fused.compiler_for(torch.empty((1, 1), device=device)) == "Triton":
+    if device.type != "cuda" or kernels.by_tiles:
         return LAWS
     return [laws for laws in LAWS if "top_p" not in laws.filters]
 

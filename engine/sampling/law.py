@@ -10,7 +10,7 @@ Not for: drawing (`draw.py`), penalties and masks (`edits.py` changes the logits
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -18,11 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.protocol import Kernels
 from engine.request import Sampling
-from engine.sampling import fused
-
-# Top-p looks for its edge among this many largest probabilities first.
-_TOP_P_WINDOW = 1024
 
 
 @dataclass(frozen=True)
@@ -37,23 +34,24 @@ class LawParameters:
     """[N] parameters of the filters that change the law of any row, by name."""
     largest: Mapping[str, float]
     """The largest of each, at most, where it was known on the host."""
+    kernels: Kernels
+    """Kernels that make the laws."""
 
     @staticmethod
-    def of(samplings: Sequence[Sampling], device: torch.device) -> LawParameters:
+    def of(samplings: Sequence[Sampling], device: torch.device, kernels: Kernels) -> LawParameters:
         """Parameters of one row per entry of `samplings`."""
         return _parameters_of(
-            tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device
+            tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device, kernels
         )
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
         """The parameters at `index_N`, one entry per law row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
-        temperature_N = self.temperature_N[index_N]
-        return LawParameters(temperature_N, self.any_greedy, self.all_greedy, values, self.largest)
+        return replace(self, temperature_N=self.temperature_N[index_N], values=values)
 
 
 @lru_cache(maxsize=256)
-def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device) -> LawParameters:
+def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device, kernels: Kernels) -> LawParameters:
     """rows: temperature and the parameters of `FILTERS`. What it returns is kept: nobody may write to it."""
     temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
     values, largest = {}, {}
@@ -62,7 +60,7 @@ def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device) ->
             values[one.name] = torch.tensor(of_rows).to(device, non_blocking=True)
             largest[one.name] = max(of_rows)
     temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True)
-    return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest)
+    return LawParameters(temperature_N, 0.0 in temperatures, not any(temperatures), values, largest, kernels)
 
 
 def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:
@@ -77,13 +75,16 @@ def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = No
     scale_N = parameters.temperature_N
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    if all(one.of_probabilities for one in filters) and fused.compiler_for(logits_NV) is not None:
-        found_NV = fused.softmax(logits_NV, scale_N, law_NV)
+    of_logits = [one for one in filters if not one.of_probabilities]
+    if of_logits:
+        found_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, of_logits)
     else:
-        found_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, filters)
+        found_NV = parameters.kernels.softmax(logits_NV, scale_N, law_NV)
     for one in filters:
         if one.of_probabilities:
-            found_NV = one.apply(found_NV, parameters.values[one.name], parameters.largest[one.name])
+            found_NV = one.apply(
+                parameters.kernels, found_NV, parameters.values[one.name], parameters.largest[one.name]
+            )
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
@@ -95,17 +96,16 @@ def _softmax(logits_NV: Tensor, scale_N: Tensor, parameters: LawParameters, filt
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N.unsqueeze(-1)
     for one in filters:
-        if not one.of_probabilities:
-            scaled_NV = one.apply(scaled_NV, parameters.values[one.name], parameters.largest[one.name])
+        scaled_NV = one.apply(parameters.kernels, scaled_NV, parameters.values[one.name], parameters.largest[one.name])
     return scaled_NV.softmax(-1)
 
 
-def _min_p(scaled_NV: Tensor, min_p_N: Tensor, _largest: float) -> Tensor:
+def _min_p(_kernels: Kernels, scaled_NV: Tensor, min_p_N: Tensor, _largest: float) -> Tensor:
     """Drop tokens below this share of the most likely token's probability."""
     return scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
 
 
-def _top_k(scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
+def _top_k(_kernels: Kernels, scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
     """Keep the k most likely tokens; 0 keeps all."""
     num_tokens = scaled_NV.shape[-1]
     wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
@@ -116,24 +116,9 @@ def _top_k(scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
     return scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
 
 
-def _top_p(law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
+def _top_p(kernels: Kernels, law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
     """Keep the smallest set of most likely tokens with mass >= top_p; renormalise."""
-    if fused.compiler_for(law_NV) == "Triton":
-        return fused.nucleus(law_NV, top_p_N)
-    num_tokens = law_NV.shape[-1]
-    window = min(_TOP_P_WINDOW, num_tokens)
-    largest_NW = law_NV.topk(window, dim=-1).values
-    active_N = top_p_N < 1
-    reached_N = largest_NW.sum(-1, dtype=torch.float64) >= top_p_N
-    if window < num_tokens and not bool((reached_N | ~active_N).all()):
-        largest_NW = law_NV.sort(dim=-1, descending=True).values
-    before_NW = largest_NW.cumsum(-1, dtype=torch.float64) - largest_NW
-    # The last token whose predecessors do not yet hold top_p; the most likely one always stays.
-    num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
-    edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
-    kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)
-    kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
-    return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, law_NV)
+    return kernels.nucleus(law_NV, top_p_N)
 
 
 class Filter(NamedTuple):
@@ -143,7 +128,7 @@ class Filter(NamedTuple):
     """Field of `Sampling` that has its parameter."""
     changes: Callable[[float], bool]
     """Whether the law changes at this value of the parameter."""
-    apply: Callable[[Tensor, Tensor, float], Tensor]
+    apply: Callable[[Kernels, Tensor, Tensor, float], Tensor]
     """[N, V] from [N, V], the parameters [N] and the largest of them, known on the host; a row whose parameter changes
     nothing stays as it is."""
     of_probabilities: bool

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import EXACT
+from engine.kernels.numba_numbers import EXACT
 from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2
 
 Ints = npt.NDArray[np.int64]

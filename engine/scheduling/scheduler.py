@@ -146,7 +146,7 @@ class Scheduler:
         limit = None
         if parts and self.times is not None and prompts_wait:
             limit = PromptLimit(self.times, len(parts), sum(part.end for part in parts.values()))
-        budget = self._plan_prompts(parts, budget - held, limit)
+        budget = self._plan_prompts(parts, budget - held, limit) if prompts_wait else budget - held
         # Requests admitted now can share the blocks of this step: a pass writes all K/V before it reads any.
         for part in parts.values():
             self._publish(part)
@@ -313,7 +313,7 @@ class Scheduler:
         """Give the part's sequence blocks if enough are free."""
         sequence = part.sequence
         missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
-        if missing > self.blocks.num_free:
+        if missing > 0 and missing > self.blocks.num_free:
             return False
         if missing > 0:
             sequence.block_ids += self.blocks.allocate(missing, sequence.block_ids[-1] if sequence.block_ids else None)

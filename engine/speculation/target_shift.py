@@ -24,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.speculation.drafting import Chains, LawTable, TargetShifts
+from engine.kernels.protocol import Chains, LawTable, TargetShifts
 
 _TINY = 1e-15
 _HUGE = 1e100
@@ -136,4 +136,4 @@ def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[Tar
         by_depth.append(shifts)
     law_CXV[:, length] = target.rows_at(length)
     row_CX = torch.arange(num_chains * (length + 1), device=law_CXV.device).reshape(num_chains, length + 1)
-    return LawTable(law_CXV.flatten(0, 1), row_CX), by_depth
+    return LawTable(law_CXV.flatten(0, 1), row_CX, target.kernels), by_depth

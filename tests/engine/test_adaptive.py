@@ -88,7 +88,8 @@ def test_a_choice_that_looks_at_the_drafts_is_rejected(pair: tuple[LoadedModel, 
             object.__setattr__(draft, "chains", dataclasses.replace(draft.chains, length_C=length_C))
         return target_laws(rows, draft, logits_NV)
 
-    with patch.object(verifying, "target_laws", anticipating):
+    # Usual steps have no laws apart from their verdict.
+    with patch.object(verifying, "target_laws", anticipating), patch.object(verifying, "_are_plain", lambda *_: False):
         counts = sample(pair, drafts("block", 1), SAMPLINGS["plain"], num_answers=4000)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

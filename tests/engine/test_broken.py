@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.drafters.levels import Levels
 from engine.engine import Engine
 from engine.errors import NON_FINITE
 from engine.execution.runner import ModelRunner
@@ -87,9 +88,22 @@ def test_only_the_broken_request_ends(
     assert tokens == expected
 
 
-@pytest.mark.parametrize("shape", ["block", "bv_race", "tree"])
-def test_a_draft_models_numbers_count_too(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "at_once"),
+    [("block", True), ("bv_race", True), ("block", False), ("bv_race", False), ("tree", False)],
+)
+def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NaN in the draft's law the rule's own sums would mean nothing."""
+    draw, num_drawn = Levels.draw, 0
+
+    def broken_law(self: Levels, *operands: Any) -> torch.Tensor:
+        nonlocal num_drawn
+        tokens_CL, law_NV = draw(self, *operands), operands[-1]
+        num_drawn += 1
+        if num_drawn == 2:
+            law_NV[1] = float("nan")  # below the second request's root
+        return tokens_CL
+
     asked = requests(SHAPES[shape])
     expected, _ = run(engine(), asked)
     machine = engine()
@@ -107,7 +121,11 @@ def test_a_draft_models_numbers_count_too(shape: str, monkeypatch: pytest.Monkey
                 logits_NV[len(logits_NV) // 4] = float("nan")  # of the second request's chains
         return logits_NV
 
-    monkeypatch.setattr(ModelRunner, "run", broken)
+    if at_once:
+        monkeypatch.setattr(Levels, "draw", broken_law)
+    else:
+        monkeypatch.setattr(Levels, "takes", lambda *_: False)
+        monkeypatch.setattr(ModelRunner, "run", broken)
     tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}
     del expected[BAD], tokens[BAD]

@@ -16,6 +16,7 @@ from engine.drafters.drafter import DrafterKind
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.execution.attention import HOOK
+from engine.execution.cpu_decoder import CpuDecoder
 from engine.execution.inputs import SequenceInput
 from engine.execution.loading import LoadedModel
 from engine.execution.runner import ModelRunner
@@ -158,7 +159,13 @@ def test_taps_one_layer_off_are_found_out(pair: tuple[LoadedModel, LoadedModel])
     def one_off(self: KVTensors, tap: int, slots: Tensor | slice, state_TD: Tensor) -> None:
         store(self, tap if tap == NORMED else tap - 1, slots, state_TD)
 
-    with patch.object(KVTensors, "store", one_off):
+    place_of = CpuDecoder._place_of
+
+    def another_place(self: CpuDecoder, number: int) -> int:
+        last = self._shape.num_layers + 1
+        return place_of(self, number if number == last else (number + 1) % last)
+
+    with patch.object(KVTensors, "store", one_off), patch.object(CpuDecoder, "_place_of", another_place):
         engine, texts = drafted(pair, SPECULATIONS["chains"])
     assert largest_error(engine, pair, texts) > 0.1
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection
-from unittest.mock import patch
 
 import pytest
-import torch
 
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling import fused
-from engine.sampling.draw import categorical
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair
@@ -90,10 +86,7 @@ def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int)
 def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: drafts are drawn at one temperature and verified as drawn at another."""
 
-    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return categorical(law[row] ** 0.3, uniform)
-
-    with patch.object(fused, "draw", flattened):
+    with tiny.with_drafts_of_another_law():
         counts = answers(build(pair, 0), 1500, ("off", "block", "adaptive"), NUM_TOKENS)
     law = exact_law(pair[0], {"temperature": 1.0})
     assert g_test(counts["off"], law) > ALPHA

@@ -83,7 +83,7 @@ def test_sections_run_dry(name: str, tmp_path: Path) -> None:
     assert result["ended"] == "ended", (tmp_path / f"{name}.log").read_text()[-2000:]
     found = result["found"]
     assert found["failures"] == []
-    assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for verification"}
+    assert found["ways"].keys() >= {"whole steps", "draft: kernels for layers", "kernels for rows and verification"}
     assert found["pair"]["single_draft_acceptance"] == pytest.approx(0.75, abs=0.1)
     if name == "trace":
         assert found["step_s"]["bv_race:8x4 behind 1000"] > 0

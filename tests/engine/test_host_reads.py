@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from engine import transfer
+from engine import building, transfer
 from engine.drafters.chains import draw_chains
 from engine.engine import Engine, target_inputs
-from engine.execution import lean
+from engine.execution import probe
+from engine.kernels.torch_kernels import TORCH
 from engine.request import Speculation
-from engine.sampling import fused
 from tests.engine import tiny
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -34,8 +34,8 @@ SHAPES = {
 def _as_on_a_device() -> Iterator[None]:
     """Without what a CPU does faster: it looks at memory that no device has."""
     with (
-        patch.object(lean, "use_cpu_kernels", lambda *_: False),
-        patch.object(fused, "compiler_for", lambda _: None),
+        patch.object(probe, "BACKENDS", probe.BACKENDS[1:]),
+        patch.object(building, "choose", lambda _: TORCH),
         patch.object(transfer, "are_here", lambda _: False),
     ):
         yield
@@ -115,7 +115,7 @@ def test_drafting_reads_its_tokens_at_its_end_or_not_at_all(name: str) -> None:
         engine = running(SHAPES[name])
         plan, target = engine.scheduler.plan(), engine.target
         with counted_reads() as counts:
-            draw_chains(plan, engine.drafter, target.vocab_size, target.device, most_unmerged)
+            draw_chains(plan, engine.drafter, target.vocab_size, target.device, TORCH, most_unmerged)
         assert counts == reads
 
 
@@ -126,10 +126,10 @@ def test_drafting_does_not_wait_for_the_device() -> None:
     """CUDA itself finds waits that no count of calls shows."""
     engine = running(SHAPES["bv_race"])
     plan = engine.scheduler.plan()
-    draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, 64)
+    draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, TORCH, 64)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        draft = draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, 64)
+        draft = draw_chains(plan, engine.drafter, engine.target.vocab_size, engine.target.device, TORCH, 64)
         assert draft is not None
         engine.target.forward(target_inputs(plan, draft), draft.tokens_M)
     finally:

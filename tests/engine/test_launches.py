@@ -37,11 +37,10 @@ from engine.execution import lean
 from engine.execution.lean import LeanDecoder
 from engine.execution.probe import find_kv_shape
 from engine.execution.runner import ModelRunner, Pass
+from engine.kernels.triton_kernels import TritonKernels
 from engine.recorded import steps
 from engine.recorded.steps import RecordedStep
 from engine.request import Speculation
-from engine.sampling import fused
-from engine.speculation.verification import fused_block
 from tests.engine import tiny
 from tests.execution.test_groups import passes
 from tests.execution.test_lean import SIZES, randomised
@@ -84,8 +83,7 @@ def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) ->
         patch.object(stepping, "verify_chains", counted(stepping.verify_chains)),
         patch.object(ModelRunner, "run", made_up),
         patch.object(transfer, "are_here", lambda _: False),
-        patch.object(fused, "compiler_for", lambda _: "Triton"),
-        patch.object(fused_block, "compiler_for", lambda *_: "Triton"),
+        patch.object(engine.target, "kernels", TritonKernels()),
     ):
         engine.run_step()
     drafting, verification = found
@@ -143,7 +141,7 @@ def machine() -> Engine:
     engine.limits = type(engine.limits)(observed_share=0.0)
     assert engine.draft_runner is not None
     for runner in (engine.target, engine.draft_runner):
-        runner.storage.has_kernel = True
+        runner.storage.kernels = TritonKernels()
     return engine
 
 

@@ -22,12 +22,12 @@ from scipy.stats import chi2
 from engine.drafters.drafter import DrafterKind
 from engine.execution.attention import HOOK
 from engine.execution.loading import LoadedModel
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.torch_block import blocks, first_per_request, stop_chains
+from engine.kernels.torch_kernels import TORCH
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.law import LawParameters, law
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification import RULES, ChainVerdict, Rule
-from engine.speculation.verification.block import blocks, stop_chains
-from engine.speculation.verification.race import first_per_request
+from engine.speculation.verification import RULES, Rule
 from tests.engine import tiny
 from tests.grid import grid
 
@@ -111,7 +111,7 @@ def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int
     with torch.inference_mode():
         logits = target.model(input_ids=ids, use_cache=False).logits.float().cpu()
     target.model.set_attn_implementation(HOOK)
-    parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"))
+    parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"), TORCH)
     result = torch.ones(len(paths), dtype=torch.float64)
     for depth in range(NUM_TOKENS):
         rows = logits[:, len(PROMPT) - 1 + depth].clone()
@@ -297,13 +297,7 @@ def test_a_wrong_rule_is_rejected(
 
 def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Draft tokens drawn at one temperature and verified as drawn at another."""
-    from engine.sampling import fused
-    from engine.sampling.draw import categorical
-
-    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return categorical(law[row] ** 0.3, uniform)
-
-    with patch.object(fused, "draw", flattened):
+    with tiny.with_drafts_of_another_law():
         counts = sample(pair, drafts("bv_race", 2), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
 

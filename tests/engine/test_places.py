@@ -16,8 +16,9 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.errors import NOTHING_LEFT
 from engine.execution.loading import LoadedModel
+from engine.kernels import torch_block
+from engine.kernels.protocol import Chains
 from engine.request import Request, Speculation
-from engine.speculation.drafting import Chains
 from engine.speculation.verification import RULES, node
 from tests.engine import test_output_law, tiny
 from tests.engine.test_output_law import ALPHA, drafts, exact_law, g_test
@@ -98,7 +99,7 @@ def test_fewer_likely_tokens_than_drafts(
 
 def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: a child without probability takes a token that another child has already."""
-    from engine.sampling.draw import categorical
+    from engine.kernels.draw import categorical
     from engine.speculation import drafting
 
     def drawn(weights_NV: Tensor, uniform_N: Tensor, _: Tensor) -> Tensor:
@@ -172,9 +173,7 @@ def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedM
 
 def test_chains_of_another_request_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """The wrong variant: a chain keeps its number when those before it have gone, and chain 0 of the batch fills in."""
-    from engine.speculation.verification import rule as rules
-
-    right = rules.chain_table
+    right = torch_block.chain_table
 
     def shifted(chains: Chains) -> tuple[Tensor, Tensor]:
         chain_BK, exists_BK = right(chains)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from engine.building import build_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.inputs import NO_NODES, SequenceInput
+from engine.kernels.torch_kernels import TORCH
 from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.verification.greedy import greedy
@@ -58,7 +59,7 @@ def test_the_optimal_rules_reach_their_optimum_on_real_rows() -> None:
         count = 2 + seen % 7
         seen += len(p_NV)
         uniform_NK = torch.from_numpy(generator.random((len(p_NV), count)))
-        drafted_NK = children("greedy", q_NV, uniform_NK)
+        drafted_NK = children(TORCH, "greedy", q_NV, uniform_NK)
         present_NK = torch.ones_like(drafted_NK, dtype=torch.bool)
         raced_N = race_table(p_NV, q_NV, present_NK.sum(1)).alpha
         law_NV = greedy(p_NV, q_NV, drafted_NK, present_NK)

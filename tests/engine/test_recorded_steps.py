@@ -23,13 +23,14 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.engine import Engine
 from engine.errors import NON_FINITE
 from engine.execution.runner import ModelRunner
+from engine.kernels.torch_kernels import TORCH
+from engine.kernels.triton_kernels import TritonKernels
 from engine.plan import Plan
 from engine.recorded import inputs, steps
 from engine.recorded.inputs import LAWS, Laws, StepInputs, StepShape
 from engine.recorded.recorder import recorder
 from engine.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
 from engine.request import Request, Speculation
-from engine.sampling import fused
 from engine.text_drafters import TextDraft
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
@@ -385,11 +386,11 @@ def test_the_comparison_finds_wrong_laws(both: tuple[Engine, Engine], wrong: str
 
 
 @stands_in
-def test_what_is_recorded_looks_at_no_number(both: tuple[Engine, Engine]) -> None:
+def test_what_is_recorded_looks_at_no_number() -> None:
     """A recording repeats what was launched, whatever the host would have decided from a step's numbers."""
-    machine = both[1]
+    with patch.object(building, "choose", lambda _: TORCH):
+        machine = machines()[1]
     with (
-        patch.object(fused, "compiler_for", lambda _: None),
         patch.object(transfer, "are_here", lambda _: False),
         patch("engine.execution.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
         torch.inference_mode(),
@@ -595,9 +596,8 @@ def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], cap
 
 
 def test_a_device_without_the_kernel_for_top_p_records_no_top_p() -> None:
-    assert steps._laws_on(torch.device("cpu")) == LAWS
-    with patch.object(fused, "compiler_for", lambda _: None), patch.object(steps.torch, "empty", MagicMock()):
-        assert [laws.filters for laws in steps._laws_on(torch.device("cuda"))] == [(), ()]
+    assert steps._laws_on(torch.device("cpu"), TORCH) == steps._laws_on(torch.device("cuda"), TritonKernels()) == LAWS
+    assert [laws.filters for laws in steps._laws_on(torch.device("cuda"), TORCH)] == [(), ()]
 
 
 @pytest.mark.parametrize(

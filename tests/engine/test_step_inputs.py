@@ -25,11 +25,13 @@ from engine.drafters import numbers as numbers_module
 from engine.drafters.draft import Draft, method_of, with_tokens
 from engine.engine import Engine
 from engine.execution.loading import LoadedModel
+from engine.kernels.protocol import ChainNoise, Chains, LawTable
+from engine.kernels.torch_kernels import TORCH
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
 from engine.sampling.edits import NodeContext
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, children
+from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.copies import walk
@@ -208,7 +210,7 @@ class Checked:
                     order = self.order(row, chains.tokens_CL[parent, :depth].tolist())
                     expected = np.argsort(-order, kind="stable")[:count].tolist()
                 else:
-                    (expected,) = children(method, weights[None], torch.from_numpy(numbers)[None]).tolist()
+                    (expected,) = children(TORCH, method, weights[None], torch.from_numpy(numbers)[None]).tolist()
                 for leader, token in zip(leaders, expected, strict=True):
                     assert chains.tokens_CL[leader : leader + apart, depth].tolist() == [token] * apart
                     if chains.leads_CL is not None:

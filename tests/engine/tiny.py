@@ -16,11 +16,14 @@ from engine import building
 from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafters.drafter import DrafterKind
+from engine.drafters.levels import Levels
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.execution import probe
 from engine.execution.attention import HOOK, register
 from engine.execution.loading import LoadedModel, adopt
+from engine.kernels.choosing import choose
+from engine.kernels.draw import categorical
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.node_laws import Nodes, node_laws
@@ -131,6 +134,21 @@ def build(
         draft,
         kind=kind,
     )
+
+
+@contextlib.contextmanager
+def with_drafts_of_another_law() -> Iterator[None]:
+    """The wrong variant: drafts are not drawn from the laws that they are verified with, on any path."""
+    kernels, right = type(choose(DEVICE)), Levels.draw
+
+    def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        return categorical(law[row] ** 0.3, uniform)
+
+    def bent(self: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, law_NV: Any) -> Any:
+        return right(self, passes, layout, parameters, uniform_LC**2, law_NV)
+
+    with patch.object(kernels, "draw", staticmethod(flattened)), patch.object(Levels, "draw", bent):
+        yield
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
-from tests.heads.recording import SPECULATIONS, VOCABULARY, Oracle, largest_error, served
+from tests.heads.recording import SPECULATIONS, VOCABULARY, Oracle, Recorder, largest_error, served
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 FLAT = {"layout": "z-lab"}
@@ -123,6 +123,28 @@ def test_attention_by_the_kernel_of_devices_gives_the_same_logits(
     recorder, texts = served(target, written, SPECULATIONS["tree"], few=True, paged=True)
     expected = oracles.Eagle(written, target) if name == "eagle" else oracle(written, target)
     assert largest_error(target, written, expected, recorder, texts, most=20) < 1e-3
+
+
+@pytest.mark.parametrize("name", grid(["eagle", *USUAL], {"dspark, recurrent"}))
+def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    if name == "eagle":
+        written = folders.write_eagle(tmp_path / "head", draft_vocabulary=83, scale=0.3)
+        expected: Oracle = oracles.Eagle(written, target)
+    else:
+        written = write(tmp_path / "head", name, draft_vocabulary=83, scale=0.3)
+        expected = oracle(written, target)
+    engine = tiny.build(target, folders.load(written, target), budget=64, max_copied_tokens=8)
+    recorder = Recorder(engine)
+    both = Speculation(rule="bv_race", num_drafts=2, draft_length=3, drafters=("model", "prompt_lookup"))
+    prompts = [tiny.prompts(VOCABULARY, [10], seed=number)[0] * 3 for number in range(4)]
+    requests = [
+        tiny.request(str(number), prompt, both, max_tokens=30, temperature=0.2, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = tiny.run(engine, requests)
+    assert any(copy.num_accepted for outcomes in run.outcomes.values() for one in outcomes for copy in one.copied)
+    texts = [prompt + run.tokens[str(number)] for number, prompt in enumerate(prompts)]
+    assert largest_error(target, written, expected, recorder, texts, most=25) < 1e-3
 
 
 def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.fixed_edits import FixedEdits, SharedEdits
+from engine.kernels.torch_kernels import TORCH
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.sampling.edits import Bools, NodeContext, edit, has_dead_end
@@ -142,7 +143,7 @@ def test_extreme_values_leave_a_law() -> None:
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))
     text = LogitContext((3, 4, 5, 3), 2, min_tokens=9, ends=(6, -1, 2**62))
     edited = edit(logits, [NodeContext(sampling, text), NodeContext(nothing, text, 2, (1, 2)), None])
-    rows = law(edited, LawParameters.of([sampling, nothing, Sampling()], logits.device))
+    rows = law(edited, LawParameters.of([sampling, nothing, Sampling()], logits.device, TORCH))
     assert torch.isfinite(rows).all()
     torch.testing.assert_close(rows.sum(1), torch.ones(3))
     assert rows[0, 6] == 0

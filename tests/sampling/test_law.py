@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.kernels.draw import categorical
+from engine.kernels.torch_kernels import TORCH
 from engine.request import Sampling
-from engine.sampling.draw import categorical
 from engine.sampling.law import LawParameters, law
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ samplings = st.builds(
 def test_equals_the_reference(seed: int, rows: list[Sampling], vocabulary: int, spread: float) -> None:
     """Peaked laws, and flat ones whose top-p edge lies far down."""
     logits = np.random.default_rng(seed).normal(size=(len(rows), vocabulary)) * spread
-    found = law(torch.tensor(logits, dtype=torch.float32), LawParameters.of(rows, CPU)).double().numpy()
+    found = law(torch.tensor(logits, dtype=torch.float32), LawParameters.of(rows, CPU, TORCH)).double().numpy()
     for row, sampling in enumerate(rows):
         assert_is_law(found[row], logits[row].astype(np.float32).astype(np.float64), sampling)
 
@@ -77,7 +78,7 @@ def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
     flat = np.linspace(0, 0.01, 5000)
     rows = [chance.permutation(flat * (900 if i == 1 else 1)) for i in range(len(samplings))]
     logits = np.array(rows, dtype=np.float32)
-    found = law(torch.from_numpy(logits), LawParameters.of(samplings, CPU)).double().numpy()
+    found = law(torch.from_numpy(logits), LawParameters.of(samplings, CPU, TORCH)).double().numpy()
     for row, sampling in enumerate(samplings):
         assert_is_law(found[row], logits[row].astype(np.float64), sampling)
     assert [int((row > 0).sum()) for row in found[[2, 4]]] == [5000, 1]
@@ -85,16 +86,16 @@ def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
 
 def test_ties_are_kept_so_that_the_law_is_a_function_of_the_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    assert law(logits, LawParameters.of([Sampling(top_k=2)], CPU))[0].tolist() == pytest.approx(
+    assert law(logits, LawParameters.of([Sampling(top_k=2)], CPU, TORCH))[0].tolist() == pytest.approx(
         [0, 1 / 3, 1 / 3, 1 / 3, 0]
     )
-    assert law(logits, LawParameters.of([Sampling(temperature=0)], CPU))[0].tolist() == [0, 1, 0, 0, 0]
+    assert law(logits, LawParameters.of([Sampling(temperature=0)], CPU, TORCH))[0].tolist() == [0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-7, 1e-5, 2.0])
 def test_extreme_temperatures_give_a_law(temperature: float) -> None:
     logits = torch.tensor([[1e4, -1e4, 9.999e3, float("-inf")]])
-    row = law(logits, LawParameters.of([Sampling(temperature=temperature)], CPU))[0]
+    row = law(logits, LawParameters.of([Sampling(temperature=temperature)], CPU, TORCH))[0]
     assert float(row.sum()) == pytest.approx(1)
     assert int(row.argmax()) == 0
 
@@ -102,9 +103,9 @@ def test_extreme_temperatures_give_a_law(temperature: float) -> None:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1)]
-    together = law(logits, LawParameters.of(rows, CPU))
+    together = law(logits, LawParameters.of(rows, CPU, TORCH))
     for i, sampling in enumerate(rows):
-        alone = law(logits[i : i + 1], LawParameters.of([sampling], CPU))[0]
+        alone = law(logits[i : i + 1], LawParameters.of([sampling], CPU, TORCH))[0]
         torch.testing.assert_close(together[i], alone, atol=1e-7, rtol=1e-6)
 
 
@@ -113,9 +114,9 @@ def test_parameters_are_selected_by_row() -> None:
     rows = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_k=4, top_p=0.5), Sampling(min_p=0.2)]
     wanted = [3, 1, 2, 0, 3, 1]
     logits = torch.randn(len(wanted), 50, generator=torch.Generator().manual_seed(1))
-    found = law(logits, LawParameters.of(rows, CPU).select(torch.tensor(wanted)))
+    found = law(logits, LawParameters.of(rows, CPU, TORCH).select(torch.tensor(wanted)))
     for logit, row, index in zip(logits, found, wanted, strict=True):
-        alone = law(logit.unsqueeze(0), LawParameters.of([rows[index]], CPU))[0]
+        alone = law(logit.unsqueeze(0), LawParameters.of([rows[index]], CPU, TORCH))[0]
         torch.testing.assert_close(row, alone, atol=1e-7, rtol=1e-6)
 
 

@@ -20,12 +20,17 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from engine.analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
+from engine.kernels.choosing import choose
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
 from engine.plan import TargetShift
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts, children
+from engine.speculation.drafting import children
 from engine.speculation.theory import Law
-from engine.speculation.verification import ChainVerdict, Verify
+from engine.speculation.verification import Verify
 from tests.engine.tiny import DEVICE
 from tests.speculation.exact import from_prefix, random_model
+
+KERNELS = choose(DEVICE)
+"""Kernels that serve."""
 
 _MOST_TREES = 3000
 # Less likely than this is impossible, up to the rounding of the exact law; cells with fewer draws expected are merged.
@@ -232,12 +237,12 @@ class Batch:
             tokens_CL,
             length_B.repeat_interleave(count_B),
             torch.arange(len(request_B)).repeat_interleave(count_B),
-            LawTable(self.nodes.draft_NV, node_CX[:, :length]),
+            LawTable(self.nodes.draft_NV, node_CX[:, :length], KERNELS),
             leads_CL if is_tree else None,
             None if self.shifts is None else self.shifts.select(request_B.repeat_interleave(count_B)),
             shape if is_tree or self._knows_shape else None,
         )
-        return chains, LawTable(self.nodes.target_NV, node_CX)
+        return chains, LawTable(self.nodes.target_NV, node_CX, KERNELS)
 
     def _draw(
         self, kind: Kind, chain_RK: Tensor, node_R: Tensor, tokens_CL: Tensor, leads_CL: Tensor, node_CX: Tensor
@@ -248,7 +253,9 @@ class Batch:
         for depth, count in enumerate(kind.fanout):
             uniform = torch.from_numpy(self.chance.random((node_RW.numel(), count)))
             method = kind.method if count > 1 else "iid"
-            token_RW = children(method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(len(node_R), -1)
+            token_RW = children(KERNELS, method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(
+                len(node_R), -1
+            )
             node_RW = self.nodes.child_NV[node_RW.repeat_interleave(count, 1), token_RW]
             below = kind.num_chains // token_RW.shape[1]
             tokens_CL[chain_RK, depth] = token_RW.repeat_interleave(below, 1)

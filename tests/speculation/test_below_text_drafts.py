@@ -27,13 +27,14 @@ from torch import Tensor
 
 from engine import verifying
 from engine.analysis.enumeration import EveryChain, Model, Path, draft_tuples, drafted_trees, joint, rule_outcomes
+from engine.kernels.protocol import ChainNoise, LawTable
+from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import level_widths
 from engine.request import Speculation
-from engine.sampling import fused
-from engine.speculation.drafting import ChainNoise, LawTable
-from engine.speculation.verification import RULES, fused_block, node
+from engine.speculation.verification import RULES, node
 from engine.speculation.verification.copies import Below, below, refuse
 from engine.text_drafters import TextDraft
+from tests.speculation import served
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import Fit, fit, small_world
 from tests.speculation.test_served_steps import VOCABULARY, row_of, step
@@ -175,7 +176,7 @@ def moved(part: str, right: Below, drafted: Below) -> Below:
         return replace(right, chains=replace(right.chains, **{part: getattr(drafted.chains, part)}))
     root, rest = (right, drafted) if part == "target" else (drafted, right)
     row_CX = torch.cat([root.target.row_CX[:, :1], rest.target.row_CX[:, 1:]], 1)
-    return replace(right, target=LawTable(right.target.law_NV, row_CX))
+    return replace(right, target=replace(right.target, row_CX=row_CX))
 
 
 def unshifted(part: str) -> Callable[..., Below]:
@@ -226,7 +227,7 @@ def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> End
         refuse(law_NV, [len(law_NV) - 1], [refused])
         rest = rest_of(
             chains,
-            LawTable(law_NV, every.target.row_CX),
+            LawTable(law_NV, every.target.row_CX, TORCH),
             noise,
             np.full(len(leaves), len(path)),
             lives_C,
@@ -278,7 +279,7 @@ def sampled(drafting: Drafting, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
 
 def plain() -> AbstractContextManager[Any]:
     """No kernels."""
-    return patch.object(fused, "compiler_for", lambda _: None)
+    return patch.object(served, "KERNELS", TORCH)
 
 
 @pytest.mark.parametrize("drafting", [in_gate(one, one not in BY_NODES) for one in EVERY[:-1]], ids=str)
@@ -296,8 +297,10 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting) -> None:
 @pytest.mark.slow
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
-    pytest.importorskip("triton")
-    with plain(), patch.object(fused_block, "compiler_for", lambda *_: "Triton"):
+    triton = pytest.importorskip("engine.kernels.triton_kernels")
+    mixed = TorchKernels()
+    mixed.race = triton.TritonKernels().race  # type: ignore[method-assign]
+    with patch.object(served, "KERNELS", mixed):
         assert sampled(CHAINS[-1], num_rows=300).p_value > ALPHA
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification import RULES, ChainVerdict, fused_block, longest_match
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.torch_kernels import TORCH
+from engine.speculation.verification import RULES
 from engine.speculation.verification.longest_match import verify_certain
 from tests.engine import tiny
 
@@ -38,7 +39,7 @@ def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
     laws_NV[torch.arange(len(nodes)), torch.tensor([world(node) for node in nodes])] = 1.0
     number_C = torch.arange(count)
     draft = LawTable(
-        torch.full((count * LENGTH, VOCABULARY), 1 / VOCABULARY), torch.arange(count * LENGTH).view(count, -1)
+        torch.full((count * LENGTH, VOCABULARY), 1 / VOCABULARY), torch.arange(count * LENGTH).view(count, -1), TORCH
     )
     lengths = torch.from_numpy(chance.integers(0, LENGTH + 1, count))
     chains = Chains(
@@ -46,7 +47,7 @@ def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
     )
     numbers = torch.from_numpy(chance.random((count, 2 * LENGTH + 3)))
     noise = ChainNoise(numbers[:, :LENGTH], numbers[:, -3], numbers[:, -2], numbers[:, LENGTH:-3], numbers[:, -1])
-    return chains, LawTable(laws_NV, torch.arange(len(nodes)).view(count, LENGTH + 1)), noise
+    return chains, LawTable(laws_NV, torch.arange(len(nodes)).view(count, LENGTH + 1), TORCH), noise
 
 
 def texts(chains: Chains, verdict: ChainVerdict) -> list[tuple[int, ...]]:
@@ -98,20 +99,21 @@ def test_wrong_variants_are_found_out(wrong: str) -> None:
 
 def test_the_shortest_match_is_found_out() -> None:
     chains, target, noise = drawn()
-    winners = longest_match.winners
-    with patch.object(longest_match, "winners", lambda chains, score_C, *rest: winners(chains, -score_C, *rest)):
+    winners = TORCH.winners
+    with patch.object(TORCH, "winners", lambda chains, score_C, *rest: winners(chains, -score_C, *rest)):
         assert texts(chains, verify_certain(chains, target, noise)) != right(chains)
 
 
 def test_kernels_choose_the_same() -> None:
     pytest.importorskip("triton")
+    from engine.kernels.triton_kernels import TritonKernels
+
     chains, target, noise = drawn(1)
     few = torch.arange(24)
     chains, target = chains.select(few, (8, NUM_CHAINS)), target.select(few)
     if tiny.DEVICE.type != "cpu":
         pytest.skip("the plain operations are compared with the interpreter's")
     plain = verify_certain(chains, target, noise)
-    with patch.object(fused_block, "compiler_for", lambda *_: "Triton"):
-        found = verify_certain(chains, target, noise)
+    found = verify_certain(chains, replace(target, kernels=TritonKernels()), noise)
     for name in ("chain_B", "accepted_B", "next_token_B"):
         assert torch.equal(getattr(found, name), getattr(plain, name))

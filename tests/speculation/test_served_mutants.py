@@ -14,22 +14,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import fused
-from engine.sampling.draw import categorical
+from engine.kernels import torch_block
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.torch_kernels import TORCH
 from engine.speculation import verification
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification import RULES, ChainVerdict
+from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs
+from tests.speculation import served
 from tests.speculation.served import Fit, Kind
 from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of, kinds_with_layers
 
 Patch = AbstractContextManager[Any]
 
 # Modules by name: the package has rules of the same names.
-block, greedy_block, kseq, ot_lp, race, token, traversal, weighted_race = (
+greedy_block, kseq, ot_lp, traversal, weighted_race = (
     import_module(f"engine.speculation.verification.{name}")
-    for name in ("block", "greedy_block", "kseq", "ot_lp", "race", "token", "traversal", "weighted_race")
+    for name in ("greedy_block", "kseq", "ot_lp", "traversal", "weighted_race")
 )
 
 
@@ -51,9 +53,9 @@ def other_noise(rule: str, change: Callable[[ChainNoise], ChainNoise]) -> Patch:
 
 def weights_of_one() -> Patch:
     """`stop_chains` draws from (p - q)+ where (w p - q)+ is right."""
-    right = block.draw_residual
+    right = TORCH.draw_residual
     return patch.object(
-        block,
+        TORCH,
         "draw_residual",
         lambda chains, target, n, weight, u: right(chains, target, n, torch.ones_like(weight), u),
     )
@@ -70,13 +72,13 @@ def score_from_acceptance() -> Patch:
 
 def no_lower_end() -> Patch:
     """The race's score goes down to 0 wherever a chain stops."""
-    right = race.score_bounds
+    right = torch_block.score_bounds
 
     def bounds(*parts: Any) -> tuple[Tensor, Tensor]:
         lower_C, upper_C = right(*parts)
         return torch.zeros_like(lower_C), upper_C
 
-    return patch.object(race, "score_bounds", bounds)
+    return patch.object(torch_block, "score_bounds", bounds)
 
 
 def residual_is_the_target() -> Patch:
@@ -85,7 +87,7 @@ def residual_is_the_target() -> Patch:
     def drawn(chains: Chains, target: LawTable, accepted_C: Tensor, _: Tensor, uniform_C: Tensor) -> Tensor:
         return categorical(target.rows(accepted_C), uniform_C)
 
-    return patch.object(token, "draw_residual", drawn)
+    return patch.object(TORCH, "draw_residual", drawn)
 
 
 def skipped_duplicates() -> Patch:
@@ -178,7 +180,7 @@ MUTANTS: list[tuple[str, str, str, Callable[[], Patch]]] = [
     ("bv_race", "iid", "chains", weights_of_one),
     ("bv_race", "iid", "chains", score_from_acceptance),
     ("bv_race", "iid", "chains", no_lower_end),
-    ("block", "iid", "chains", lambda: patch.object(block, "_accept", lambda *parts: parts[-1])),
+    ("block", "iid", "chains", lambda: patch.object(torch_block, "_accept", lambda *parts: parts[-1])),
     ("token", "iid", "chains", residual_is_the_target),
     ("nss", "iid", "chains", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
     ("nss", "greedy", "trees", lambda: at_nodes("nss", lambda target, draft, *_: draft)),
@@ -214,7 +216,7 @@ def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
 @pytest.mark.parametrize(("rule", "method", "shapes", "wrong"), MUTANTS)
 def test_wrong_rules_are_rejected(rule: str, method: str, shapes: str, wrong: Callable[[], Patch]) -> None:
     """Of the plain operations; kernels have their own wrong variants."""
-    with wrong(), patch.object(fused, "compiler_for", lambda _: None):
+    with wrong(), patch.object(served, "KERNELS", TORCH):
         assert min(found.p_value for found in fits_under(rule, method, shapes)) < ALPHA
 
 

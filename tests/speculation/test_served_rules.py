@@ -16,14 +16,15 @@ import torch
 
 from engine.analysis.enumeration import Outcome
 from engine.drafters.numbers import draw_numbers, noise_of
-from engine.sampling import fused
+from engine.kernels.protocol import ChainNoise, Chains
+from engine.kernels.torch_kernels import TORCH
 from engine.speculation import verification
-from engine.speculation.drafting import ChainNoise, Chains
-from engine.speculation.verification import RULES, OverAcceptance, Verify, fused_block
+from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.rrs import rrs
 from engine.speculation.verification.traversal import leaders
 from tests.grid import grid
+from tests.speculation import served
 from tests.speculation.exact import from_prefix, outcomes_of
 from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
 
@@ -160,17 +161,16 @@ def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     All the other tests of this file go through the compiled kernels of their device where laws are in float32.
     """
-    pytest.importorskip("engine.sampling.triton_rows")
+    triton = pytest.importorskip("engine.kernels.triton_kernels")
     kinds = kinds_of(rule, "iid", "chains", 0)
 
     def emitted() -> list[tuple[list[object], list[object]]]:
         batch = Batch(kinds, 6, seed=2, dtype=torch.float32)
         return [(list(one.first), list(one.text)) for one in batch.run(RULES[rule].verify, 1)]
 
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
+    monkeypatch.setattr(served, "KERNELS", TORCH)
     plain = emitted()
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
-    monkeypatch.setattr(fused_block, "work_on", lambda *_: True)
+    monkeypatch.setattr(served, "KERNELS", triton.TritonKernels())
     assert emitted() == plain
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -23,15 +23,17 @@ from engine.drafters.chains import draw_chains
 from engine.drafters.draft import Draft, with_tokens
 from engine.drafters.model import ModelDrafter
 from engine.execution.inputs import SequenceInput
+from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable
+from engine.kernels.torch_kernels import TORCH
 from engine.plan import Emission, Plan, Row
 from engine.request import Sampling, Speculation
 from engine.sampling.noise import Purpose, uniform
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
 from engine.text_drafters import TextDraft
+from tests.speculation import served
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 
 ALPHA = 1e-6
@@ -72,6 +74,7 @@ ROWS: dict[str, dict[str, Any]] = {
 class LookedUp:
     """A draft model's runner whose logits are the logarithms of the world's draft laws."""
 
+    kernels: ClassVar[Kernels] = TORCH
     world: Model
     paths: dict[int, list[Path]] = field(default_factory=dict)
     """Nodes that are in the cache, by sequence."""
@@ -118,7 +121,7 @@ def step(rows: Sequence[Row], most_unmerged: int = 0, world: Model = WORLD) -> t
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
     drafter = ModelDrafter(LookedUp(world))  # type: ignore[arg-type]
-    draft = draw_chains(plan, drafter, VOCABULARY, CPU, most_unmerged)
+    draft = draw_chains(plan, drafter, VOCABULARY, CPU, served.KERNELS, most_unmerged)
     assert draft is not None
     assert (draft.tokens_M is None) == (most_unmerged == 0)
     paths: list[Path] = []
@@ -287,7 +290,7 @@ def test_chains_below_a_walk() -> None:
         number_CX[:, :3] + 100,
         torch.tensor([3, 3, 2, 2, 0]),
         torch.tensor([0, 0, 1, 1, 2]),
-        LawTable(laws_NV, number_CX[:, :3]),
+        LawTable(laws_NV, number_CX[:, :3], TORCH),
         leads_CL,
     )
     numbers = torch.arange(5, dtype=torch.float64)
@@ -295,7 +298,9 @@ def test_chains_below_a_walk() -> None:
     noise = ChainNoise(deep_CL, numbers, numbers + 10, deep_CL + 20, numbers + 30)
     lives_C, offset_C = np.array([False, True, False, False, False]), np.array([9, 2, 9, 9, 9])
     with torch.device("meta"):
-        rest = below(chains, LawTable(laws_NV, number_CX), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54]))
+        rest = below(
+            chains, LawTable(laws_NV, number_CX, TORCH), noise, offset_C, lives_C, np.array([50, 51, 52, 53, 54])
+        )
     assert rest.origin_C.tolist() == [1, 2, 4]
     assert rest.chains.length_C.tolist() == [1, 0, 0]
     assert rest.chains.request_C.tolist() == [0, 1, 2]

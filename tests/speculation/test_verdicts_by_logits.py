@@ -15,14 +15,15 @@ pytest.importorskip("numba")
 from engine import verifying
 from engine.analysis.enumeration import Path
 from engine.drafters.draft import Draft
+from engine.kernels import numba_block
+from engine.kernels.numba_kernels import NumbaKernels
 from engine.plan import Emission, Plan
 from engine.request import Speculation
-from engine.speculation.verification import fused_block, numba_block
 from tests.engine import tiny
 from tests.grid import grid
+from tests.kernels.test_kernel_mutants import BLOCK, ROWS, kernels_with
 from tests.speculation import test_served_steps as served
 from tests.speculation.served import Fit, fit
-from tests.speculation.test_kernel_mutants import BLOCK, ROWS, kernels_with
 from tests.speculation.test_served_steps import ALPHA, NUM_TOKENS, VOCABULARY, drafts, row_of, step
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
@@ -82,7 +83,6 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"laws of the next node", "one number for two decisions"}))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
-    assert fused_block.work_on(tiny.DEVICE, "Numba"), "the trial has been, and does not see the change"
     with patch.object(numba_block, "decide", kernels_with(*WRONG[wrong]).decide):
         assert min(found.p_value for found in fits().values()) < ALPHA
 
@@ -96,7 +96,7 @@ def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _:
         change(logits_NV)
         logits.append(logits_NV)
         for takes in (True, False):
-            with patch.object(fused_block, "takes_logits", lambda _, takes=takes: takes):
+            with patch.object(NumbaKernels, "takes_logits", lambda *_, takes=takes: takes):
                 found.append(original(plan, draft, logits_NV.clone()))
         return found[0]
 

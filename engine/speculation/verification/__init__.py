@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from engine.kernels.protocol import ChainVerdict
 from engine.rule_facts import RULE_FACTS
 from engine.speculation import theory
-from engine.speculation.verification.block import verify_block
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
 from engine.speculation.verification.kseq import kseq
@@ -23,9 +23,9 @@ from engine.speculation.verification.node import TopDown
 from engine.speculation.verification.nss import nss
 from engine.speculation.verification.ot_lp import ot_lp
 from engine.speculation.verification.over_acceptance import OverAcceptance
-from engine.speculation.verification.race import verify_bv_race
+from engine.speculation.verification.race import verify_block, verify_bv_race
 from engine.speculation.verification.rrs import rrs, rrs_without_replacement
-from engine.speculation.verification.rule import Acceptance, ChainVerdict, Rule, Verify
+from engine.speculation.verification.rule import Acceptance, Rule, Verify
 from engine.speculation.verification.token import verify_token
 from engine.speculation.verification.traversal import verify_traversal
 from engine.speculation.verification.weighted_race import weighted_race

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.kernels.protocol import ChainNoise, Chains, LawTable
 from engine.speculation.topology import Tree
 
 
@@ -119,7 +119,7 @@ def below(
         kept,
         tokens_CL=shifted(kept.tokens_CL),
         length_C=torch.where(lives, kept.length_C - offset, 0),
-        draft=LawTable(kept.draft.law_NV, shifted(kept.draft.row_CX)),
+        draft=replace(kept.draft, row_CX=shifted(kept.draft.row_CX)),
         leads_CL=None if kept.leads_CL is None else shifted(kept.leads_CL),
     )
-    return Below(moved, LawTable(laws.law_NV, row_CX), noise.select(index), origin_C)
+    return Below(moved, replace(laws, row_CX=row_CX), noise.select(index), origin_C)

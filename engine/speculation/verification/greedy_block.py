@@ -20,12 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable, TargetShifts
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
+from engine.kernels.torch_block import accepted_length, chain_table
 from engine.speculation.target_shift import Selection, apply_shifts, effective_laws, root_state
-from engine.speculation.verification.block import accepted_length
 from engine.speculation.verification.race import verify_bv_race
-from engine.speculation.verification.rule import ChainVerdict, chain_table
 
 
 @dataclass(frozen=True)

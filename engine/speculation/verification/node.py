@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict, NodeRule, chain_table
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.torch_block import chain_table
+from engine.speculation.verification.rule import NodeRule
 
 
 def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.speculation.verification.node import at, normalised, ratio
-from engine.speculation.verification.rule import ChainVerdict
 
 Residual = Literal["optimal", "target"]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict, draw_residual
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 
 
 def token_acceptance(chains: Chains, target: LawTable) -> Tensor:
@@ -25,6 +24,8 @@ def verify_token(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVe
     """Accept the tokens before the first rejection."""
     rejected_CL = noise.accept_CL >= token_acceptance(chains, target)
     accepted_C = (rejected_CL.cumsum(-1) == 0).sum(-1)
-    next_token_C = draw_residual(chains, target, accepted_C, torch.ones_like(noise.score_C), noise.residual_C)
+    next_token_C = target.kernels.draw_residual(
+        chains, target, accepted_C, torch.ones_like(noise.score_C), noise.residual_C
+    )
     order_C = torch.arange(chains.num_chains, device=accepted_C.device)
     return ChainVerdict(order_C, accepted_C, next_token_C)

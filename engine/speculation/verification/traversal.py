@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import categorical
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.torch_block import chain_table
 from engine.speculation.verification.node import normalised
-from engine.speculation.verification.rule import ChainVerdict, chain_table
 
 
 @dataclass(frozen=True)

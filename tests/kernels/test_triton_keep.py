@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-triton_keep = pytest.importorskip("engine.cache.triton_keep")
+triton_keep = pytest.importorskip("engine.kernels.triton_keep")
 
-from engine.cache import tensors as tensors_module  # noqa: E402
-from engine.cache.tensors import KVMoves, KVShape, KVTensors  # noqa: E402
+from engine.cache.tensors import KVShape, KVTensors  # noqa: E402
+from engine.kernels.protocol import KVMoves  # noqa: E402
+from engine.kernels.torch_kernels import TORCH  # noqa: E402
+from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 
 NUM_SLOTS = 200
@@ -17,10 +19,9 @@ NUM_SLOTS = 200
 
 def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
     """K/V in which every number is another one, as far as the type has so many."""
-    storage = KVTensors(shape, NUM_SLOTS, dtype, tiny.DEVICE)
+    storage = KVTensors(shape, NUM_SLOTS, dtype, tiny.DEVICE, TritonKernels() if has_kernel else TORCH)
     for part in (storage.keys, storage.values):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.shape[-1])))
-    storage.has_kernel = has_kernel
     return storage
 
 
@@ -73,17 +74,3 @@ def test_nothing_else_is_touched(num_moves: int) -> None:
     assert torch.equal(after.keys[:, rest], before.keys[:, rest])
     assert torch.equal(after.values[:, 6], before.values[:, 5])
     assert torch.equal(after.keys[:, touched[1:]], before.keys[:, 40 : 40 + num_moves])
-
-
-def test_a_device_where_it_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There torch serves."""
-    kind = tiny.DEVICE, KVShape(2, 2, 16, 20), torch.bfloat16
-    assert tensors_module.find_fault(*kind) is None
-    right = triton_keep.keep
-
-    def wrong(storage: torch.Tensor, move_SM2: torch.Tensor) -> None:
-        for number in range(move_SM2.shape[1]):
-            right(storage, move_SM2[:, number : number + 1].contiguous())
-
-    monkeypatch.setattr(triton_keep, "keep", wrong)
-    assert tensors_module.find_fault(*kind) is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,29 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-triton_rows = pytest.importorskip("engine.sampling.triton_rows")
+triton_rows = pytest.importorskip("engine.kernels.triton_rows")
 
+from engine.kernels import triton_kernels  # noqa: E402
+from engine.kernels.draw import categorical  # noqa: E402
+from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable  # noqa: E402
+from engine.kernels.torch_block import residual  # noqa: E402
+from engine.kernels.torch_kernels import TORCH  # noqa: E402
+from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
+from engine.kernels.triton_rows import Surplus  # noqa: E402
 from engine.request import Sampling  # noqa: E402
-from engine.sampling import fused  # noqa: E402
-from engine.sampling.draw import categorical  # noqa: E402
 from engine.sampling.law import LawParameters, law  # noqa: E402
-from engine.speculation.drafting import ChainNoise, Chains, LawTable  # noqa: E402
-from engine.speculation.verification.block import verify_block  # noqa: E402
-from engine.speculation.verification.race import verify_bv_race  # noqa: E402
-from engine.speculation.verification.rule import draw_residual, residual, surplus_sum  # noqa: E402
+from engine.speculation.verification.race import verify_block, verify_bv_race  # noqa: E402
 from engine.speculation.verification.token import verify_token  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 
 DEVICE = tiny.DEVICE
+KERNELS = TritonKernels()
 # More than two tiles of a row, and no whole number of them.
 WIDTH = 2 * triton_rows.TILE + 77
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go through the kernels, whatever the device."""
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
 
 
 def random_law(chance: np.random.Generator, num_rows: int, spread: float = 3.0) -> Tensor:
@@ -44,31 +40,8 @@ def random_law(chance: np.random.Generator, num_rows: int, spread: float = 3.0) 
     return logits.softmax(1).to(DEVICE)
 
 
-def test_they_agree_with_the_plain_operations_here() -> None:
-    assert fused.find_fault(DEVICE) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "fault"),
-    [
-        ("softmax", lambda law, *_: law * 1.01, "laws differ"),
-        ("sum", lambda sums, *_: sums * 1.01, "sums differ"),
-        ("draw", lambda tokens, *operands: tokens + (len(operands) == 3), "draws differ"),
-        ("draw", lambda tokens, *operands: tokens + (len(operands) == 2), "draws differ"),
-    ],
-)
-def test_a_device_where_they_are_wrong_is_found_out(
-    name: str, wrong: Callable[..., Tensor], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On such a device the plain operations serve. Draws may be wrong from a surplus or from a law alone."""
-    place = triton_rows if name == "softmax" else triton_rows.Surplus
-    right = getattr(place, name)
-    monkeypatch.setattr(place, name, lambda *operands: wrong(right(*operands), *operands))
-    assert fused.find_fault(DEVICE) == fault
-
-
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16, torch.float16], {torch.bfloat16}))
-def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
     """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with gaps between them."""
     chance = np.random.default_rng(1)
     width = 2 * triton_rows._LAW_TILE + 77
@@ -78,32 +51,30 @@ def test_laws_are_those_of_the_plain_path(dtype: torch.dtype, kernels: None, mon
     logits[3, triton_rows._LAW_TILE :] = -torch.inf
     logits[5, -1] = 50.0
     samplings = [Sampling(temperature=t, top_p=p) for t, p in ((1, 1), (1, 1), (0.7, 1), (1e-3, 1), (5, 1), (0.3, 0.9))]
-    parameters = LawParameters.of(samplings, DEVICE)
+    parameters = LawParameters.of(samplings, DEVICE, KERNELS)
     found = law(logits, parameters)
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
-    assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
+    assert torch.allclose(found, law(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
     assert found[5, -1] > 0.99
-    beside = fused.softmax(logits.T.contiguous().T, parameters.temperature_N)
-    assert torch.equal(beside, fused.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
+    separate = KERNELS.softmax(logits.T.contiguous().T, parameters.temperature_N)
+    assert torch.equal(separate, KERNELS.softmax(logits, parameters.temperature_N)), "rows that do not lie in one piece"
 
 
-def test_filters_of_logits_take_the_plain_path(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "softmax", None)
+def test_filters_of_logits_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKernels, "softmax", None)
     logits = torch.randn(1, 50, device=DEVICE)
     for sampling in (Sampling(top_k=3), Sampling(min_p=0.1)):
-        assert law(logits, LawParameters.of([sampling], DEVICE)).sum() == pytest.approx(1.0, abs=1e-5)
+        assert law(logits, LawParameters.of([sampling], DEVICE, KERNELS)).sum() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_greedy_row_leaves_the_others_to_the_kernels(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_row_leaves_the_others_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.from_numpy(np.random.default_rng(8).standard_normal((3, WIDTH))).float().to(DEVICE)
     samplings = [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(temperature=1.2, top_p=0.5)]
-    parameters = LawParameters.of(samplings, DEVICE)
+    parameters = LawParameters.of(samplings, DEVICE, KERNELS)
     calls = []
-    softmax = fused.softmax
-    monkeypatch.setattr(fused, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
+    softmax = triton_rows.softmax
+    monkeypatch.setattr(triton_rows, "softmax", lambda *operands: calls.append(1) or softmax(*operands))
     found = law(logits, parameters)
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
-    assert torch.allclose(found, law(logits, parameters), rtol=2e-5, atol=1e-9)
+    assert torch.allclose(found, law(logits, replace(parameters, kernels=TORCH)), rtol=2e-5, atol=1e-9)
     assert len(calls) == 1
     assert found[0].max() == found[0, logits[0].argmax()] == 1
 
@@ -115,7 +86,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row, device=DEVICE)
-        drawn, expected = fused.surplus(laws, rows).draw(uniform), categorical(laws[rows], uniform)
+        drawn, expected = Surplus(laws, rows).draw(uniform), categorical(laws[rows], uniform)
         # Sums of another order may put a border on the other side of a number of the grid.
         assert (drawn != expected).sum() <= 1
         assert (drawn[1:] >= drawn[:-1]).all()
@@ -130,7 +101,7 @@ def test_corners_of_a_draw() -> None:
     ends = torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
 
     def draw(row: int, **more: Tensor) -> list[int]:
-        drawn: list[int] = fused.surplus(laws, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
+        drawn: list[int] = Surplus(laws, torch.full((2,), row, device=DEVICE), **more).draw(ends).tolist()
         return drawn
 
     assert draw(0) == [WIDTH - 1] * 2
@@ -140,7 +111,7 @@ def test_corners_of_a_draw() -> None:
     same = {"weight_C": one, "draft_MV": laws, "draft_row_C": torch.ones(2, dtype=torch.int64, device=DEVICE)}
     assert draw(1, **same) == [5, WIDTH - 2], "without a surplus the target's law is drawn from"
     assert draw(0, **same) == [WIDTH - 1] * 2
-    nothing_left = fused.surplus(laws, torch.full((2,), 1, device=DEVICE), **same)
+    nothing_left = Surplus(laws, torch.full((2,), 1, device=DEVICE), **same)
     assert nothing_left.draw(ends, torch.ones(2, dtype=torch.bool, device=DEVICE)).tolist() == [5, WIDTH - 2]
 
 
@@ -151,10 +122,10 @@ def chains_of(chance: np.random.Generator, num_requests: int, num_chains: int, l
     length_C[-1] = 0
     draft_row_CL = torch.arange(count * length, device=DEVICE).view(count, length)
     target_row_CX = torch.arange(count * (length + 1), device=DEVICE).view(count, length + 1)
-    draft = LawTable(random_law(chance, count * length, 1.0), draft_row_CL)
+    draft = LawTable(random_law(chance, count * length, 1.0), draft_row_CL, KERNELS)
     target_NV = random_law(chance, count * (length + 1), 1.0)
     target_NV[target_row_CX[:, :-1].flatten()] += 2 * draft.law_NV
-    target = LawTable(target_NV / target_NV.sum(1, keepdim=True), target_row_CX)
+    target = LawTable(target_NV / target_NV.sum(1, keepdim=True), target_row_CX, KERNELS)
     uniform = torch.from_numpy(chance.random(count * length)).to(DEVICE)
     tokens_CL = categorical(draft.law_NV, uniform).view(count, length)
     request_C = torch.arange(num_requests, device=DEVICE).repeat_interleave(num_chains)
@@ -168,20 +139,17 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
     chains, target = chains_of(chance, 12, num_chains, 3)
     numbers = torch.from_numpy(chance.random((9, chains.num_chains))).to(DEVICE)
     noise = ChainNoise(numbers[:3].T, numbers[3], numbers[4], numbers[5:8].T, numbers[8])
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: None)
-    plain = verify(chains, target, noise)
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
+    plain = verify(chains, replace(target, kernels=TORCH), noise)
     parts = ("chain_B", "accepted_B", "next_token_B")
     found = verify(chains, target, noise)
     assert all(torch.equal(getattr(found, part), getattr(plain, part)) for part in parts)
     # The wrong variant leaves the draft law out.
-    right = fused.surplus
-    monkeypatch.setattr(fused, "surplus", lambda law_NV, row_C, *_: right(law_NV, row_C))
+    monkeypatch.setattr(triton_kernels, "Surplus", lambda law_NV, row_C, *_: Surplus(law_NV, row_C))
     assert not torch.equal(verify(chains, target, noise).next_token_B, plain.next_token_B)
     assert 0 < int(plain.accepted_B.sum()) < int(chains.length_C.sum())
 
 
-def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residuals_are_those_of_the_plain_path() -> None:
     """Of every weight and depth; chains of the whole length draw from the target."""
     chance = np.random.default_rng(5)
     chains, target = chains_of(chance, 8, 1, 3)
@@ -190,44 +158,43 @@ def test_residuals_are_those_of_the_plain_path(monkeypatch: pytest.MonkeyPatch) 
     weight_C = torch.linspace(0.3, 1, 8, dtype=torch.float64, device=DEVICE)
     uniform_C = torch.from_numpy(chance.random(8)).to(DEVICE)
 
-    def residuals() -> list[Tensor]:
-        sums = [surplus_sum(chains, target, depth, weight_C) for depth in range(3)]
-        return [draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
+    def residuals(kernels: Kernels) -> list[Tensor]:
+        sums = [kernels.surplus_sum(chains, target, depth, weight_C) for depth in range(3)]
+        return [kernels.draw_residual(chains, target, depth_C, weight_C, uniform_C), *sums]
 
-    plain = residuals()
+    plain = residuals(TORCH)
     assert residual(chains, target, depth_C, weight_C).dtype == target.law_NV.dtype
-    monkeypatch.setattr(fused, "compiler_for", lambda rows_NV: "Triton")
-    found = residuals()
+    found = residuals(KERNELS)
     assert torch.equal(found[0], plain[0])
     for sums, expected in zip(found[1:], plain[1:], strict=True):
         assert expected.dtype == torch.float64
         torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
 
 
-def test_rows_that_do_not_speculate_draw_from_their_law(kernels: None) -> None:
+def test_rows_that_do_not_speculate_draw_from_their_law() -> None:
     laws = random_law(np.random.default_rng(4), 2)
     nothing = torch.zeros(2, 0, dtype=torch.int64, device=DEVICE)
     number = torch.arange(2, device=DEVICE)
-    draft = LawTable(laws[:0], nothing)
+    draft = LawTable(laws[:0], nothing, KERNELS)
     chains = Chains(nothing, torch.zeros_like(number), number, draft)
     uniform = torch.tensor([0.2, 0.8], dtype=torch.float64, device=DEVICE)
     empty = nothing.double()
     noise = ChainNoise(empty, uniform, uniform, empty, uniform)
-    found = verify_block(chains, LawTable(laws, number.unsqueeze(1)), noise)
+    found = verify_block(chains, LawTable(laws, number.unsqueeze(1), KERNELS), noise)
     assert torch.equal(found.next_token_B, categorical(laws, uniform))
 
 
-def test_a_row_is_drawn_from_by_the_kernels_or_without_them(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_drawn_from_by_the_kernels_or_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in another order than the laws; laws that do not lie in one piece are drawn from without kernels."""
     laws = random_law(np.random.default_rng(6), 3)
     rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
     uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
     expected = categorical(laws[rows], uniform)
     calls = []
-    right = triton_rows.Surplus.draw
-    monkeypatch.setattr(triton_rows.Surplus, "draw", lambda *operands: calls.append(1) or right(*operands))
-    assert torch.equal(fused.draw(laws, rows, uniform), expected)
-    assert torch.equal(fused.draw(laws.T.contiguous().T, rows, uniform), expected)
+    right = Surplus.draw
+    monkeypatch.setattr(Surplus, "draw", lambda *operands: calls.append(1) or right(*operands))
+    assert torch.equal(KERNELS.draw(laws, rows, uniform), expected)
+    assert torch.equal(KERNELS.draw(laws.T.contiguous().T, rows, uniform), expected)
     assert len(calls) == 1
 
 
@@ -249,7 +216,6 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert done.stdout.split() == [
         *(
             *for_types,
-            *["_norm_product"] * 36,
             *["_attend"] * 3,
             "_sum_exponentials",
             "_softmax",

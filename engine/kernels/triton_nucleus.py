@@ -5,7 +5,7 @@ wanted mass. Numbers from 0 to 1 are ordered as their bits are, so the edge is s
 tiles, the mass at and above sixteen candidates; the next round takes the largest that has enough. After eight rounds
 all 32 bits are known. Sums are added up in a fixed order, so a law is a function of its logits.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `fused.py` decides where; `law.py` has the oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

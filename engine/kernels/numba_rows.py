@@ -1,8 +1,8 @@
 """Rows of the vocabulary in Numba, on a CPU: laws, and draws from a law or from what one law has beyond another.
 
 Torch writes a row for every step of its operations, and takes some microseconds for each. Here a law is made in two
-readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. `fused.py` decides
-where; the plain operations are the oracle.
+readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. The plain operations
+are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import EXACT, FAST, exponential, from_order, order
+from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, order
 
 _TILE = 1024
 _LEAST_LOG = np.float32(-87)

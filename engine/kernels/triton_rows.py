@@ -5,7 +5,7 @@ in two readings of its logits, and what rules need of two laws (the mass by whic
 drawn from it) is computed from the laws where they lie, by tiles of a row: a row's sum is that of its tiles, and of a
 draw only the tile it falls into is looked at again.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `fused.py` decides where.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

@@ -15,7 +15,7 @@ import torch
 log = logging.getLogger("polydraft")
 
 Compiler = Literal["Triton", "Numba"]
-_CODE = Path(__file__).parent
+_CODE = Path(__file__).parents[1]
 _DEVICES = {"Triton": "cuda", "Numba": "cpu"}
 
 

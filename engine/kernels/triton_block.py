@@ -1,4 +1,4 @@
-"""Block verification and the score race in four launches: `block.py` and `race.py` say what they compute.
+"""Block verification and the score race in four launches (`torch_block.py` has the algorithm).
 
 A request waits for the verdict of its step, and a verdict of plain operations is some two hundred launches of a few
 microseconds each. Here one launch walks every chain's prefixes, one sums the surplus of all prefixes by tiles of the
@@ -17,10 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.sampling.triton_rows import TILE, draw_token, weights_of
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.fused_block import MOST_CHAINS
-from engine.speculation.verification.rule import ChainVerdict
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.kernels.triton_rows import TILE, draw_token, weights_of
 
 # One kind of each kernel, as whoever meets a new one waits for the compiler: it must not depend on numbers that change
 # from step to step, nor on whether small arrays begin at a multiple of 16 bytes, as some do for even numbers of chains.
@@ -31,6 +29,8 @@ _ANYWHERE = (
     *("accepted", "scores", "requests", "verdict"),
 )
 _LEAST_BLOCK = 16
+MOST_CHAINS = 1024
+"""A race looks at all chains of a step in each of its programs."""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -141,8 +141,13 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
     tl.store(to + 2 * num_requests, tl.load(tokens + winner))
 
 
+def takes(chains: Chains) -> bool:
+    """Whether the kernels take these chains: the host must know to which requests they belong."""
+    return chains.shape is not None and chains.num_chains <= MOST_CHAINS
+
+
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """`verify_bv_race`; of one chain a request, `verify_block`."""
+    """Return `torch_block.race`."""
     assert chains.shape is not None
     num_chains, length = chains.num_chains, chains.max_length
     law_NV, draft_NV = target.law_NV, chains.draft.law_NV
@@ -170,7 +175,7 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-    """`race.winners`."""
+    """Return `torch_block.winners`."""
     assert chains.shape is not None
     num_requests = chains.shape[0]
     verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=score_C.device)

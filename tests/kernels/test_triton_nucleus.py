@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton_nucleus = pytest.importorskip("engine.sampling.triton_nucleus")
+triton_nucleus = pytest.importorskip("engine.kernels.triton_nucleus")
 
-from engine.sampling.law import _top_p  # noqa: E402
+from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 
@@ -38,7 +38,7 @@ def laws() -> torch.Tensor:
 def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
     law_NV = laws()
     top_p_N = torch.full((len(law_NV),), top_p, device=tiny.DEVICE)
-    found, expected = triton_nucleus.nucleus(law_NV, top_p_N), _top_p(law_NV.cpu(), top_p_N.cpu(), top_p)
+    found, expected = triton_nucleus.nucleus(law_NV, top_p_N), TORCH.nucleus(law_NV.cpu(), top_p_N.cpu())
     assert torch.equal(found.cpu() > 0, expected > 0)
     assert torch.allclose(found.cpu(), expected, rtol=1e-6)
     assert torch.allclose(found.sum(1), torch.ones(len(law_NV), device=tiny.DEVICE))

@@ -1,7 +1,6 @@
-"""Block verification and the score race on a CPU, in Numba: `block.py` and `race.py` say what they compute.
+"""Block verification and the score race on a CPU, in Numba (`torch_block.py` has the algorithm).
 
-`race` takes laws, `decide` takes logits and makes the laws itself. The plain operations are the oracle;
-`fused_block.py` decides where this is used.
+`race` takes laws, `decide` takes logits and makes the laws itself. The plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -12,18 +11,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.kernels import compiled_for_cpu
-from engine.numba_numbers import EXACT
-from engine.sampling.numba_rows import draw_from, law_of, likeliest, sum_of
-from engine.speculation.drafting import ChainNoise, Chains, LawTable
-from engine.speculation.verification.rule import ChainVerdict
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from engine.kernels.numba_numbers import EXACT
+from engine.kernels.numba_rows import draw_from, law_of, likeliest, sum_of
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, LawTable
 
 
 @compiled_for_cpu(**EXACT)
@@ -166,12 +160,12 @@ def _decide(
                 smallest = score
                 verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
             chain += 1
-    for law in range(len(draft)):
-        largest[len(logits) + law] = sum_of(draft[law], draft[law], np.float32(1), False, 0, draft.shape[1])
+    # If one of a law's logits is not a number, none of its probabilities is one.
+    largest[len(logits) :] = draft[:, 0]
 
 
 def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """`verify_bv_race`; of one chain a request, `verify_block`."""
+    """Return `torch_block.race`."""
     assert chains.shape is not None
     verdict_3B = torch.empty((3, chains.shape[0]), dtype=torch.int64, device=target.law_NV.device)
     operands: list[Tensor] = [
@@ -187,12 +181,7 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
 def decide(
     logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
 ) -> tuple[Ints, Floats]:
-    """([3, B] chain, accepted length and next token of each request, [N + M] as `verdicts.largest_numbers`).
-
-    What `race` gives of the laws of the logits at these temperatures; at temperature 0 what `verify_certain` gives.
-    starts: [B + 1] of each request's nodes. node_CX: the node below the first i tokens of each chain.
-    numbers: of `drafters.draft.draw_numbers`.
-    """
+    """Return `Kernels.decide`."""
     draft_MV = chains.draft.law_NV
     verdict_3B = np.empty((3, len(temperature_B)), np.int64)
     largest = np.empty(len(logits_NV) + len(draft_MV))

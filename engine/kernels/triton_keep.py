@@ -3,7 +3,7 @@
 Torch gathers all rows into memory of their own and scatters them from there; here a program holds a piece of a
 sequence's rows in registers, between reading all and writing any.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `tensors.py` decides where.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-numba_rows = pytest.importorskip("engine.sampling.numba_rows")
+numba_rows = pytest.importorskip("engine.kernels.numba_rows")
 
+from engine.kernels.draw import categorical  # noqa: E402
+from engine.kernels.numba_kernels import NumbaKernels  # noqa: E402
+from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.request import Sampling  # noqa: E402
-from engine.sampling import fused  # noqa: E402
-from engine.sampling.draw import categorical  # noqa: E402
 from engine.sampling.law import LawParameters, law  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
+KERNELS = NumbaKernels()
 WIDTH = 2 * numba_rows._TILE + 77
 
 
 def both(logits: Tensor, *samplings: Sampling) -> tuple[Tensor, Tensor]:
     """Laws by the kernels, and by plain operations."""
-    parameters = LawParameters.of(samplings, tiny.DEVICE)
-    found = law(logits, parameters)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fused, "compiler_for", lambda _: None)
-        return found, law(logits, parameters)
+    kernels, plain = (law(logits, LawParameters.of(samplings, tiny.DEVICE, one)) for one in (KERNELS, TORCH))
+    return kernels, plain
 
 
 def random_logits(num_rows: int, seed: int = 1) -> Tensor:
@@ -69,7 +68,7 @@ def test_numbers_that_are_not_finite_stay_so(number: float) -> None:
     assert torch.allclose(found[::2], plain[::2], rtol=5e-6, atol=1e-12)
     nothing, _ = both(torch.full((1, WIDTH), -torch.inf), Sampling())
     assert nothing.isnan().all()
-    assert 0 <= int(fused.draw(found, torch.tensor([1]), torch.tensor([0.5]).double())) < WIDTH
+    assert 0 <= int(KERNELS.draw(found, torch.tensor([1]), torch.tensor([0.5]).double())) < WIDTH
 
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
@@ -79,7 +78,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for row in range(3):
         rows = torch.full((count,), row)
-        drawn = fused.draw(laws, rows, uniform)
+        drawn = KERNELS.draw(laws, rows, uniform)
         # Sums of another order may put a border on the other side of a number of the grid.
         assert (drawn != categorical(laws[rows], uniform)).sum() <= 1
         assert (drawn[1:] >= drawn[:-1]).all()
@@ -95,7 +94,7 @@ def test_corners_of_a_draw() -> None:
     ends = torch.tensor([0, 2.0**-54, 1 - 2.0**-53], dtype=torch.float64)
 
     def draw(row: int) -> list[int]:
-        drawn: list[int] = fused.draw(laws, torch.full((3,), row), ends).tolist()
+        drawn: list[int] = KERNELS.draw(laws, torch.full((3,), row), ends).tolist()
         return drawn
 
     assert draw(0) == [WIDTH - 1] * 3
@@ -110,7 +109,7 @@ def test_a_draw_stays_in_its_row(width: int) -> None:
     laws[0, -1], laws[2] = 1.0, torch.nan
     for uniform in (0.0, 0.5):
         uniforms = torch.full((3,), uniform, dtype=torch.float64)
-        assert fused.draw(laws, torch.arange(3), uniforms).tolist() == [width - 1, 0, 0]
+        assert KERNELS.draw(laws, torch.arange(3), uniforms).tolist() == [width - 1, 0, 0]
 
 
 def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
@@ -119,7 +118,7 @@ def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
     border = numba_rows._TILE + 4
     law[0, [3, border]] = 0.5
     uniforms = torch.tensor([0.5 - 2.0**-53, 0.5], dtype=torch.float64)
-    assert fused.draw(law, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
+    assert KERNELS.draw(law, torch.zeros(2, dtype=torch.long), uniforms).tolist() == [3, border]
 
 
 def test_a_token_of_the_surplus_or_of_the_target() -> None:
@@ -135,27 +134,9 @@ def test_a_token_of_the_surplus_or_of_the_target() -> None:
 
 def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
     laws = (random_logits(3) / 3).softmax(1)
-    assert fused.compiler_for(laws) == "Numba"
-    assert fused.compiler_for(laws.double()) is None
-    assert fused.compiler_for(laws.T.contiguous().T) is None
     rows, uniform = torch.tensor([2, 0, 2, 1]), torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64)
     expected = categorical(laws[rows], uniform)
-    assert torch.equal(fused.draw(laws, rows, uniform), expected)
-    assert torch.equal(fused.draw(laws.T.contiguous().T, rows, uniform), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "fault"),
-    [
-        ("softmax", lambda law, *_: law * 1.01, "laws differ"),
-        ("draw", lambda tokens, *_: tokens + 1, "draws differ"),
-        ("draw", lambda tokens, *_: tokens.flip(0), "draws differ"),
-    ],
-)
-def test_a_machine_where_they_are_wrong_is_found_out(
-    name: str, wrong: Callable[..., Tensor], fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert fused.find_fault_on_cpu(tiny.DEVICE) is None
-    right = getattr(numba_rows, name)
-    monkeypatch.setattr(numba_rows, name, lambda *operands: wrong(right(*operands), *operands))
-    assert fused.find_fault_on_cpu(tiny.DEVICE) == fault
+    with patch.object(numba_rows, "_draw", wraps=numba_rows._draw) as kernel:
+        for one, count in ((laws, 1), (laws.double(), 1), (laws.T.contiguous().T, 1)):
+            assert torch.equal(KERNELS.draw(one, rows, uniform), expected)
+            assert kernel.call_count == count

@@ -1,0 +1,42 @@
+"""Kernels of a CPU, compiled by Numba."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels import numba_block, numba_rows
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, LawTable
+from engine.kernels.torch_kernels import TorchKernels
+
+
+def _is_taken(rows_NV: Tensor) -> bool:
+    """Whether kernels take these rows."""
+    return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
+
+
+class NumbaKernels(TorchKernels):
+    """Implements `Kernels`."""
+
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+        if _is_taken(logits_NV):
+            return numba_rows.softmax(logits_NV, temperature_N, law_NV)
+        return super().softmax(logits_NV, temperature_N, law_NV)
+
+    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        if _is_taken(law_NV):
+            return numba_rows.draw(law_NV, row_C, uniform_C)
+        return super().draw(law_NV, row_C, uniform_C)
+
+    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+        if chains.shape is not None and chains.max_length and _is_taken(target.law_NV):
+            return numba_block.race(chains, target, noise)
+        return super().race(chains, target, noise)
+
+    def takes_logits(self, logits_NV: Tensor) -> bool:
+        return _is_taken(logits_NV)
+
+    def decide(
+        self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+    ) -> tuple[Ints, Floats]:
+        return numba_block.decide(logits_NV, temperature_B, starts, chains, node_CX, numbers)

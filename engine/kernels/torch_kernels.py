@@ -1,0 +1,92 @@
+"""The specification of the kernels: every operation as plain operations of torch, for any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels import torch_block
+from engine.kernels.draw import categorical
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, Kernels, KVMoves, LawTable
+
+# Top-p looks for its edge among this many largest probabilities first.
+_TOP_P_WINDOW = 1024
+
+
+class TorchKernels:
+    """Implements `Kernels`, which has the docstrings."""
+
+    by_tiles = False
+
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+        logits_NV = logits_NV.to(torch.float32)
+        # Subtracting the maximum first keeps tiny temperatures from overflowing.
+        scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
+        return torch.softmax(scaled_NV, -1, out=law_NV)
+
+    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        return categorical(law_NV[row_C], uniform_C)
+
+    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        num_tokens = law_NV.shape[-1]
+        window = min(_TOP_P_WINDOW, num_tokens)
+        largest_NW = law_NV.topk(window, dim=-1).values
+        active_N = top_p_N < 1
+        reached_N = largest_NW.sum(-1, dtype=torch.float64) >= top_p_N
+        if window < num_tokens and not bool((reached_N | ~active_N).all()):
+            largest_NW = law_NV.sort(dim=-1, descending=True).values
+        before_NW = largest_NW.cumsum(-1, dtype=torch.float64) - largest_NW
+        # The last token whose predecessors do not yet hold top_p; the most likely one always stays.
+        num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
+        edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
+        kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)
+        kept_mass_N1 = kept_NV.sum(-1, keepdim=True)
+        return torch.where(active_N.unsqueeze(-1), kept_NV / kept_mass_N1, law_NV)
+
+    def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+        rows = target.rows_at(depth), chains.draft.rows_at(depth)
+        return torch_block.surplus(*rows, weight_C).sum(-1, dtype=torch.float64)
+
+    def draw_residual(
+        self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+    ) -> Tensor:
+        return categorical(torch_block.residual(chains, target, accepted_C, weight_C), uniform_C)
+
+    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+        return torch_block.race(chains, target, noise)
+
+    def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+        return torch_block.winners(chains, score_C, accepted_C, next_token_C)
+
+    def takes_logits(self, _logits_NV: Tensor) -> bool:
+        return False
+
+    def decide(
+        self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
+    ) -> tuple[Ints, Floats]:
+        temperature_N = temperature_B.repeat_interleave(torch.from_numpy(np.diff(starts)).to(logits_NV.device))
+        law_NV = self.softmax(logits_NV, torch.where(temperature_N > 0, temperature_N, 1.0))
+        _, accept, chosen_accept, residual, score, chosen_residual = numbers[:, :, : chains.max_length or 1]
+        deep = slice(0, chains.max_length)
+        noise = ChainNoise(accept[:, deep], residual[:, 0], score[:, 0], chosen_accept[:, deep], chosen_residual[:, 0])
+        drawn = torch_block.race(chains, LawTable(law_NV, node_CX, self), noise)
+        accepted_C, token_C = torch_block.longest_match(chains, logits_NV.argmax(1)[node_CX])
+        certain = torch_block.winners(chains, -accepted_C.double(), accepted_C, token_C)
+        drawn_3B, certain_3B = (
+            torch.stack([one.chain_B, one.accepted_B, one.next_token_B]) for one in (drawn, certain)
+        )
+        largest = torch.cat([logits_NV.amax(1), chains.draft.law_NV[:, 0]])
+        return torch.where(temperature_B > 0, drawn_3B, certain_3B).cpu().numpy(), largest.double().cpu().numpy()
+
+    def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
+        pairs = torch.from_numpy(np.concatenate(moves)).to(storages[0].device, non_blocking=True)
+        source, destination = pairs[:, 0], pairs[:, 1]
+        for storage in storages:
+            storage.index_copy_(1, destination, storage.index_select(1, source))
+
+
+TORCH: Final[Kernels] = TorchKernels()

@@ -1,0 +1,76 @@
+"""Kernels of a CUDA device, compiled by Triton; on a CPU they run in Triton's interpreter (tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kernels import triton_block, triton_keep, triton_nucleus, triton_rows
+from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, KVMoves, LawTable
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kernels.triton_rows import Surplus
+
+_USUAL_MOVES = 32
+"""The kernel is compiled for a padded number of moves a sequence. Usual steps have at most this many, and so share one
+compiled kernel."""
+
+
+class TritonKernels(TorchKernels):
+    """Implements `Kernels`."""
+
+    by_tiles = True
+
+    def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+        return triton_rows.softmax(logits_NV, temperature_N, law_NV)
+
+    def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+        if law_NV.is_contiguous():
+            return Surplus(law_NV, row_C).draw(uniform_C)
+        return super().draw(law_NV, row_C, uniform_C)
+
+    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        return triton_nucleus.nucleus(law_NV, top_p_N)
+
+    def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
+        draft = chains.draft
+        rows_C = target.row_CX[:, depth], draft.row_CX[:, depth]
+        return Surplus(target.law_NV, rows_C[0], weight_C, draft.law_NV, rows_C[1]).sum()
+
+    def draw_residual(
+        self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
+    ) -> Tensor:
+        target_row_C = target.row_CX.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
+        if chains.max_length == 0:
+            return Surplus(target.law_NV, target_row_C).draw(uniform_C)
+        within_C = accepted_C.clamp(max=chains.max_length - 1)
+        draft_row_C = chains.draft.row_CX.gather(1, within_C.unsqueeze(1)).squeeze(1)
+        surplus_C = Surplus(target.law_NV, target_row_C, weight_C, chains.draft.law_NV, draft_row_C)
+        return surplus_C.draw(uniform_C, accepted_C < chains.length_C)
+
+    def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
+        if chains.max_length and triton_block.takes(chains):
+            return triton_block.race(chains, target, noise)
+        return super().race(chains, target, noise)
+
+    def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
+        if triton_block.takes(chains):
+            return triton_block.winners(chains, score_C, accepted_C, next_token_C)
+        return super().winners(chains, score_C, accepted_C, next_token_C)
+
+    def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
+        move_SM2 = torch.from_numpy(_padded(moves)).to(storages[0].device, non_blocking=True)
+        for storage in storages:
+            triton_keep.keep(storage, move_SM2)
+
+
+def _padded(moves: Sequence[KVMoves]) -> npt.NDArray[np.int64]:
+    """[sequences, most, 2] with -1 where a sequence has fewer."""
+    most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
+    result = np.full((len(moves), most, 2), -1)
+    for of_sequence, row in zip(moves, result, strict=True):
+        row[: len(of_sequence)] = of_sequence
+    return result

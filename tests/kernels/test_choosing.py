@@ -1,0 +1,151 @@
+"""Every operation of the kernels gives what plain torch gives, and one that does not is found at start and replaced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import choosing
+from engine.kernels.choosing import cases, choose, find_fault
+from engine.kernels.protocol import ChainVerdict, Kernels
+from engine.kernels.torch_kernels import TORCH, TorchKernels
+from tests.engine import tiny
+from tests.grid import grid
+
+DEVICE = tiny.DEVICE
+CASES = cases(DEVICE)
+OWN = {
+    "Numba": ("softmax", "draw", "race", "decide"),
+    "Triton": ("softmax", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
+}
+EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
+
+
+def kernels_of(compiler: str) -> type[TorchKernels]:
+    """The class of a compiler's kernels; Triton's run in the interpreter on a CPU."""
+    if compiler == "Numba":
+        if DEVICE.type != "cpu":
+            pytest.skip("kernels of a CPU")
+        return pytest.importorskip("engine.kernels.numba_kernels").NumbaKernels  # type: ignore[no-any-return]
+    return pytest.importorskip("engine.kernels.triton_kernels").TritonKernels  # type: ignore[no-any-return]
+
+
+def test_the_specification_and_the_cases_have_every_operation() -> None:
+    names = {name for name, _ in inspect.getmembers(Kernels, inspect.isfunction) if not name.startswith("_")}
+    assert names == {*CASES, "takes_logits"}
+    assert all(callable(getattr(TORCH, name)) for name in names)
+
+
+@pytest.mark.parametrize("compiler", OWN)
+def test_what_a_compiler_has_is_known(compiler: str) -> None:
+    kind = kernels_of(compiler)
+    assert {name for name in CASES if getattr(kind, name) is not getattr(TorchKernels, name)} == set(OWN[compiler])
+
+
+@pytest.mark.parametrize(("compiler", "name"), EVERY)
+def test_operations_give_what_torch_gives(compiler: str, name: str) -> None:
+    assert find_fault(kernels_of(compiler)(), name, CASES[name]) is None
+
+
+def scaled(found: Tensor) -> Tensor:
+    return found * 1.01
+
+
+def other(verdict: ChainVerdict, name: str) -> ChainVerdict:
+    return replace(verdict, **{name: getattr(verdict, name).roll(1)})
+
+
+WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "softmax": {"scaled": scaled},
+    "draw": {"next": lambda found: found + 1, "another row": lambda found: found.flip(0)},
+    "nucleus": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
+    "surplus_sum": {"scaled": scaled},
+    "draw_residual": {"next": lambda found: found + 1, "another chain": lambda found: found.roll(1)},
+    **{
+        operation: {
+            name: lambda found, name=name: other(found, name)  # type: ignore[misc]
+            for name in ("chain_B", "accepted_B", "next_token_B")
+        }
+        for operation in ("race", "winners")
+    },
+    "decide": {
+        "another request": lambda found: (np.roll(found[0], 1, 1), found[1]),
+        "no numbers": lambda found: (found[0], 0 * found[1]),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "name", "wrong"),
+    grid(
+        [(compiler, name, wrong) for compiler, name in EVERY for wrong in WRONG.get(name, ())],
+        [("Numba", name, wrong) for name in OWN["Numba"] for wrong in WRONG[name]] + [("Triton", "nucleus", "scaled")],
+    ),
+)
+def test_wrong_results_are_found(compiler: str, name: str, wrong: str) -> None:
+    kind = kernels_of(compiler)
+    right = getattr(kind, name)
+    changed = type("Wrong", (kind,), {name: lambda *operands: WRONG[name][wrong](right(*operands))})
+    assert find_fault(changed(), name, CASES[name]) == "results differ from those of plain operations"
+
+
+def test_moves_one_after_the_other_are_found() -> None:
+    """A move reads what another one of its sequence has written."""
+
+    class InTurn(TorchKernels):
+        def move(self, storages: Any, moves: Any) -> None:
+            for move in [one for of_sequence in moves for one in of_sequence]:
+                TORCH.move(storages, [[move]])
+
+    assert find_fault(InTurn(), "move", CASES["move"]) is not None
+    assert find_fault(TORCH, "move", CASES["move"]) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wrong_operation_is_replaced(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Some(TorchKernels):
+        by_tiles = True
+
+        def softmax(self, *operands: Any) -> Tensor:
+            if fails:
+                raise RuntimeError("it cannot be compiled")
+            return scaled(TORCH.softmax(*operands))
+
+        def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
+            return TORCH.draw(law_NV, row_C, uniform_C)
+
+    monkeypatch.setattr(choosing, "_compiled", lambda _: Some())
+    found = choose.__wrapped__(DEVICE)
+    assert isinstance(found, Some)
+    assert not found.by_tiles
+    reason = "it cannot be compiled" if fails else "results differ from those of plain operations"
+    assert f"softmax without Some: {reason}" in caplog.text
+    logits_NV, one_N = torch.randn(2, 9, device=DEVICE), torch.ones(2, device=DEVICE)
+    assert torch.equal(found.softmax(logits_NV, one_N), TORCH.softmax(logits_NV, one_N))
+    assert type(found).draw is Some.draw
+
+
+def test_a_compiler_that_is_missing_leaves_plain_operations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "engine.kernels.numba_kernels", None)
+    monkeypatch.setitem(__import__("sys").modules, "engine.kernels.triton_kernels", None)
+    assert type(choose.__wrapped__(DEVICE)) is TorchKernels
+    assert "plain operations instead of kernels" in caplog.text
+
+
+def test_a_cpu_s_kernels_are_chosen_once() -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("kernels of a CPU")
+    assert type(choose(DEVICE)) is kernels_of("Numba")
+    assert choose(DEVICE) is choose(torch.device("cpu"))
+    assert type(choose(torch.device("meta"))) is TorchKernels
