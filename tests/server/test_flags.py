@@ -134,7 +134,6 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
     [
         (["--trust-remote-code"], "--trust-remote-code: not served; code of a model is never run"),
         (["-ctk", "q8_0"], "keys and values have one type; choose it by --kv-cache-dtype"),
-        (["--kv-cache-dtype", "fp8"], "'auto', 'float32' or 'bfloat16'"),
         (["--rope-scaling", "{}"], "config.json"),
         (["--top-p", "0.9"], "send it in requests"),
         (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),
