@@ -268,3 +268,43 @@ def test_an_answer_that_the_grammar_does_not_have_is_a_fault(tokenizer: LLTokeni
     follower.masks([b, a], [()])
     assert follower.fault
     assert "\n" not in follower.fault
+
+
+def test_below_a_path_that_the_grammar_lacks_stand_all_ends(vocabulary: Vocabulary) -> None:
+    ends = [2, 3, 17, 200]
+    tokens = read_vocabulary(msgspec.structs.replace(vocabulary, eos_token_ids=ends))
+    (mask,) = Follower(tokens, GRAMMAR).masks([], [tokens.tokenize_str("b")])
+    assert bits(mask) == set(ends)
+
+
+def test_a_dead_end_is_a_fault_at_the_beginning_alone(tokenizer: LLTokenizer) -> None:
+    nothing = "T\nT: /[a-c]/ & /[d-f]/"
+    assert Follower(tokenizer, f"start: {nothing}").fault == "it allows no answer at all"
+    follower = Follower(tokenizer, f'start: "a" {nothing}')
+    (a,) = tokenizer.tokenize_str("a")
+    here, below = follower.masks([], [(), (a,)])
+    assert bits(here) == {a}
+    assert here is not None
+    assert below == bytes(len(here))
+    assert follower.masks([a], [()]) == [bytes(len(here))]
+    assert follower.fault == ""
+
+
+def test_below_a_limit_of_the_library_an_answer_must_not_end(tokenizer: LLTokenizer) -> None:
+    """The library gives up on a token that its own mask has allowed."""
+    grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
+    (x,) = tokenizer.tokenize_str("x")
+    matcher, answer = LLMatcher(tokenizer, grammar, log_level=0), tokenizer.tokenize_str("[")
+    matcher.consume_tokens(answer)
+    while matcher.deep_copy().consume_tokens([x]):
+        matcher.consume_tokens([x])
+        answer.append(x)
+    follower = Follower(tokenizer, grammar)
+    here, *below = follower.masks(answer, [(), (x,), (x, x)])
+    assert here is not None
+    assert x in bits(here)
+    own = {*range(4096)}
+    assert [own - bits(mask) for mask in below] == [{*tokenizer.eos_tokens}] * 2
+    assert follower.fault == ""
+    follower.masks([x], [()])
+    assert follower.fault
