@@ -117,6 +117,9 @@ def assemble(
     progress("choosing the cores of passes")
     for runner in runners:
         runner.tune(config.model.num_threads or usable_cores())
+    if all(way.backend.reads_pages for way in ways):
+        # What torch still computes is small, and its waiting threads would keep cores from those of the passes.
+        torch.set_num_threads(1)
     facts = msgspec.structs.replace(
         facts,
         num_blocks=memory.num_blocks,

@@ -59,6 +59,7 @@ class Own:
             speculation=speculation,
         )
         self.engine: Engine = build_engine(config)
+        self._threads = torch.get_num_threads()
         self.num_tokens = options.tokens
         adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
         self.engine.scheduler.times = times = StepTimes(measure_points(self.engine, adaptive))
@@ -79,6 +80,7 @@ class Own:
         return partial(self._run, speculation=Shape.parse(shape).speculation)
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
+        torch.set_num_threads(self._threads)
         answers: dict[str, list[int]] = {}
         for prompt in prompts:
             self._number += 1
@@ -111,6 +113,7 @@ class Transformers:
             load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
         )
         self._config = transformers.GenerationConfig
+        self._threads = options.threads
         self.num_tokens = options.tokens
         for model in (self.target, self.draft):
             model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
@@ -128,12 +131,14 @@ class Transformers:
 
     def continuous(self, prompts: Prompts, temperature: float) -> Answers:
         """Continuous batching."""
+        torch.set_num_threads(self._threads)
         outputs = self.target.generate_batch(prompts, generation_config=self._sampled(temperature))
         return [
             outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[1]))
         ]
 
     def _generate(self, prompts: Prompts, temperature: float, **more: Any) -> Answers:
+        torch.set_num_threads(self._threads)
         ids = torch.tensor(prompts, device=self.target.device)
         with torch.inference_mode():
             output = self.target.generate(

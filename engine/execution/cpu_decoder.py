@@ -35,7 +35,9 @@ _ROWS_TOGETHER = 16
 """Most rows of a sequence that attend together."""
 _MANY_ROWS = 16
 """From so many rows on a pass may be worth more cores."""
-_NUM_TURNS = 7
+_TUNING_S = 0.15
+"""Seconds of measurements for a number of rows, at least; of a large model one turn takes longer."""
+_RUNS_OF_TURN = 3
 _CORE_COST = 0.1
 _NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
 
@@ -259,12 +261,15 @@ class CpuDecoder:
         fastest = []
         for num_rows in (1, _MANY_ROWS):
             taken_s: dict[int, list[float]] = {count: [] for count in counts}
-            for _ in range(_NUM_TURNS):
+            started = time.perf_counter()
+            while not taken_s[counts[-1]] or time.perf_counter() - started < _TUNING_S:
                 for count, runs_s in taken_s.items():
                     self.cores = count, count
-                    began = time.perf_counter()
-                    run(num_rows)
-                    runs_s.append(time.perf_counter() - began)
+                    run(num_rows)  # helpers that slept are awake then
+                    for _ in range(_RUNS_OF_TURN):
+                        began = time.perf_counter()
+                        run(num_rows)
+                        runs_s.append(time.perf_counter() - began)
             middle_s = {count: statistics.median(runs_s) for count, runs_s in taken_s.items()}
             # More cores take them from other processes, so they must bring something.
             fastest.append(min(counts, key=lambda count: middle_s[count] * (1 + _CORE_COST * (count > 1))))

@@ -4,7 +4,7 @@ The caller and some helping threads run the same function over the same table of
 the parts of a phase are claimed one by one. Nobody waits for a helper to begin: one that is late, or whose core has
 something else to do, finds its parts done by the others. A phase ends when all its parts are done.
 
-Between two calls a helper looks for work for a moment, then sleeps, so that its core is free for other processes.
+Between two calls a helper looks for work, and gives its core to whatever else wants it; after a while it sleeps.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
@@ -37,8 +37,8 @@ _OPEN = 1 << 32
 """In the gate, above the number of helpers inside."""
 _LOOKS = 2000
 """Looks, with a pause after each, before a waiting core is offered to others: some tens of microseconds."""
-_OFFERS = 300
-"""Offers before a helper sleeps: some tenths of a millisecond on an idle core."""
+_OFFERS = 5000
+"""Offers before a helper sleeps: some milliseconds on an idle core, so that it is awake for the next step."""
 
 _LONG = ir.IntType(64)
 _give_way = types.ExternalFunction("sched_yield", types.int32())
