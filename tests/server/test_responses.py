@@ -53,6 +53,7 @@ def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> 
     )
     assert answer.output_text == chat.choices[0].message.content
     assert answer.status == "incomplete"
+    assert {item.status for item in answer.output} == {"incomplete"}
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.usage is not None
