@@ -52,7 +52,7 @@ PARTS = {
         "engine.drafters.model:ModelDrafter._prepare",
     ),
     "passes": ("engine.execution.runner:ModelRunner.run",),
-    "draft loop": ("engine.drafters.chains:draw_levels",),
+    "draft loop": ("engine.drafters.chains:draw_levels", "engine.drafters.model:ModelDrafter.draw"),
     "target laws": ("engine.verifying:target_laws",),
     "finite numbers": ("engine.verifying:largest_numbers", "engine.engine:broken_rows"),
     "rules": (
