@@ -147,7 +147,7 @@ def crowded(daemons: Daemons, pair_arguments: list[str], tmp_path_factory: pytes
     """A daemon with few blocks, hardly any time to end, and a cache of profiles that cannot be written."""
     file = tmp_path_factory.mktemp("profiles") / "file"
     file.write_text("")
-    more = ["--shutdown-timeout", "0.2", "--profile-cache", str(file / "folder")]
+    more = ["--shutdown-timeout", "0.01", "--calibrate", "--profile-cache", str(file / "folder")]
     return daemons.get(*pair_arguments, *FEW_BLOCKS, *more)
 
 

@@ -22,6 +22,12 @@ def jinja(text: str) -> Any:
     return lambda messages, tools, documents: found.render(messages=messages, tools=tools)
 
 
+@pytest.fixture(autouse=True)
+def _without_limits_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log every warning, also after tests that have set up a server's log, which repeats none within a minute."""
+    monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
