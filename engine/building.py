@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.execution.backend import TransformersBackend
 from engine.execution.heads.head import Head
 from engine.execution.heads.runner import HeadRunner
-from engine.execution.host import usable_cores
+from engine.execution.host import most_cores
 from engine.execution.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.execution.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
 from engine.execution.runner import ModelRunner
@@ -116,7 +116,7 @@ def assemble(
     ]
     progress("choosing the cores of passes")
     for runner in runners:
-        runner.tune(config.model.num_threads or usable_cores())
+        runner.tune(most_cores(config.model))
     if all(way.backend.reads_pages for way in ways):
         # What torch still computes is small, and its waiting threads would keep cores from those of the passes.
         torch.set_num_threads(1)

@@ -347,7 +347,9 @@ def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     config = EngineConfig(
-        model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
+        model=ModelConfig(
+            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+        ),
         cache=CacheConfig(memory_bytes=num_arms * _ARM_BYTES if options.device != "cuda" else 0),
         scheduler=SchedulerConfig(max_num_seqs=max(64, *options.concurrency)),
         speculation=_LIMITS,

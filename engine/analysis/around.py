@@ -133,7 +133,9 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
     keep_freed_memory()
     config = EngineConfig(
-        model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
+        model=ModelConfig(
+            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+        ),
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
     )
     engine = build_engine(config, _say)

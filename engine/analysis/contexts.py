@@ -38,7 +38,7 @@ def build(options: argparse.Namespace, draft_window: int) -> Engine:
     longest = max(options.contexts) + 64
     return build_engine(
         EngineConfig(
-            model=ModelConfig(target=options.target, draft=options.draft, device="cpu"),
+            model=ModelConfig(target=options.target, draft=options.draft, device="cpu", num_threads=options.threads),
             scheduler=SchedulerConfig(max_model_len=longest, max_num_seqs=1),
             speculation=SpeculationConfig(draft_window=draft_window),
         )

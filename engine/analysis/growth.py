@@ -49,7 +49,9 @@ def load(options: argparse.Namespace) -> Engine:
     limits = SpeculationConfig(max_num_drafts=max(_CHAINS), max_draft_length=_ROWS, observed_share=0.0)
     return build_engine(
         EngineConfig(
-            model=ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device),
+            model=ModelConfig(
+                target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+            ),
             scheduler=SchedulerConfig(max_model_len=options.long_context + 2 * _ROWS, max_num_seqs=1),
             speculation=limits,
         )

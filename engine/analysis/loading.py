@@ -54,7 +54,9 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
     """An idle engine that can run `num_drafts` chains of `draft_length` tokens for that many requests at once."""
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
-    model = ModelConfig(target=target, draft=draft, dtype=options.dtype, device=options.device)
+    model = ModelConfig(
+        target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+    )
     config = EngineConfig(
         model=model,
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),

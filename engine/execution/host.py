@@ -29,6 +29,13 @@ def _quota() -> float:
         return math.inf
 
 
+def most_cores(config: ModelConfig) -> int:
+    """Most cores of a pass: as many as asked for, or all usable ones that OMP_NUM_THREADS leaves."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
+    return config.num_threads or (min(cores, max(1, int(asked))) if asked.isdecimal() else cores)
+
+
 def cpu_threads(config: ModelConfig) -> int:
     """Threads of one process of the target: all usable cores but one, shared among its ranks."""
     return config.num_threads or max(1, (usable_cores() - 1) // config.tensor_parallel_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import ModelConfig
 from engine.execution import host
 from engine.kept import kept_file
 
@@ -27,6 +28,20 @@ def test_cores_are_those_that_the_process_may_use(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert host.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variable", "most"), [(0, None, 4), (0, "2", 2), (0, "64", 4), (0, "0", 1), (0, "auto", 4), (3, "2", 3)]
+)
+def test_passes_take_the_cores_that_are_left_to_them(
+    wanted: int, variable: str | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An explicit number counts before OMP_NUM_THREADS."""
+    monkeypatch.setattr(host, "usable_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert host.most_cores(ModelConfig(target="t", num_threads=wanted)) == most
 
 
 def test_measurements_are_found_again_in_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
