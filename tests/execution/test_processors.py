@@ -37,8 +37,8 @@ PROCESSORS = {
 TESTS = [
     "tests/execution/test_cpu_decoder.py",
     "tests/execution/test_packing.py",
-    "tests/sampling/test_numba_rows.py",
-    "tests/speculation/test_block_kernels.py",
+    "tests/kernels/test_numba_rows.py",
+    "tests/kernels/test_block_kernels.py",
 ]
 
 RUN = """
@@ -73,7 +73,11 @@ def test_kernels_are_right_on_this_processor(name: str) -> None:
     if block == numba_product.BLOCK:
         pytest.skip("the tests run on it anyway")
     run = subprocess.run(
-        [sys.executable, "-c", RUN, *TESTS], cwd=ROOT, env=limited_to(name), capture_output=True, text=True
+        [sys.executable, "-c", RUN, *(TESTS[1:] if name == "SSE" else TESTS)],  # without AVX2 the decoder is not used
+        cwd=ROOT,
+        env=limited_to(name),
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, f"with {name}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}"
     *_, counts, blocks = run.stdout.splitlines()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from engine.cache.tensors import KVTensors
 from engine.drafters import chains, eagle, reading
+from engine.execution.cpu_decoder import CpuDecoder
 from engine.execution.heads.head import Head
 from engine.execution.loading import LoadedModel
 from engine.plan import Emission, Row
@@ -107,8 +107,9 @@ def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: 
     assert errors(target, written, recorder, texts) < 1e-3
 
 
-def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, tap, slots, state_TD: store(self, tap - 1, slots, state_TD)
+def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
+    """Where a CPU's decoder stores the state that enters a layer."""
+    return lambda self, number: place_of(self, number + 1)
 
 
 def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +125,7 @@ def keeping_drafts(append: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "states of one layer before": (KVTensors, "store", one_layer_off),
+    "states of one layer before": (CpuDecoder, "_place_of", one_layer_off),
     "states of another token": (reading, "_slots_before", of_another_token),
     "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
     "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),

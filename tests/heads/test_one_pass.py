@@ -10,9 +10,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from engine.cache.tensors import KVTensors
 from engine.drafters import one_pass, reading
 from engine.drafters.one_pass import BlockDrafter, OnePassDrafter
+from engine.execution.cpu_decoder import CpuDecoder
 from engine.execution.heads import dflash, slots
 from engine.execution.loading import LoadedModel
 from engine.request import Speculation
@@ -147,8 +147,9 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
     assert largest_error(target, written, expected, recorder, texts, most=25) < 1e-3
 
 
-def one_layer_off(store: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, tap, slots, state_TD: store(self, tap - 1, slots, state_TD)
+def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
+    """Where a CPU's decoder stores the state that enters a layer."""
+    return lambda self, number: place_of(self, number + 1)
 
 
 def of_another_token(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +169,7 @@ def all_causal(nodes: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WRONG: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
-    "states of one layer before": ("dflash, z-lab", KVTensors, "store", one_layer_off),
+    "states of one layer before": ("dflash, z-lab", CpuDecoder, "_place_of", one_layer_off),
     "states of another token": ("dflash, z-lab", reading, "_slots_before", of_another_token),
     "another slot": ("dflash, z-lab", OnePassDrafter, "_of_depth", slot_before),
     "a block that is causal": ("dflash, z-lab", one_pass, "block_nodes", all_causal),
