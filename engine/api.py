@@ -190,7 +190,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def decode_launch(data: bytes) -> Launch:
-    """What a new engine process reads from its standard input."""
+    """Message that a new engine process reads from its standard input."""
     return _launch.decode(data)
 
 

@@ -46,7 +46,7 @@ log = logging.getLogger("polydraft")
 # Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
 _CPU_PROMPT_TOKENS = 512
 _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDrafter, "peagle": MaskDrafter}
-"""What drafts with a head, by its type; `BlockDrafter` with the others."""
+"""Drafters of heads, by type; `BlockDrafter` drafts with the others."""
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
@@ -148,7 +148,7 @@ def assemble(
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
-    """What drafts with a draft model: a language model drafts from its own logits, a head from the target's states.
+    """Return how a draft model drafts: a language model drafts from its own logits, a head from the target's states.
 
     num_layers: of the target.
     """

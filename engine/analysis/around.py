@@ -72,7 +72,7 @@ PARTS = {
     "the rest": ("engine.engine:Engine.run_step",),
     "messages": ("engine.analysis.around:encode", "engine.analysis.around:decode_from_engine"),
 }
-"""By part the functions whose time is its own, as module:name."""
+"""Functions of each part whose time counts for it, as module:name."""
 
 
 class Shares:

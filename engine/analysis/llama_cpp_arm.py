@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
+"""Types of all matrices; vectors are float32. llama.cpp's own tool stores the head of a q4_0 model in more bits."""
 _ERROR = 3
 """Level of llama.cpp's log."""
 NUM_CHECKED = 3

@@ -20,7 +20,7 @@ class EagleDrafter(HeadDrafter):
         super().__init__(runner, target)
         self._levels: list[Pass] = []
         self._states_NH = torch.empty(0)
-        """Of the level that was computed last."""
+        """State of the level that was computed last."""
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> Tensor:

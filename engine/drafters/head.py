@@ -1,4 +1,4 @@
-"""What drafting with any head has in common: it reads texts, and reads accepted tokens again.
+"""Drafting with any head: it reads texts, and reads accepted tokens again.
 
 A step begins behind what the target has accepted: the rows of accepted tokens are computed from the target's states,
 over whatever drafting has left in their slots. So nothing of a rejected branch reaches the next step.

@@ -57,7 +57,7 @@ def _chains_of(layout: Layout) -> _Chains:
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """What drafts in one call with a model; None where it runs otherwise."""
+    """Return what drafts in one call with a model; None where it runs otherwise."""
     if find_spec("numba") is None:
         return None
     from engine.execution.cpu_decoder import CpuDecoder  # Numba is there

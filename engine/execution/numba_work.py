@@ -160,7 +160,7 @@ def _wait(looks):
 
 @compiled_for_cpu(nogil=True)
 def _help(shared, number):
-    """Take part in every call that comes, for ever."""
+    """Take part in every call that comes, until the process ends."""
     words = np.int64(shared.ctypes.data)
     gate, asleep = words + _GATE * 8, words + (_HELPERS + 8 * number) * 8
     last = 0
