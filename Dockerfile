@@ -18,6 +18,8 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
     fi \
     && /opt/polydraft/bin/pip install -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 COPY engine engine
+COPY analysis analysis
+COPY demo demo
 COPY server server
 COPY loadtest loadtest
 COPY deploy/*.py deploy/

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.admission import check_requests, default_speculation, unknown_rule, with_kept_shape
 from engine.config import (
     DRAFTERS,
     MODEL,
@@ -42,9 +41,10 @@ from engine.errors import (
     PolydraftError,
     RequestError,
 )
-from engine.files import check_source, file_fault, model_file, read_object
 from engine.logs import log_fields, set_up_log
+from engine.models.files import check_source, file_fault, model_file, read_object
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thinking, TokenLogprob
+from engine.scheduling.admission import check_requests, default_speculation, unknown_rule, with_kept_shape
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 
 # How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon

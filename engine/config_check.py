@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.admission import check_defaults
 from engine.config import MODEL, EngineConfig, EngineFacts
 from engine.errors import ConfigError
-from engine.rule_facts import DRAFT_METHODS, RULE_FACTS
-from engine.text_drafters import TEXT_DRAFTERS, most_copied
+from engine.scheduling.admission import check_defaults
+from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_copied
+from engine.speculation.rule_facts import DRAFT_METHODS, RULE_FACTS
 
 _ANY_VOCABULARY = 1 << 31
 

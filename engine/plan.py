@@ -26,7 +26,6 @@ import numpy.typing as npt
 from engine.fixed_edits import FixedEdits
 from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
 from engine.text_counts import TextCounts
-from engine.text_drafters import TextDraft
 
 
 @lru_cache(maxsize=1024)
@@ -70,6 +69,15 @@ class LogitContext:
     """Edits of the request that are the same in every step; None if they are not prepared."""
     counts: TextCounts | None = None
     """Counts of the text; None if they are not kept from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDraft:
+    """A chain that is not drawn: its tokens were found somewhere."""
+
+    source: str
+    """Which drafter found it."""
+    tokens: tuple[int, ...]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

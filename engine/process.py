@@ -31,9 +31,9 @@ from engine.api import (
     encode,
 )
 from engine.config import EngineConfig
-from engine.engine import Engine, Failures
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.logs import set_up_log
+from engine.step.engine import Engine, Failures
 
 log = logging.getLogger("polydraft")
 
@@ -129,11 +129,11 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     """Load, calibrate and announce the engine."""
     import torch
 
-    from engine.building import build_engine
-    from engine.calibration import measure
-    from engine.execution.host import cpu_threads, keep_freed_memory, return_freed_memory
-    from engine.rehearsal import rehearse
-    from engine.scheduling.controller import Controller
+    from engine.control.controller import Controller
+    from engine.models.host import cpu_threads, keep_freed_memory, return_freed_memory
+    from engine.step.building import build_engine
+    from engine.step.calibration import measure
+    from engine.step.rehearsal import rehearse
 
     keep_freed_memory()
     torch.set_num_threads(cpu_threads(config.model))
@@ -148,7 +148,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
         if speculation.adaptive and speculation.num_drafts:
             engine.scheduler.controller = Controller(times, engine.limits.max_draft_length)
     if config.self_check and engine.facts.has_draft and speculation.num_drafts:
-        from engine.analysis.law_check import short_check  # scipy.stats takes a while to import
+        from engine.step.law_check import short_check  # scipy.stats takes a while to import
 
         short_check(engine, speculation, progress)
     _restart_garbage_collection()
@@ -171,8 +171,8 @@ def _restart_garbage_collection() -> None:
 def main() -> int:
     """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
     with contextlib.suppress(Exception):  # raised again, and reported, where they are used
-        import engine.building
-        import engine.calibration  # noqa: F401  (while the other process reads its settings)
+        import engine.step.building
+        import engine.step.calibration  # noqa: F401  (while the other process reads its settings)
     told = sys.stdin.buffer.read()
     if not told:  # the parent was ended before it could say what to load
         return 0

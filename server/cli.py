@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.enable()
     if command == "analyze":
         # A separate process: this one never loads torch.
-        return subprocess.run([sys.executable, "-P", "-m", "engine.analysis", *rest], check=False).returncode
+        return subprocess.run([sys.executable, "-P", "-m", "analysis", *rest], check=False).returncode
     if command == "bench":
         from loadtest.cli import main as bench
 

@@ -29,7 +29,7 @@ from server.setting_groups import (
 )
 
 EMBEDDED_NAME = "polydraft-demo"
-_DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
+_DEMO = Path(__file__).resolve().parent.parent / "demo"
 
 GROUPS = (
     GeneralSettings,

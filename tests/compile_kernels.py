@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import triton
+from engine.models.triton_layer import _gate, _norm, _rotate_and_write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.execution.triton_attention import _attend, _merge
-from engine.execution.triton_layer import _gate, _norm, _rotate_and_write
+from engine.attention.triton_attention import _attend, _merge
 from engine.kernels.triton_block import _decide, _race, _sum_prefixes, _walk
 from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus

@@ -14,12 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from engine.cache.tensors import KVShape, KVTensors
-from engine.drafters.numbers import draw_numbers, noise_of
-from engine.execution import triton_attention
-from engine.execution.inputs import NO_NODES, Nodes, SequenceInput, build
-from engine.execution.paged import Paged, pages_of
-from engine.execution.scaled import Kind
+from engine.attention import triton_attention
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput, build
+from engine.attention.paged import Paged, pages_of
+from engine.attention.scaled import Kind
+from engine.attention.tensors import KVShape, KVTensors
+from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels import triton_block
 from engine.kernels.protocol import Chains, LawTable
 from engine.kernels.torch_kernels import TORCH

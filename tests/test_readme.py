@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.analysis import growth, peers, reports, turns
-from engine.analysis.report import table
+from analysis import growth, peers, reports, turns
+from analysis.report import table
 from loadtest import overhead, picture
 from loadtest.daemon import running_daemon
 from loadtest.report import rules_markdown

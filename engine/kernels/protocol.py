@@ -5,7 +5,7 @@
 `choosing.py` chooses once, when the engine is built, and compares every operation with the specification.
 
 To add an operation: a method here and in `TorchKernels`, inputs for it in `choosing.py`, and any compiled forms.
-Not for: the passes of the models (`engine.execution`).
+Not for: the passes of the models (`engine.models`).
 """
 
 from __future__ import annotations

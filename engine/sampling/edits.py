@@ -25,10 +25,10 @@ from torch import Tensor
 
 from engine.errors import NOTHING_LEFT, RequestError
 from engine.fixed_edits import FixedEdits
+from engine.kernels.transfer import to_device
 from engine.plan import LogitContext
 from engine.request import Sampling
 from engine.text_counts import TextCounts
-from engine.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float32]

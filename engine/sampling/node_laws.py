@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.kernels.transfer import to_device
 from engine.plan import Row
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
 from engine.sampling.stable import race, winners_only
-from engine.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.transfer import to_device
 from engine.request import Sampling
 from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_words
-from engine.transfer import to_device
 
 
 def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
+from engine.control.step_time import StepTimes, Work
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.step_time import StepTimes, Work
 
 MOST_SHARING = 8
 """Waiting requests that are taken into account when a step's prompt tokens are shared out."""

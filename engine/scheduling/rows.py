@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import LogitContext, Row, level_widths
+from engine.plan import LogitContext, Row, TextDraft, level_widths
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
-from engine.text_drafters import TextDraft
 
 # Prompt tokens a step computes of a row that reports their logprobs.
 _PROMPT_LOGPROBS = 64

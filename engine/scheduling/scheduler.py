@@ -17,19 +17,19 @@ import time
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
-from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
 from engine.fixed_edits import SharedEdits
 from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
 from engine.request import Request
-from engine.scheduling.controller import Controller
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
 from engine.scheduling.rows import Part, part_of, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
-from engine.scheduling.step_time import StepTimes
-from engine.text_drafters import most_copied
+from engine.scheduling.store import BlockStore
+from engine.scheduling.text_drafters import most_copied
 
 
 class Scheduler:

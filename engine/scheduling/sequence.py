@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.cache.store import Key, next_key, root_key
 from engine.fixed_edits import SharedEdits
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
+from engine.scheduling.store import Key, next_key, root_key
+from engine.scheduling.text_drafters import TextDraftFinder
 from engine.text_counts import TextCounts
-from engine.text_drafters import TextDraftFinder
 
 _RATIO_WEIGHT = 10.0
 """Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""

@@ -1,7 +1,7 @@
 """Translates `response_format` and `structured_outputs` to a grammar for the engine.
 
 This is text processing only. A separate process compiles the grammar, so that a bad one cannot harm other requests.
-Not for: masks (`engine.sampling.grammar`).
+Not for: masks (`engine.grammar.grammar`).
 """
 
 from __future__ import annotations

@@ -10,19 +10,19 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from engine.models.loading import LoadedModel
 from msgspec.structs import replace
 
-import engine.verifying as verifying
-from engine.admission import with_kept_shape
+import engine.step.verifying as verifying
 from engine.config import SpeculationConfig
-from engine.engine import Engine
-from engine.execution.loading import LoadedModel
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes, Work
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.controller import Controller
+from engine.scheduling.admission import with_kept_shape
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.step_time import StepTimes, Work
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
 from tests.scheduling.machine import Machine

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.admission import check_defaults, check_requests, default_speculation, served_rules
 from engine.config import EngineConfig, EngineFacts, ModelConfig, SpeculationConfig
 from engine.config_check import check_settings
 from engine.errors import NOTHING_LEFT, ConfigError, RequestError
 from engine.request import Limits, Request, Sampling
-from engine.rule_facts import RULE_FACTS
+from engine.scheduling.admission import check_defaults, check_requests, default_speculation, served_rules
+from engine.speculation.rule_facts import RULE_FACTS
 
 FACTS = EngineFacts(
     vocab_size=1000,

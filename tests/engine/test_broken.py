@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine.models.runner import ModelRunner
 
-from engine.drafters.levels import Levels
-from engine.engine import Engine
+from engine.drafting.levels import Levels
 from engine.errors import NON_FINITE
-from engine.execution.runner import ModelRunner
-from engine.reporting import split_prompts
 from engine.request import Speculation
+from engine.step.engine import Engine
+from engine.step.reporting import split_prompts
 from tests.engine import tiny
 
 SHAPES = {
@@ -65,7 +65,7 @@ def breaking(number: float, monkeypatch: pytest.MonkeyPatch, step: int = STEP) -
             logits_NV[(first + end) // 2, 7] = number
         return prompt_logprobs, logits_NV
 
-    monkeypatch.setattr("engine.engine.split_prompts", broken)
+    monkeypatch.setattr("engine.step.engine.split_prompts", broken)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine import calibration
-from engine.calibration import measure, measure_points, middle_steps
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine import Engine
-from engine.kept import read_kept
+from engine.control.controller import Controller
+from engine.control.step_time import Point, StepTimes, Work
 from engine.plan import Plan
 from engine.request import Speculation
-from engine.scheduling.controller import Controller
-from engine.scheduling.step_time import Point, StepTimes, Work
-from engine.telemetry import Overhead, Stopwatch
+from engine.step import calibration
+from engine.step.calibration import measure, measure_points, middle_steps
+from engine.step.engine import Engine
+from engine.step.kept import read_kept
+from engine.step.telemetry import Overhead, Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
 

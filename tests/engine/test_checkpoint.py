@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.checkpoint import Source, TokenRoles, context_length, length_remark, token_roles
 from engine.errors import ConfigError
+from engine.models.checkpoint import Source, TokenRoles, context_length, length_remark, token_roles
 
 WORDS = {"a": 5, "b": 6}
 

@@ -9,15 +9,15 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
+from engine.models.loading import LoadedModel
 
-import engine.verifying as verifying
-from engine.engine import Engine
+import engine.step.verifying as verifying
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
 from engine.errors import RequestError
-from engine.execution.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
-from engine.scheduling.controller import Controller
-from engine.scheduling.step_time import StepTimes
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_output_law import ALPHA, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
 from tests.grid import grid

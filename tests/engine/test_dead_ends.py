@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engine.errors import DEAD_END, NOTHING_LEFT, SERVER_FAULTS, RequestError
+from engine.grammar.following import Following
 from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation
-from engine.sampling.following import Following
 from tests.engine import tiny
 
 VOCABULARY = 32

@@ -9,19 +9,19 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import pytest
 import torch
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.loading import LoadedModel
+from engine.models.runner import ModelRunner
 from torch import Tensor
 
-from engine.cache.tensors import NORMED, KVMoves, KVTensors
-from engine.drafters.drafter import DrafterKind
-from engine.drafters.model import ModelDrafter
-from engine.engine import Engine
-from engine.execution.attention import HOOK
-from engine.execution.cpu_decoder import CpuDecoder
-from engine.execution.inputs import SequenceInput
-from engine.execution.loading import LoadedModel
-from engine.execution.runner import ModelRunner
+from engine.attention.attention import HOOK
+from engine.attention.inputs import SequenceInput
+from engine.attention.tensors import NORMED, KVMoves, KVTensors
+from engine.drafting.drafter import DrafterKind
+from engine.drafting.model import ModelDrafter
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
+from engine.step.engine import Engine
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 

@@ -11,14 +11,14 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from engine.building import build_engine
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
-from engine.engine import Engine
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.step.building import build_engine
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.grid import grid
 
-DEMO = Path(__file__).parent.parent.parent / "engine" / "demo"
+DEMO = Path(__file__).parent.parent.parent / "demo"
 LENGTH = 4
 NUM_PROMPTS, NUM_SEEDS = 16, 12
 

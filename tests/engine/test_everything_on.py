@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Collection
 
 import pytest
+from engine.models.loading import LoadedModel, adopt
 
-from engine.engine import Engine
-from engine.execution.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.engine.test_adaptive import Restless
 from tests.engine.test_output_law import ALPHA, NUM_TOKENS, PROMPT, drafts, exact_law, g_test, pair

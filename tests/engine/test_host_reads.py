@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from engine import building, transfer
-from engine.drafters.chains import draw_chains
-from engine.engine import Engine, target_inputs
-from engine.execution import probe
+from engine.drafting.chains import draw_chains
+from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
+from engine.models import probe
 from engine.request import Speculation
+from engine.step import building
+from engine.step.engine import Engine, target_inputs
 from tests.engine import tiny
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")

@@ -22,9 +22,12 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
 
-import engine.engine as stepping
-from engine import transfer
-from engine.analysis.device_model import (
+from engine.models.lean import LeanDecoder
+from engine.models.probe import find_kv_shape
+from engine.models.runner import ModelRunner, Pass
+
+import engine.step.engine as stepping
+from analysis.device_model import (
     KERNELS,
     LEVEL_LAUNCHES,
     PLAIN_LAUNCHES,
@@ -32,20 +35,18 @@ from engine.analysis.device_model import (
     RECORDED_LAUNCHES,
     VERDICT_LAUNCHES,
 )
-from engine.engine import Engine
-from engine.execution import lean
-from engine.execution.lean import LeanDecoder
-from engine.execution.probe import find_kv_shape
-from engine.execution.runner import ModelRunner, Pass
+from engine.kernels import transfer
 from engine.kernels.triton_kernels import TritonKernels
-from engine.recorded import steps
-from engine.recorded.steps import RecordedStep
+from engine.models import lean
 from engine.request import Speculation
+from engine.step.engine import Engine
+from engine.step.recorded import steps
+from engine.step.recorded.steps import RecordedStep
+from tests.attention.test_groups import passes
 from tests.engine import tiny
-from tests.execution.test_groups import passes
-from tests.execution.test_lean import SIZES, randomised
 from tests.grid import grid
 from tests.launches import counted_launches
+from tests.models.test_lean import SIZES, randomised
 
 CHAIN = Speculation(rule="block", num_drafts=1, draft_length=5)
 CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
@@ -136,7 +137,7 @@ def machine() -> Engine:
     """With recorded steps, and kernels that move accepted K/V."""
     target = tiny.llama(1, layers=1)
     drafts = [(0, 0), (1, 5), (4, 5)]
-    with tiny.with_paged_models(), patch("engine.building._drafts", lambda *_: drafts):
+    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: drafts):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
     assert engine.draft_runner is not None
@@ -213,7 +214,7 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
         shape = find_kv_shape(loaded)
         runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
         (step,) = runner.prepare([passes()[1][:1]])
-        with counted_launches() as launches, patch("engine.execution.triton_attention.num_parts_of", lambda *_: 2):
+        with counted_launches() as launches, patch("engine.attention.triton_attention.num_parts_of", lambda *_: 2):
             runner.run(step)
         counts.append(launches)
     of_layer = counts[1] - counts[0]

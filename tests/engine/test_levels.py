@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.drafters import chains, levels, numba_levels
-from engine.drafters.draft import Layout
-from engine.drafters.model import ModelDrafter
+from engine.drafting import chains, levels, numba_levels
+from engine.drafting.draft import Layout
+from engine.drafting.model import ModelDrafter
 from engine.plan import Plan
 from engine.request import Request, Speculation
 from engine.sampling.law import LawParameters

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
-from engine.execution.attention import HOOK
-from engine.reporting import token_logprobs
+from engine.attention.attention import HOOK
 from engine.request import Speculation
 from engine.scheduling.outcome import read_logprobs
+from engine.step.reporting import token_logprobs
 from tests.engine import tiny
 from tests.grid import grid
 

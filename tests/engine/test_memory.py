@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from engine.building import assemble
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.config_check import lookahead
 from engine.errors import ConfigError
-from engine.memory import plan_memory
-from engine.recorded.steps import buffer_bytes
-from engine.text_drafters import most_copied
+from engine.scheduling.text_drafters import most_copied
+from engine.step.building import assemble
+from engine.step.memory import plan_memory
+from engine.step.recorded.steps import buffer_bytes
 from tests.engine import tiny
 
 GIB = 1 << 30

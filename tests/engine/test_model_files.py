@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.errors import ConfigError, LoadError, PolydraftError
-from engine.files import check_source
-from engine.weight_files import check_weight_files
+from engine.models.files import check_source
+from engine.models.weight_files import check_weight_files
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n"
 PAGE = "<!DOCTYPE html>\n<html><body>404</body></html>"

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.models.loading import LoadedModel
 from scipy.stats import chi2
 
-from engine.drafters.drafter import DrafterKind
-from engine.execution.attention import HOOK
-from engine.execution.loading import LoadedModel
+from engine.attention.attention import HOOK
+from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.kernels.torch_block import blocks, first_per_request, stop_chains
 from engine.kernels.torch_kernels import TORCH
@@ -287,9 +287,9 @@ def test_a_wrong_rule_is_rejected(
 ) -> None:
     rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
     with (
-        patch("engine.verifying.RULES", rules),
-        patch("engine.verifying._are_plain", lambda *_: False),  # whose rules are compiled
-        patch("engine.drafters.draft.RULES", rules),
+        patch("engine.step.verifying.RULES", rules),
+        patch("engine.step.verifying._are_plain", lambda *_: False),  # whose rules are compiled
+        patch("engine.drafting.draft.RULES", rules),
     ):
         counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
     assert g_test(counts, exact_law(pair[0], SAMPLINGS["plain"])) < ALPHA
@@ -304,7 +304,7 @@ def test_drafting_from_another_law_is_rejected(pair: tuple[LoadedModel, LoadedMo
 
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """Keying noise by the token's own index, instead of the step's first one, would bias the output."""
-    from engine.drafters import numbers
+    from engine.drafting import numbers
     from engine.sampling.noise import uniform
 
     def by_index(seed, position, purpose, chain=0, depth=0):  # type: ignore[no-untyped-def]
@@ -321,7 +321,7 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedMod
     law_of_text = exact_law(pair[0], strong)
     right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
     assert g_test(right, law_of_text) > ALPHA
-    for forgetful in ("engine.target_laws", "engine.drafters.chains"):
+    for forgetful in ("engine.step.target_laws", "engine.drafting.chains"):
         with patch(f"{forgetful}.node_laws", tiny.laws_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
         # Drafting from another law than penalties say is no bias: any draft law will do if it is the one verified with.
@@ -350,7 +350,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    import engine.verdicts as reading
+    import engine.step.verdicts as reading
 
     with patch.object(reading, "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)

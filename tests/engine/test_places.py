@@ -11,15 +11,15 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from engine.models.loading import LoadedModel
 from torch import Tensor
 
-from engine.engine import Engine
 from engine.errors import NOTHING_LEFT
-from engine.execution.loading import LoadedModel
 from engine.kernels import torch_block
 from engine.kernels.protocol import Chains
 from engine.request import Request, Speculation
 from engine.speculation.verification import RULES, node
+from engine.step.engine import Engine
 from tests.engine import test_output_law, tiny
 from tests.engine.test_output_law import ALPHA, drafts, exact_law, g_test
 

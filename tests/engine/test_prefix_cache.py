@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.cache import store
-from engine.engine import Engine
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling import store
 from engine.scheduling.outcome import read_logprobs
+from engine.step.engine import Engine
 from tests.engine import tiny
 
 SHAPES = {

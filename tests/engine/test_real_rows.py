@@ -11,16 +11,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.building import build_engine
+from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.config import EngineConfig, ModelConfig
-from engine.execution.inputs import NO_NODES, SequenceInput
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation import theory
 from engine.speculation.drafting import children
 from engine.speculation.verification.greedy import greedy
 from engine.speculation.verification.weighted_race import race_table
+from engine.step.building import build_engine
 
-DEMO = Path(__file__).parent.parent.parent / "engine" / "demo"
+DEMO = Path(__file__).parent.parent.parent / "demo"
 NUM_ROWS = 10_000
 
 

@@ -18,20 +18,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine import building, transfer
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.engine import Engine
 from engine.errors import NON_FINITE
-from engine.execution.runner import ModelRunner
+from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.kernels.triton_kernels import TritonKernels
-from engine.plan import Plan
-from engine.recorded import inputs, steps
-from engine.recorded.inputs import LAWS, Laws, StepInputs, StepShape
-from engine.recorded.recorder import recorder
-from engine.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
+from engine.models.runner import ModelRunner
+from engine.plan import Plan, TextDraft
 from engine.request import Request, Speculation
-from engine.text_drafters import TextDraft
+from engine.step import building
+from engine.step.engine import Engine
+from engine.step.recorded import inputs, steps
+from engine.step.recorded.inputs import LAWS, Laws, StepInputs, StepShape
+from engine.step.recorded.recorder import recorder
+from engine.step.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
 from tests.engine import tiny
 from tests.engine.test_host_reads import counted_reads
 from tests.grid import grid
@@ -53,7 +53,7 @@ def chains(num_drafts: int, length: int, **more: Any) -> Speculation:
 @contextlib.contextmanager
 def recorded(drafts: list[tuple[int, int]] = RECORDED) -> Iterator[None]:
     """Engines built meanwhile have recorded steps of these shapes."""
-    with tiny.with_paged_models(), patch("engine.building._drafts", lambda *_: drafts):
+    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: drafts):
         yield
 
 
@@ -392,7 +392,7 @@ def test_what_is_recorded_looks_at_no_number() -> None:
         machine = machines()[1]
     with (
         patch.object(transfer, "are_here", lambda _: False),
-        patch("engine.execution.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
+        patch("engine.attention.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
         torch.inference_mode(),
     ):
         for step in machine.recorded._steps.values():
@@ -517,7 +517,7 @@ def test_a_recording_that_fails_gives_the_stream_back(monkeypatch: pytest.Monkey
 @stands_in
 def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, Engine]) -> None:
     """Non-finite numbers of rows that are not computed would go through all layers."""
-    attention = pytest.importorskip("engine.execution.triton_attention")
+    attention = pytest.importorskip("engine.attention.triton_attention")
     outputs: list[torch.Tensor] = []
     attend_paged, empty = attention.attend_paged, torch.empty
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.calibration import measure_points
-from engine.engine import Engine
-from engine.rehearsal import rehearse
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
 from engine.request import Speculation
-from engine.scheduling.controller import Controller
-from engine.scheduling.step_time import StepTimes
+from engine.step.calibration import measure_points
+from engine.step.engine import Engine
+from engine.step.rehearsal import rehearse
 from tests.engine import tiny
 
 ADAPTIVE = Speculation(rule="bv_race", num_drafts=3, draft_length=3, adaptive=True)

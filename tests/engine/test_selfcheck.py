@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.analysis.__main__ import main
-from engine.analysis.law_check import check_law, check_power, make_prompt, short_check
-from engine.engine import Engine
+from analysis.__main__ import main
 from engine.errors import LoadError
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
+from engine.step.engine import Engine
+from engine.step.law_check import check_law, check_power, make_prompt, short_check
 from tests.engine import tiny
 from tests.engine.test_output_law import always_longest
 
@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def wrong_race() -> Iterator[None]:
     """The score race, chosen by length: it looks at the tokens it chooses between."""
     rules = {**RULES, "bv_race": WRONG}
-    with patch("engine.verifying.RULES", rules), patch("engine.verifying._are_plain", lambda *_: False):
+    with patch("engine.step.verifying.RULES", rules), patch("engine.step.verifying._are_plain", lambda *_: False):
         yield
 
 

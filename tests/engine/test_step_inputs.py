@@ -19,14 +19,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import engine.engine as engine_module
-from engine import target_laws, verifying
-from engine.drafters import numbers as numbers_module
-from engine.drafters.draft import Draft, method_of, with_tokens
-from engine.engine import Engine
-from engine.execution.loading import LoadedModel
+import engine.step.engine as engine_module
+from engine.drafting import numbers as numbers_module
+from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.kernels.protocol import ChainNoise, Chains, LawTable
 from engine.kernels.torch_kernels import TORCH
+from engine.models.loading import LoadedModel
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Request, Speculation
 from engine.sampling.edits import NodeContext
@@ -35,6 +33,8 @@ from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.copies import walk
+from engine.step import target_laws, verifying
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.sampling.test_edits import VOCABULARY, by_hand
 from tests.sampling.test_law import reference
@@ -409,7 +409,7 @@ def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None
     assert checked.seen["not merged"] > 3
 
 
-@pytest.mark.parametrize("module", ["engine.drafters.chains", "engine.target_laws"])
+@pytest.mark.parametrize("module", ["engine.drafting.chains", "engine.step.target_laws"])
 def test_laws_that_forget_a_node_s_path_are_found_out(
     checked: Checked, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,23 +11,23 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from engine.models.loading import LoadedModel, adopt
 
-from engine import building
-from engine.building import assemble
+from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.drafters.drafter import DrafterKind
-from engine.drafters.levels import Levels
-from engine.engine import Engine
+from engine.drafting.drafter import DrafterKind
+from engine.drafting.levels import Levels
 from engine.errors import RequestError
-from engine.execution import probe
-from engine.execution.attention import HOOK, register
-from engine.execution.loading import LoadedModel, adopt
 from engine.kernels.choosing import choose
 from engine.kernels.draw import categorical
+from engine.models import probe
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.node_laws import Nodes, node_laws
 from engine.scheduling.outcome import Outcome
+from engine.step import building
+from engine.step.building import assemble
+from engine.step.engine import Engine
 
 # The whole suite runs on this device; `gpu` runs set it to cuda.
 DEVICE = torch.device(os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu"))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from engine.models.loading import LoadedModel
 from torch import Tensor
 
-from engine.engine import Engine
-from engine.execution.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.heads import folders, oracles
 

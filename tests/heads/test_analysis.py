@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine.analysis.draft_logits import draft_logits
-from engine.analysis.law_check import check_law, check_power, make_prompt, short_check
-from engine.analysis.pair import laws_along
+from analysis.pair import laws_along
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
+from engine.step.draft_logits import draft_logits
+from engine.step.law_check import check_law, check_power, make_prompt, short_check
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 from tests.heads import folders, oracles
@@ -51,5 +51,5 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     prompt = make_prompt(engine, seed=1)
     assert check_power(engine, prompt, 2000, 1.0).rejected
     wrong = {**RULES, "bv_race": Rule("bv_race", output_law.always_longest, RULES["bv_race"].acceptance)}
-    with patch("engine.verifying.RULES", wrong), patch("engine.verifying._are_plain", lambda *_: False):
+    with patch("engine.step.verifying.RULES", wrong), patch("engine.step.verifying._are_plain", lambda *_: False):
         assert check_law(engine, "wrong", RACE, prompt, 4000, 1.0).rejected

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.heads import dflash, slots
+from engine.models.loading import LoadedModel
 
-from engine.drafters import one_pass, reading
-from engine.drafters.one_pass import BlockDrafter, OnePassDrafter
-from engine.execution.cpu_decoder import CpuDecoder
-from engine.execution.heads import dflash, slots
-from engine.execution.loading import LoadedModel
+from engine.drafting import one_pass, reading
+from engine.drafting.one_pass import BlockDrafter, OnePassDrafter
 from engine.request import Speculation
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny
@@ -265,7 +265,7 @@ def test_output_has_the_target_s_distribution(
 
 def test_verifying_with_the_distribution_of_another_path_is_rejected(small: LoadedModel, tmp_path: Path) -> None:
     """Tokens that depend on the one before, verified as if they did not."""
-    from engine.drafters import chains
+    from engine.drafting import chains
     from engine.sampling.node_laws import node_laws
 
     written = write(tmp_path / "head", "dspark", vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), draft_vocabulary=3)

@@ -9,18 +9,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from engine.models.heads.config import read_head
 from safetensors.torch import load_file, save_file
 
-from engine.building import build_engine
-from engine.calibration import measure_points
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.drafters.eagle import EagleDrafter
-from engine.drafters.one_pass import BlockDrafter
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
+from engine.drafting.eagle import EagleDrafter
+from engine.drafting.one_pass import BlockDrafter
 from engine.errors import ConfigError, LoadError, RequestError
-from engine.execution.heads.config import read_head
 from engine.request import Speculation
-from engine.scheduling.controller import Controller
-from engine.scheduling.step_time import StepTimes
+from engine.step.building import build_engine
+from engine.step.calibration import measure_points
 from tests.engine import tiny
 from tests.heads import folders
 from tests.scheduling.machine import Machine
@@ -64,7 +64,7 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     of_rotation = 2 * 4 * folders.HEAD_DIM // 2
     assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
-    with patch("engine.calibration._BUDGET_S", 0.002):
+    with patch("engine.step.calibration._BUDGET_S", 0.002):
         points = measure_points(engine, speculation)
     assert all(draft_s > 0 for work, draft_s, _ in points if work.drafting)
     engine.scheduler.controller = controller = Controller(StepTimes(Machine().points()), 16)
@@ -127,7 +127,7 @@ def test_wrong_pairs_are_refused_before_weights_are_read(
     target: Path, tmp_path: Path, layout: str, edits: Edit, reason: str
 ) -> None:
     written = folders.write_eagle(tmp_path / "head", layout=layout)
-    with patch("engine.building.load_pair", side_effect=AssertionError("weights are read")):
+    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config_of(target, written.folder))
         edit(written.folder, **edits)
@@ -155,7 +155,7 @@ def test_wrong_block_heads_are_refused_before_weights_are_read(
 ) -> None:
     written = folders.write_block(tmp_path / "head", kind=kind, layout=layout)
     config = config_of(target, written.folder, speculation=SpeculationConfig(draft_length=3))
-    with patch("engine.building.load_pair", side_effect=AssertionError("weights are read")):
+    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
         with pytest.raises(AssertionError, match="weights are read"):
             build_engine(config)
         edit(written.folder, **edits)

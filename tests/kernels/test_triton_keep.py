@@ -8,7 +8,7 @@ import torch
 
 triton_keep = pytest.importorskip("engine.kernels.triton_keep")
 
-from engine.cache.tensors import KVShape, KVTensors  # noqa: E402
+from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.kernels.protocol import KVMoves  # noqa: E402
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
 from engine.kernels.triton_kernels import TritonKernels  # noqa: E402

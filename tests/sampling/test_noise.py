@@ -73,7 +73,7 @@ def test_kernel_gives_the_same_numbers() -> None:
 @pytest.mark.parametrize("wrong", ["shifted", "purposes exchanged"])
 def test_wrong_kernel_is_not_used(wrong: str) -> None:
     pytest.importorskip("numba")
-    from engine.drafters import numbers
+    from engine.drafting import numbers
     from engine.sampling import numba_noise
 
     right = numba_noise.uniform

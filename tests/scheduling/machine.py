@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
+from engine.control.controller import Controller
+from engine.control.step_time import PLAIN, Point, Shape, StepTimes, Work
 from engine.request import Limits, Request, Speculation
-from engine.scheduling.controller import Controller
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.step_time import PLAIN, Point, Shape, StepTimes, Work
 
 
 @dataclass

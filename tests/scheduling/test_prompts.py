@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
+from engine.control.step_time import StepTimes, Work
 from engine.plan import Plan
 from engine.scheduling.prompts import PromptLimit, shares_of
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.step_time import StepTimes, Work
+from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 from tests.scheduling.test_scheduler import request, verdict
 

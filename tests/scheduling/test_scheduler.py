@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.store import BlockStore
 from engine.config import SchedulerConfig
+from engine.control.controller import Choice, Controller
+from engine.control.step_time import PLAIN, StepTimes
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Limits, Request, Speculation
-from engine.scheduling.controller import Choice, Controller
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.step_time import PLAIN, StepTimes
+from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 
 BLOCK_SIZE = 4

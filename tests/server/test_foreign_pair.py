@@ -21,7 +21,7 @@ import tokenizers
 import torch
 import transformers
 
-from engine.analysis.__main__ import main as analyze
+from analysis.__main__ import main as analyze
 from loadtest.cli import main as bench
 from tests.server.daemon_process import Daemon, Daemons
 from tests.server.test_tools import USER, WEATHER
@@ -46,7 +46,7 @@ class ForeignPair:
 
 def trained_tokenizer() -> Any:
     """Byte-level pairs learned from the dialogues; turns and thoughts are tokens that were added afterwards."""
-    records = files("engine").joinpath("demo", "heldout_dialogues.jsonl").read_text(encoding="utf8").splitlines()
+    records = files("demo").joinpath("heldout_dialogues.jsonl").read_text(encoding="utf8").splitlines()
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()

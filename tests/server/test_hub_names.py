@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from engine.errors import ConfigError
-from engine.files import check_source, model_file
+from engine.models.files import check_source, model_file
 from loadtest.daemon import running_daemon
 from server.settings import Serve
 from tests.grid import grid
@@ -212,7 +212,7 @@ def test_what_the_hub_answers_is_explained(tmp_path: Path, hub_url: str, name: s
 def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) -> None:
     """However long its address takes, or its answer."""
     code = (
-        "import engine.files as files; files._PROBE_S, files._PATIENCE_S = 60, 0.2\n"
+        "import engine.models.files as files; files._PROBE_S, files._PATIENCE_S = 60, 0.2\n"
         "try: files.check_source('silent/model')\n"
         "except files.ConfigError as error: print(error)"
     )
@@ -227,7 +227,7 @@ def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
 ) -> None:
     """Then it is asked once, and never again; but a cache that may lack the model's defaults is no whole model."""
     code = (
-        "import os; from engine.files import check_source, model_file\n"
+        "import os; from engine.models.files import check_source, model_file\n"
         "import logging; logging.basicConfig()\n"
         f"check_source('{NAME}', '{'v2' if knows_defaults else 'main'}')\n"
         f"print(os.environ['HF_HUB_OFFLINE'], model_file('{NAME}', 'tokenizer.json', 'v2'))"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from engine.api import ConfigError
-from engine.files import read_object
-from engine.kept import read_kept
-from engine.weight_files import _size_fault
+from engine.models.files import read_object
+from engine.models.weight_files import _size_fault
+from engine.step.kept import read_kept
 from server.cli import main
 from server.config_file import read_config_file
 from server.openai.generation_defaults import generation_defaults

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.api import EngineFacts
-from engine.rule_facts import RULE_FACTS
+from engine.speculation.rule_facts import RULE_FACTS
 from server.settings import Serve
 from server.start_lines import drafting, reachable
 from tests.server.daemon_process import Daemon

@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from engine.analysis.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
+from analysis.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
 from engine.plan import TargetShift
 from engine.speculation.verification import RULES
 

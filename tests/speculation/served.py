@@ -19,7 +19,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from engine.analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
+from analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
 from engine.plan import TargetShift

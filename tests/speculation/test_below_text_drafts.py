@@ -25,15 +25,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import verifying
-from engine.analysis.enumeration import EveryChain, Model, Path, draft_tuples, drafted_trees, joint, rule_outcomes
+from analysis.enumeration import EveryChain, Model, Path, draft_tuples, drafted_trees, joint, rule_outcomes
 from engine.kernels.protocol import ChainNoise, LawTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
-from engine.plan import level_widths
+from engine.plan import TextDraft, level_widths
 from engine.request import Speculation
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.copies import Below, below, refuse
-from engine.text_drafters import TextDraft
+from engine.step import verifying
 from tests.speculation import served
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import Fit, fit, small_world

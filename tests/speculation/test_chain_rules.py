@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.analysis import bounds
-from engine.analysis.enumeration import (
+from analysis import bounds
+from analysis.enumeration import (
     EveryChain,
     Model,
     block_outcomes,

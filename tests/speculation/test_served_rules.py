@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.analysis.enumeration import Outcome
-from engine.drafters.numbers import draw_numbers, noise_of
+from analysis.enumeration import Outcome
+from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.torch_kernels import TORCH
 from engine.speculation import verification

@@ -16,23 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import verifying
-from engine.analysis.enumeration import Model, Path, Rows
-from engine.drafters import draft as drafting_module
-from engine.drafters.chains import draw_chains
-from engine.drafters.draft import Draft, with_tokens
-from engine.drafters.model import ModelDrafter
-from engine.execution.inputs import SequenceInput
+from analysis.enumeration import Model, Path, Rows
+from engine.attention.inputs import SequenceInput
+from engine.drafting import draft as drafting_module
+from engine.drafting.chains import draw_chains
+from engine.drafting.draft import Draft, with_tokens
+from engine.drafting.model import ModelDrafter
 from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable
 from engine.kernels.torch_kernels import TORCH
-from engine.plan import Emission, Plan, Row
+from engine.plan import Emission, Plan, Row, TextDraft
 from engine.request import Sampling, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
-from engine.text_drafters import TextDraft
+from engine.step import verifying
 from tests.speculation import served
 from tests.speculation.served import Batch, Fit, Kind, fit, small_world
 

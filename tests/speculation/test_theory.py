@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.analysis import bounds
-from engine.analysis.enumeration import conditional_laws, draft_tuples
-from engine.rule_facts import DRAFT_METHODS
+from analysis import bounds
+from analysis.enumeration import conditional_laws, draft_tuples
 from engine.speculation import gap, theory
 from engine.speculation.gap import acceptance_gap
+from engine.speculation.rule_facts import DRAFT_METHODS
 from engine.speculation.verification import RULES
 from engine.speculation.verification.nss import nss
 from engine.speculation.verification.over_acceptance import accepted_mass, position_bias, redraw_law

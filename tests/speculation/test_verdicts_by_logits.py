@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine import verifying
-from engine.analysis.enumeration import Path
-from engine.drafters.draft import Draft
+from analysis.enumeration import Path
+from engine.drafting.draft import Draft
 from engine.kernels import numba_block
 from engine.kernels.numba_kernels import NumbaKernels
 from engine.plan import Emission, Plan
 from engine.request import Speculation
+from engine.step import verifying
 from tests.engine import tiny
 from tests.grid import grid
 from tests.kernels.test_kernel_mutants import BLOCK, ROWS, kernels_with

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.analysis.enumeration import (
+from analysis.enumeration import (
     EveryChain,
     Model,
     Outcome,

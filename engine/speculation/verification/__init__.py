@@ -2,7 +2,7 @@
 
 A rule takes the drafted chains, the target laws at their nodes and the noise, and returns for every
 request which chain it follows, how far, and one token more. Node rules (`node.py`) are composed top-down.
-To add a rule: a file, a line here, and its facts in `engine.rule_facts`.
+To add a rule: a file, a line here, and its facts in `engine.speculation.rule_facts`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from engine.kernels.protocol import ChainVerdict
-from engine.rule_facts import RULE_FACTS
 from engine.speculation import theory
+from engine.speculation.rule_facts import RULE_FACTS
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.greedy_block import verify_greedy_block, verify_spectr_gbv
 from engine.speculation.verification.kseq import kseq

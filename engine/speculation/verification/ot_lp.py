@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.rule_facts import RULE_FACTS
+from engine.speculation.rule_facts import RULE_FACTS
 
 _MAX_VOCABULARY = RULE_FACTS["ot_lp"].max_vocabulary or 0
 

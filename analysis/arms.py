@@ -1,0 +1,357 @@
+"""`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
+
+A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns meet the
+same machine. In a turn each does what plain decoding does in about a quarter of a second, prompts and answers, so that
+all are at the same point of the same work. Every arm is an engine of its own (scheduler, controller, blocks) around the
+same models, under a closed loop of the same requests, whose answers differ in length so that they do not all end at
+once. What counts are the engine's steps, prompts among them; HTTP is not in it (`polydraft bench`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.models.host import keep_freed_memory, usable_cores
+from tqdm import tqdm
+
+from analysis.load import Load, add_load_arguments
+from analysis.loading import names_of, prompts_of, write
+from analysis.pair import Shape
+from analysis.turns import (
+    SEED_STABLE,
+    SEEDED,
+    Turn,
+    beside_best,
+    chart,
+    markdown,
+    price,
+    rate,
+    ratio,
+    works,
+)
+from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.control.controller import Controller
+from engine.control.step_time import Point, StepTimes
+from engine.errors import ConfigError
+from engine.plan import level_widths
+from engine.request import Request, Speculation
+from engine.scheduling.admission import with_kept_shape
+from engine.scheduling.outcome import Outcome
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.store import BlockStore
+from engine.step.building import build_engine
+from engine.step.calibration import measure_points
+from engine.step.engine import Engine, StepResult
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.environment import environment
+
+_READING = "prompts"
+"""The "shape" of a step in which no request drafts or gets a token."""
+_TURN_S = 0.25
+"""Of plain decoding, about; the others do as much. Longer where a step does more."""
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+_WARM_UP_S = 8.0
+_ARM_BYTES = 1 << 29
+_GREEDY_ANSWERS = 8
+_LEAST_TURNS = 8
+_LIMITS = SpeculationConfig()
+
+
+@dataclass
+class Arm:
+    """An engine under its load."""
+
+    engine: Engine
+    requests: Iterator[Request]
+    done: Turn = field(default_factory=Turn)
+    """From the beginning on."""
+    turns: list[Turn] = field(default_factory=list)
+    shapes: dict[str, float] = field(default_factory=dict)
+    """Seconds by what most of the drafting requests drafted."""
+    num_passes: int = 0
+    """Passes of the target over one request's drafts, or its next token."""
+    plain_s: float = 0.0
+    """What plain decoding would take for the tokens of all answers, as they would report it."""
+    told_s: float = 0.0
+    """What they took, in the same steps."""
+
+    def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
+        """Steps until so much has been done since the beginning (`Turn.work`)."""
+        turn = Turn()
+        self.engine.telemetry.pause()
+        while self.done.work(of_read) < aim:
+            step = self.step(concurrency)
+            turn, self.done = turn.plus(step), self.done.plus(step)
+        self.turns.append(turn)
+
+    def step(self, concurrency: int) -> Turn:
+        """One step, with so many requests open."""
+        began = time.perf_counter()
+        while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
+            self.engine.submit(next(self.requests))
+        return self._step(began)[0]
+
+    def _step(self, began: float) -> tuple[Turn, Sequence[Outcome]]:
+        step = self.engine.run_step()
+        seconds = time.perf_counter() - began
+        self._tell(step)
+        plan = self.engine.scheduler.last_plan
+        rows = plan.sampling_rows
+        self.num_passes += len(rows)
+        shape = _shape_of([row.fanout for row in rows if row.fanout]) if rows else _READING
+        self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
+        num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
+        # What is known of a row beside its root is of a prompt.
+        num_read = sum(len(row.input_ids) for row in plan.rows) - len(rows)
+        return Turn(seconds, num_tokens, num_read), step.outcomes
+
+    def _tell(self, step: StepResult) -> None:
+        stats = step.stats
+        if stats.plain_s is not None:
+            self.plain_s += sum(len(outcome.token_ids) * stats.plain_s + stats.prompt_s for outcome in step.outcomes)
+            self.told_s += len(step.outcomes) * stats.wall_s
+
+    @property
+    def reported_speedup(self) -> float | None:
+        """Of all answers together."""
+        return self.plain_s / self.told_s if self.told_s else None
+
+    def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """Tokens by request, of some that are answered to their end; nothing else may be running. Steps are turns."""
+        tokens: dict[str, list[int]] = {}
+        for request in requests:
+            self.engine.submit(request)
+        while self.engine.scheduler.has_work:
+            turn, outcomes = self._step(time.perf_counter())
+            self.turns.append(turn)
+            for outcome in outcomes:
+                tokens.setdefault(outcome.request_id, []).extend(outcome.token_ids)
+        return tokens
+
+    def forget(self) -> None:
+        """What follows counts."""
+        self.turns.clear()
+        self.shapes.clear()
+        self.num_passes = 0
+        self.plain_s = self.told_s = 0.0
+
+
+def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
+    if not drafted:
+        return OFF
+    fanout = statistics.mode(drafted)
+    return f"{fanout[0]}x{len(fanout)}"
+
+
+def speculation_of(name: str) -> Speculation:
+    """What an arm's requests say: `adaptive`, `seeded` and `seed_stable` (the same with a seed, kept in either way),
+    `off`, `again` (off once more, for the noise), or `rule:KxL`."""
+    if name in (OFF, AGAIN):
+        return Speculation()
+    if name not in (ADAPTIVE, SEEDED, SEED_STABLE):
+        return Shape.parse(name).speculation
+    adaptive = Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
+    return with_kept_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
+
+
+def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:
+    """Engines around the models of one, each with its part of the blocks."""
+    arms = {}
+    # Fixed shapes report what the plain arms' steps tell too, as beside other requests; adaptive has its own.
+    shared = StepTimes(points)
+    share = engine.facts.num_blocks // len(names)
+    for number, name in enumerate(names):
+        blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
+        blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
+        scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
+        own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
+        speculation = speculation_of(name)
+        own.scheduler.times = StepTimes(points) if speculation.adaptive else shared
+        if speculation.adaptive:
+            scheduler.controller = Controller(own.scheduler.times, _LIMITS.max_draft_length)
+        arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
+    return arms
+
+
+def measure(
+    engine: Engine,
+    names: Sequence[str],
+    points: Sequence[Point],
+    load: Load,
+    concurrency: int,
+    seconds: float,
+    progress: Any,
+    warm_up_s: float = _WARM_UP_S,
+) -> dict[str, Any]:
+    """A cell: all arms at one concurrency, doing what plain decoding does in about so many seconds."""
+    # Not on the arms that are measured: what they learn would be of another temperature.
+    others = make_arms(engine, names, points, load)
+    equal = same_greedy_answers(others, load, concurrency)
+    if not all(equal.values()):
+        tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
+    of_read = price(others[OFF].turns)
+    plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
+    # Where a step does more than a turn holds, there are turns without one: longer ones, as far as that leaves enough.
+    most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
+    turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
+    arms = make_arms(engine, names, points, load)
+    order = random.Random(concurrency)
+    num_warm_up = max(1, round(warm_up_s / turn_s))
+    for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
+        if number == num_warm_up:
+            for arm in arms.values():
+                arm.forget()
+        for name in order.sample(names, len(names)):
+            arms[name].take_turn(concurrency, (number + 1) * turn_s * plain_rate, of_read)
+        progress.update(min(turn_s, progress.total - progress.n))
+    if not all(any(turn.seconds for turn in arm.turns) for arm in arms.values()):
+        raise ConfigError(f"a step takes longer than all turns of {seconds:g} seconds: raise --seconds")
+    found = compared(arms, of_read)
+    return {"concurrency": concurrency, "greedy_answers_equal_off": equal, "turn_seconds": turn_s, **found}
+
+
+def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
+    """Whether the models take the longest text, and an arm's blocks all of its requests; raises ConfigError."""
+    if load.longest_text > facts.max_model_len:
+        raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
+    num_nodes = max(sum(level_widths(speculation_of(name).fanout)) for name in names)
+    needed = concurrency * -(-(load.longest_text + num_nodes) // facts.block_size)
+    share = facts.num_blocks // len(names)
+    if needed > share:
+        raise ConfigError(
+            f"{concurrency} requests of up to {load.longest_text} tokens need {needed} cache blocks and an arm has "
+            f"{share}: lower --concurrency, --prompt-length or --tokens, shorten --prompts or name fewer --arms"
+        )
+
+
+def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> dict[str, bool]:
+    """Whether an arm answers at temperature 0 as plain decoding does, eight times at least.
+
+    In 16 bits logits differ with the batch.
+    """
+    num_answers = max(_GREEDY_ANSWERS, concurrency)
+    answers: dict[str, dict[str, list[int]]] = {}
+    for name, arm in arms.items():
+        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(speculation_of(name)), num_answers))
+        answers[name] = {}
+        for start in range(0, len(greedy), concurrency):
+            answers[name] |= arm.answers(greedy[start : start + concurrency])
+    return {name: answer == answers[OFF] for name, answer in answers.items() if name != OFF}
+
+
+def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
+    """Every arm beside plain decoding, and adaptive beside the best fixed shape; of_read: as `turns.price` tells it."""
+    turns = {name: works(arm.turns, of_read) for name, arm in arms.items()}
+    result: dict[str, Any] = {
+        "prompt_token_in_plain_tokens": of_read,
+        "arms": {
+            name: {
+                "tokens_per_second": _num_tokens(arm) / sum(turn.seconds for turn in arm.turns),
+                "tokens_per_pass": _num_tokens(arm) / arm.num_passes,
+                "ratio_to_off": ratio(turns[name], turns[OFF]),
+                "reported_speedup": arm.reported_speedup,
+                "share_of_time": _shares(arm.shapes),
+            }
+            for name, arm in arms.items()
+        },
+    }
+    if ADAPTIVE in arms:
+        result["adaptive_to_best_fixed"] = beside_best(turns)
+    return result
+
+
+def _num_tokens(arm: Arm) -> int:
+    return sum(turn.num_tokens for turn in arm.turns)
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """The greatest first."""
+    return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line, beside what says which pair is loaded."""
+    parser.add_argument(
+        "--prompts",
+        action="append",
+        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
+        "for N random tokens; may be repeated",
+    )
+    add_load_arguments(parser, num_tokens=48)
+    parser.add_argument(
+        "--arms",
+        default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
+        help="what is compared with plain decoding: adaptive (the controller), again (plain once more: the noise), "
+        "rule:KxL or a tree as rule:2.2.1, seeded (what a request with a seed gets), seed_stable (shapes that change, "
+        "and sampling that no shape changes)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of plain decoding in a cell; the other arms do as much (default 20)",
+    )
+    parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
+
+
+def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
+    """All cells (prompts x concurrency); a table goes to standard error."""
+    names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
+    for name in names:
+        speculation_of(name)
+    if options.seconds < _LEAST_TURNS * _TURN_S:
+        raise ConfigError(
+            f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
+        )
+    engine = load_engine(options, len(names))
+    kinds = options.prompts or ["dialogues"]
+    loads = {kind: Load(prompts_of(kind, options), options.tokens, options.temperature) for kind in kinds}
+    for load in loads.values():
+        check_room(engine.facts, names, load, max(options.concurrency))
+    points = measure_points(engine, speculation_of(ADAPTIVE))
+    total = (options.seconds + _WARM_UP_S) * len(loads) * len(options.concurrency)
+    cells = []
+    with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
+        for kind, load in loads.items():
+            for concurrency in options.concurrency:
+                cell = measure(engine, names, points, load, concurrency, options.seconds, progress)
+                cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
+    shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
+    result = {
+        "what": "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
+        "options": {name: getattr(options, name) for name in shown} | {"prompts": list(loads)},
+        "environment": environment(),
+        "cells": cells,
+    }
+    print(markdown(result), file=sys.stderr)
+    write(result, options.output)
+    if options.chart:
+        chart(result, options.chart)
+    return result
+
+
+def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
+    """The pair that the command line names, with room for so many arms."""
+    target, draft = names_of(options)
+    options.threads = options.threads or max(1, usable_cores() - 1)
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    config = EngineConfig(
+        model=ModelConfig(
+            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+        ),
+        cache=CacheConfig(memory_bytes=num_arms * _ARM_BYTES if options.device != "cuda" else 0),
+        scheduler=SchedulerConfig(max_num_seqs=max(64, *options.concurrency)),
+        speculation=_LIMITS,
+    )
+    return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))

@@ -1,0 +1,289 @@
+"""`analyze around`: CPU time of a served step by part, the models' passes and everything around them.
+
+Requests are adaptive. The functions of `PARTS` are replaced by timed ones while an engine serves a closed loop of
+requests. A part's time is its own: what it calls that is a part itself is not counted twice. Two versions of the
+project are compared by one process each, in turns. Not for: HTTP (`python -m loadtest.overhead`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from engine.models.host import keep_freed_memory, usable_cores
+from tqdm import tqdm
+
+from analysis.arms import Arm, make_arms, speculation_of
+from analysis.load import Load
+from analysis.loading import add_pair_arguments, names_of, prompts_of, write
+from engine.api import CacheConfig, EngineConfig, ModelConfig, Step, decode_from_engine, encode
+from engine.step.building import build_engine
+from engine.step.calibration import measure
+from loadtest.arms import ADAPTIVE
+from loadtest.environment import environment
+
+_INSIDE = ("pass inputs", "passes", "draft loop")
+"""Not around the passes: their arguments, the models, and drawing drafted tokens level by level."""
+_CACHE_BYTES = 1 << 30
+_WARM_UP = 2
+"""Turns of a cell that come first and do not count."""
+PARTS = {
+    "plan": ("engine.scheduling.scheduler:Scheduler.plan", "engine.scheduling.scheduler:Scheduler.submit"),
+    "admission": ("engine.scheduling.scheduler:Scheduler._admit", "engine.step.engine:check_requests"),
+    "controller": ("engine.control.controller:Controller.choose",),
+    "layout and noise": ("engine.step.engine:draw_chains",),
+    "pass inputs": (
+        "engine.step.engine:target_inputs",
+        "engine.models.runner:ModelRunner.forward",
+        "engine.drafting.model:ModelDrafter._prepare",
+    ),
+    "passes": ("engine.models.runner:ModelRunner.run",),
+    "draft loop": ("engine.drafting.chains:draw_levels", "engine.drafting.model:ModelDrafter.draw"),
+    "target laws": ("engine.step.verifying:target_laws",),
+    "finite numbers": ("engine.step.verifying:largest_numbers", "engine.step.engine:broken_rows"),
+    "rules": (
+        "engine.step.verifying:_next_tokens",
+        "engine.step.verifying:_verdicts",
+        "engine.kernels.numba_kernels:NumbaKernels.decide",
+    ),
+    "verdicts": ("engine.step.verifying:read_verdicts", "engine.step.engine:verify_chains"),
+    "keep": (
+        "engine.step.engine:target_moves",
+        "engine.models.runner:ModelRunner.keep",
+        "engine.drafting.model:ModelDrafter.keep",
+    ),
+    "reporting": ("engine.step.engine:observe_gap", "engine.step.engine:split_prompts"),
+    "commit": ("engine.scheduling.scheduler:Scheduler.commit",),
+    "telemetry": ("engine.step.telemetry:Telemetry.begin_step", "engine.step.telemetry:Telemetry.end_step"),
+    "the rest": ("engine.step.engine:Engine.run_step",),
+    "messages": ("analysis.around:encode", "analysis.around:decode_from_engine"),
+}
+"""Functions of each part whose time counts for it, as module:name."""
+
+
+class Shares:
+    """Seconds of CPU time of the engine's thread, by part: on a shared machine, waiting is for other processes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since_s = 0.0
+
+    def _switch(self) -> None:
+        now_s = time.thread_time()
+        if self._open:
+            self.seconds[self._open[-1]] += now_s - self._since_s
+        self._since_s = now_s
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time counted for a part."""
+
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._switch()
+            self._open.append(part)
+            try:
+                found = function(*arguments, **named)
+                # A generator does its work here.
+                return list(found) if isinstance(found, Iterator) else found
+            finally:
+                self._switch()
+                self._open.pop()
+
+        return call
+
+    def install(self) -> None:
+        """Replace the functions of all parts, for the rest of the process."""
+        for part, places in PARTS.items():
+            for place in places:
+                module, _, path = place.partition(":")
+                owner: Any = importlib.import_module(module)
+                *names, name = path.split(".")
+                for outer in names:
+                    owner = getattr(owner, outer)
+                setattr(owner, name, self.timed(part, getattr(owner, name)))
+
+
+class Turn(NamedTuple):
+    """Sums over the steps of a turn."""
+
+    num_steps: int
+    seconds: dict[str, float]
+    num_nodes: int
+    num_tokens: int
+
+
+def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float, float], Turn]:
+    """Return a function that serves so many requests at a temperature for some seconds."""
+    target, draft = names_of(options)
+    torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
+    keep_freed_memory()
+    config = EngineConfig(
+        model=ModelConfig(
+            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+        ),
+        cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
+    )
+    engine = build_engine(config, _say)
+    # Measured once: all versions then choose shapes by the same numbers.
+    points = measure(engine, config, speculation_of(ADAPTIVE), _say).points
+    prompts = prompts_of("dialogues", options)
+    gc.collect()
+    gc.freeze()  # as the engine's process does
+    served: dict[tuple[int, float], Arm] = {}
+
+    def turn(concurrency: int, temperature: float, seconds: float) -> Turn:
+        key = (concurrency, temperature)
+        if key not in served:
+            served.clear()  # the next arm writes where this one has its K/V
+            served[key] = make_arms(engine, [ADAPTIVE], points, Load(prompts, 96, temperature))[ADAPTIVE]
+        arm = served[key]
+        arm.engine.telemetry.pause()
+        shares.seconds.clear()
+        num_steps = num_nodes = num_tokens = 0
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            while arm.engine.scheduler.num_running + arm.engine.scheduler.num_waiting < concurrency:
+                arm.engine.submit(next(arm.requests))
+            result = arm.engine.run_step()
+            decode_from_engine(encode(Step(result.outcomes, result.stats)))
+            num_steps += 1
+            num_nodes += sum(outcome.num_nodes for outcome in result.outcomes)
+            num_tokens += sum(len(outcome.token_ids) for outcome in result.outcomes)
+        return Turn(num_steps, dict(shares.seconds), num_nodes, num_tokens)
+
+    return turn
+
+
+def _say(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)
+
+
+class Version:
+    """A process that serves with one version of the project, while it is asked to."""
+
+    def __init__(self, tree: Path | None, words: Sequence[str]) -> None:
+        """tree: where the project lies; None is this one."""
+        environ = os.environ if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
+        command = [sys.executable, "-P", "-m", "analysis.around", *words]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environ, cwd=tree, stdin=pipe, stdout=pipe, text=True)
+
+    def turn(self, concurrency: int, temperature: float, seconds: float) -> Turn:
+        """Serve for some seconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([concurrency, temperature, seconds]), file=self._process.stdin, flush=True)
+        return Turn(*json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def table(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Milliseconds a step by part: median over turns."""
+    parts = {
+        part: statistics.median(1e3 * turn.seconds.get(part, 0.0) / turn.num_steps for turn in turns) for part in PARTS
+    }
+    num_steps = sum(turn.num_steps for turn in turns)
+    return {
+        "around_ms": sum(ms for part, ms in parts.items() if part not in _INSIDE),
+        "parts_ms": parts,
+        "nodes_a_step": sum(turn.num_nodes for turn in turns) / num_steps,
+        "tokens_a_step": sum(turn.num_tokens for turn in turns) / num_steps,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A column per cell and version."""
+    columns = [(cell, name) for cell in result["cells"] for name in cell["versions"]]
+    heads = [f"{cell['concurrency']} at {cell['temperature']:g}, {name}" for cell, name in columns]
+    found = [cell["versions"][name] for cell, name in columns]
+    lines = ["| ms a step | " + " | ".join(heads) + " |", "|" + " --- |" * (1 + len(heads))]
+    rows = {"**around**": [one["around_ms"] for one in found]}
+    rows |= {part: [one["parts_ms"][part] for one in found] for part in PARTS}
+    rows |= {"(drafted nodes)": [one["nodes_a_step"] for one in found]}
+    lines += [f"| {part} | " + " | ".join(f"{value:.3f}" for value in values) + " |" for part, values in rows.items()]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line, beside what says which pair is loaded."""
+    add_pair_arguments(parser)
+    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    parser.add_argument("--temperatures", default="1,0", help="temperatures (default 1,0)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of every cell (default 5)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (default 1)")
+    parser.add_argument("--beside", type=Path, help="folder of another version of the project, measured in turns")
+    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+
+
+def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
+    """All cells; a table goes to standard error."""
+    words = ["--prompt-length", str(options.prompt_length), "--dtype", options.dtype, "--device", options.device]
+    words += ["--threads", str(options.threads)]
+    words += ["--target", options.target, "--draft", options.draft] if options.target else []
+    trees = {"before": options.beside, "now": None} if options.beside else {"now": None}
+    versions = {name: Version(tree, words) for name, tree in trees.items()}
+    cells = [(count, float(text)) for text in options.temperatures.split(",") for count in options.concurrency]
+    turns: dict[tuple[int, float, str], list[Turn]] = defaultdict(list)
+    order = random.Random(0)
+    for cell in tqdm(cells, unit="cell"):
+        for number in range(_WARM_UP + options.turns):
+            for name in order.sample(list(versions), len(versions)):
+                turn = versions[name].turn(*cell, options.seconds)
+                if number >= _WARM_UP:
+                    turns[*cell, name].append(turn)
+    for version in versions.values():
+        version.close()
+    result = {
+        "what": "milliseconds of CPU time of a served step by part, adaptive drafts, closed loop without HTTP",
+        "options": {name: getattr(options, name) for name in ("turns", "seconds", "dtype", "threads")},
+        "environment": environment(),
+        "cells": [
+            {
+                "concurrency": cell[0],
+                "temperature": cell[1],
+                "versions": {name: table(turns[*cell, name]) for name in versions},
+            }
+            for cell in cells
+        ],
+    }
+    print(markdown(result), file=sys.stderr)
+    write(result, options.output)
+    return result
+
+
+def main() -> None:
+    """Serve turns as they are asked for on standard input."""
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser)
+    parser.add_argument("--prompt-length", type=int)
+    # Run as a script this module has two names; its parts are looked up by the other one.
+    module = importlib.import_module("analysis.around")
+    shares = module.Shares()
+    turn = module._served(parser.parse_args(), shares)
+    shares.install()
+    for line in sys.stdin:
+        print(json.dumps(turn(*json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

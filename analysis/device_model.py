@@ -1,0 +1,305 @@
+"""`analyze plan`: how fast a pair would be on a device that is not at hand, from counts, bandwidth and rates.
+
+A pass reads the weights and the K/V of its texts once, does two operations a weight and row, and starts a number of
+kernels that each take a least time. A step is the passes of the draft model, one of the target, launches of their own
+for laws and verdicts, two reads, and the time in which the device waits for the host. How many tokens a step gives
+follows from the acceptance of a single draft (`tokens_per_step`). With `--measured` the figures of a session
+on the device (`make gpu-check`) stand beside the model's. Not for: anything that is measured; nothing here has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from analysis.loading import integers
+from demo.bench_pair import SIZES
+from engine.errors import ConfigError
+from engine.step.recorded.steps import MOST_ROWS
+
+PRODUCTS, KERNELS = 4, 6
+"""Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
+LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
+"""Of a step that is not recorded as a whole, outside its passes: for a drafted level, for a verdict over drafts, for a
+plain step."""
+RECORDED_LAUNCHES = 10
+"""Of a whole step that is recorded: its copies, its replays, and the moves of accepted K/V."""
+_READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
+"""Of a device's bandwidth and operations, what products reach."""
+_KERNEL_S, _LAUNCH_S, _HOST_READ_S = 2.0e-6, 4.5e-6, 20e-6
+"""Least time of a recorded kernel, of a launch from the host, and of a read to it."""
+_IDLE_S, _IDLE_PER_ROW_S, _IDLE_PER_DRAFTING_S = 0.6e-3, 0.05e-3, 0.15e-3
+"""So long the device waits for the host in a step, for each request, and for each that drafts: an estimate from the
+host's times on a CPU, part of which runs while the device works. The first to be replaced by a measurement."""
+_BYTES = 2
+"""Of a number: bfloat16."""
+_POOL_SHARE = 0.9
+_SHAPES = ((1, 2), (1, 3), (1, 5), (2, 5), (4, 5), (8, 4))
+_NUM_DRAWN = 20_000
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a data sheet says; dense bfloat16."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    memory_bytes: float
+
+
+DEVICES = {
+    "h200": Device(4.8e12, 989e12, 141e9),
+    "h100": Device(3.35e12, 989e12, 80e9),
+    "a100": Device(2.04e12, 312e12, 80e9),
+    "l40s": Device(0.864e12, 362e12, 48e9),
+    "rtx4090": Device(1.008e12, 165e12, 24e9),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder of the Llama kind."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the products of one layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def weights(self) -> int:
+        """Numbers that a pass reads: layers and output head."""
+        return self.layers * self.layer_weights + self.hidden * self.vocabulary
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+
+    def pass_s(self, device: Device, rows: int, texts_tokens: int, is_recorded: bool = True) -> float:
+        """Time of a pass over so many rows, behind texts of so many tokens together.
+
+        is_recorded: whether it is part of a recorded step; if not, the host launches every operation, and the device
+        waits if that takes longer than the work.
+        """
+        read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
+        computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
+        attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
+        # A product's own start is hidden for the most part behind the reading of its weights.
+        kernels_s = self.layers * (KERNELS + PRODUCTS / 2) * _KERNEL_S
+        pass_s = max(read_s, computed_s) + attention_s + kernels_s
+        return pass_s if is_recorded else max(pass_s, self.layers * (KERNELS + PRODUCTS) * _LAUNCH_S)
+
+
+def model_of(name: str, vocabulary: int) -> Model:
+    """A size of `demo.bench_pair`, or a folder with the config.json of a Llama, Qwen or Mistral."""
+    if name in SIZES:
+        size = SIZES[name]
+        return Model(
+            size.hidden_size,
+            size.num_hidden_layers,
+            size.intermediate_size,
+            size.num_attention_heads,
+            size.num_key_value_heads,
+            size.head_dim,
+            vocabulary,
+        )
+    try:
+        config = json.loads((Path(name) / "config.json").read_text(encoding="utf8"))
+        heads = config["num_attention_heads"]
+        return Model(
+            config["hidden_size"],
+            config["num_hidden_layers"],
+            config["intermediate_size"],
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+            config["vocab_size"],
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{name}: neither a size ({', '.join(SIZES)}) nor a folder with the config.json of a decoder of the Llama "
+            f"kind ({type(error).__name__}: {error})"
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: float) -> float:
+    """Mean tokens of a step of the race of `num_drafts` chains of `length` tokens.
+
+    acceptance: of a single draft, sum min(p, q); missed: the share of what that leaves to 1 which is tokens of the
+    target that the draft all but excludes. The ratio q/p of the other tokens is taken as lognormal, and all as
+    independent from position to position; then as in `docs/speculation.md`, by drawing. The embedded
+    pair, of acceptance 0.75, gives 2.81, 3.45, 3.70 and 4.09 tokens at 1x3, 1x5, 2x5 and 4x5; with 0.6 this says 2.83,
+    3.53, 3.86 and 4.06.
+    """
+    if not num_drafts:
+        return 1.0
+    never = missed * (1 - acceptance)
+    chance = np.random.default_rng(1)
+    normal_NL, is_missed_NL = chance.normal(size=(_NUM_DRAWN, length)), chance.random((_NUM_DRAWN, length)) < never
+
+    def accepted(spread: float) -> float:
+        """Of a single draft: the ratios that are not missed have the mean 1 / (1 - never)."""
+        middle = -(spread**2) / 2 - math.log(1 - never)
+        return (1 - never) * float(norm.cdf(middle / spread) + norm.cdf(-middle / spread - spread) / (1 - never))
+
+    spread = brentq(lambda s: accepted(s) - acceptance, 1e-6, 20.0)
+    log_ratio_NL = spread * normal_NL - spread**2 / 2 - math.log(1 - never)
+    log_ratio_NL[is_missed_NL] = -np.inf
+    ceilings_NL = np.exp(np.minimum.accumulate(np.minimum(log_ratio_NL.cumsum(1), 0.0), 1))
+    return float(1 + (1 - (1 - ceilings_NL) ** num_drafts).sum(1).mean())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models on a device."""
+
+    target: Model
+    draft: Model
+    device: Device
+    acceptance: float
+    missed: float = 0.6
+
+    def step_s(self, num_drafts: int, length: int, requests: int, context: int) -> float:
+        """A step of so many requests, each behind a text of `context` tokens."""
+        texts, nodes = requests * context, 1 + num_drafts * length
+        idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
+        around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
+        of_level, of_rest = LEVEL_LAUNCHES, VERDICT_LAUNCHES if num_drafts else PLAIN_LAUNCHES
+        is_recorded = requests * nodes <= MOST_ROWS
+        if is_recorded:
+            of_level, of_rest = 0, RECORDED_LAUNCHES
+        elif num_drafts:
+            around_s += _HOST_READ_S  # equal nodes are merged
+        levels_s = sum(
+            self.draft.pass_s(self.device, requests * (num_drafts if level else 2), texts, is_recorded)
+            for level in range(length)
+        )
+        target_s = self.target.pass_s(self.device, requests * nodes, texts, is_recorded)
+        return levels_s + target_s + around_s + (of_level * length + of_rest) * _LAUNCH_S
+
+    def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:
+        """Over plain decoding."""
+        plain_s = self.step_s(0, 0, requests, context)
+        tokens = tokens_per_step(num_drafts, length, self.acceptance, self.missed)
+        return tokens * plain_s / self.step_s(num_drafts, length, requests, context)
+
+    def roofline(self, requests: int, context: int) -> float:
+        """Share of the device's bandwidth that plain decoding reaches."""
+        needed = self.target.weights * _BYTES + requests * context * self.target.token_bytes
+        return needed / self.device.bytes_per_s / self.step_s(0, 0, requests, context)
+
+    def most_requests(self, length: int, num_nodes: int = 21) -> int:
+        """How many requests with texts of `length` tokens the device holds beside the weights."""
+        weights = sum(m.weights + m.hidden * m.vocabulary for m in (self.target, self.draft)) * _BYTES
+        # Recorded passes share logits of 256 MiB a model; a step's laws and sums take 16 bytes a token and node.
+        room = self.device.memory_bytes - weights - 2 * (256 << 20)
+        of_request = length * (self.target.token_bytes + self.draft.token_bytes) / _POOL_SHARE
+        return max(0, math.floor(room / (of_request + 16 * num_nodes * self.target.vocabulary)))
+
+
+def foretell(pair: Pair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for every load: plain decoding, the speedup of every shape, and the best."""
+    rows = []
+    for count in requests:
+        for context in contexts:
+            gains = {f"{k}x{n}": pair.speedup(k, n, count, context) for k, n in _SHAPES}
+            best = max(gains, key=gains.__getitem__)
+            rows.append(
+                {
+                    "requests": count,
+                    "context": context,
+                    "plain_s": pair.step_s(0, 0, count, context),
+                    "roofline": pair.roofline(count, context),
+                    "speedup": gains,
+                    "best": best if gains[best] > 1 else "off",
+                }
+            )
+    return rows
+
+
+def beside_measured(pair: Pair, file: Path) -> dict[str, dict[str, float]]:
+    """Step times of a session's first part beside the model's: measured over foretold."""
+    try:
+        found = json.loads(file.read_text(encoding="utf8"))["sections"]["trace"]["found"]["step_s"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file}: no step times of a session on a device (gpu-part-1.json)") from error
+    result = {}
+    for name, measured_s in found.items():
+        arm, _, context = name.partition(" behind ")
+        num_drafts, length = (0, 0) if arm == "off" else map(int, arm.partition(":")[2].split("x"))
+        foretold_s = pair.step_s(num_drafts, length, 1, int(context))
+        result[name] = {"measured_s": measured_s, "foretold_s": foretold_s, "ratio": measured_s / foretold_s}
+    return result
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    shapes = list(rows[0]["speedup"])
+    head = ["requests", "context", "plain, ms", "of the bandwidth", *shapes, "run"]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in rows:
+        cells = [str(row["requests"]), str(row["context"]), f"{1e3 * row['plain_s']:.1f}", f"{row['roofline']:.0%}"]
+        cells += [f"{row['speedup'][shape]:.2f}x" for shape in shapes]
+        lines.append("| " + " | ".join([*cells, row["best"]]) + " |")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("--target", default="8b", help=f"{', '.join(SIZES)}, or a checkpoint's folder (default 8b)")
+    parser.add_argument("--draft", default="0.6b", help="the same of the draft model (default 0.6b)")
+    parser.add_argument("--device", default="h200", choices=DEVICES, help="default h200")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens, of a named size (default 151936)")
+    parser.add_argument("--acceptance", type=float, default=0.75, help="of a single draft, 0 to 1 (default 0.75)")
+    parser.add_argument(
+        "--missed",
+        type=float,
+        default=0.6,
+        help="how much of what a single draft loses is tokens that the draft model all but excludes: several drafts "
+        "do not help there (default 0.6, as of the embedded pair)",
+    )
+    parser.add_argument("--requests", type=integers, default=[1, 4, 16, 64], help="at once (default 1,4,16,64)")
+    parser.add_argument("--contexts", type=integers, default=[300, 1000], help="tokens of a text (default 300,1000)")
+    parser.add_argument("--measured", type=Path, help="gpu-part-1.json of a session: how far the model was off")
+
+
+def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
+    """What the model says; a table goes to standard error."""
+    if not 0 < options.acceptance < 1:
+        raise ConfigError(f"--acceptance {options.acceptance}: must be between 0 and 1")
+    if not 0 <= options.missed < 1:
+        raise ConfigError(f"--missed {options.missed}: must be 0 or more, and below 1")
+    target, draft = (model_of(name, options.vocabulary) for name in (options.target, options.draft))
+    pair = Pair(target, draft, DEVICES[options.device], options.acceptance, options.missed)
+    rows = foretell(pair, options.requests, options.contexts)
+    holds = {str(length): pair.most_requests(length) for length in (1000, 4000, 32_000)}
+    print(markdown(rows), file=sys.stderr)
+    print(f"requests that the device holds, by tokens of a text: {holds}", file=sys.stderr)
+    print("A model's figures: nothing of this was measured.", file=sys.stderr)
+    result = {"what": "a model's figures, not measured", "device": options.device, "rows": rows, "holds": holds}
+    if options.measured:
+        result["measured"] = compared = beside_measured(pair, options.measured)
+        for name, one in compared.items():
+            print(f"{name}: {1e3 * one['measured_s']:.2f} ms, {one['ratio']:.2f} of the model's", file=sys.stderr)
+    return result

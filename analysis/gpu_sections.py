@@ -1,0 +1,318 @@
+"""The sections of a session on a device (`gpu_session.py`), each a process of its own.
+
+A section writes what it has found after every item. Times are those of the device: everything is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.models.loading import adopt
+from tqdm import tqdm
+
+from analysis import arms
+from analysis.load import Load
+from analysis.ways import steps_of, ways, without
+from demo import bench_pair
+from engine.attention.attention import HOOK, register
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.plan import Plan
+from engine.step.building import assemble
+from engine.step.calibration import made_up_plan, measure_points
+from engine.step.engine import Engine
+from engine.step.law_check import check_law
+from loadtest.statistics import median_of_ratios
+
+_SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
+_CACHE_BYTES = 48 << 30
+_ACCEPTANCE = 0.75
+
+
+def has_cuda() -> bool:
+    """Whether torch can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+class Findings:
+    """What a section has found, on disk after every item."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._found: dict[str, Any] = {"failures": []}
+
+    def add(self, name: str, value: Any) -> None:
+        """An item."""
+        self._found[name] = value
+        self._write()
+        print(f"{name}: {json.dumps(value)[:400]}", flush=True)
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Note a failure where something does not hold."""
+        if not holds:
+            self._found["failures"].append(otherwise)
+            self._write()
+            print(f"FAILED: {otherwise}", flush=True)
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+
+
+def build(options: argparse.Namespace, findings: Findings) -> Engine:
+    """An engine around a pair that is made on the device; what it fell back from is a failure."""
+    register()
+    began = time.monotonic()
+    on_cuda = options.device == "cuda"
+    target, draft, about = bench_pair.make(
+        options.target,
+        options.draft,
+        options.vocabulary,
+        _ACCEPTANCE,
+        4096,
+        device=options.device,
+        dtype=torch.bfloat16 if on_cuda else torch.float32,
+    )
+    for model in (target, draft):
+        model.set_attn_implementation(HOOK)
+    config = EngineConfig(
+        model=ModelConfig(target="target", draft="draft", device=options.device),
+        cache=CacheConfig(memory_bytes=_CACHE_BYTES if on_cuda else 1 << 26),
+        scheduler=SchedulerConfig(max_num_seqs=64 if on_cuda else 8),
+        speculation=SpeculationConfig(
+            num_drafts=8, draft_length=5, max_num_drafts=8, max_draft_length=8, observed_share=0.0
+        ),
+    )
+    engine = assemble(config, adopt(target, "target"), adopt(draft, "draft"), lambda text: print(text, flush=True))
+    findings.add("pair", about)
+    findings.add("build_s", time.monotonic() - began)
+    findings.add("memory_plan", engine.facts.memory_plan)
+    found = ways(engine)
+    findings.add("ways", found)
+    if on_cuda:
+        require_all(findings, found)
+    return engine
+
+
+def require_all(findings: Findings, found: Mapping[str, bool]) -> None:
+    """On a device every fast way must be used: a fall-back would be measured as if it were one."""
+    for name, used in found.items():
+        findings.require(used, f"{name}: not used")
+
+
+def wait(device: torch.device) -> None:
+    """Until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Median time of some work, waited for, over about so many seconds."""
+    work()
+    wait(device)
+    runs: list[float] = []
+    while len(runs) < 5 or (sum(runs) < seconds and len(runs) < 400):
+        began = time.perf_counter()
+        work()
+        wait(device)
+        runs.append(time.perf_counter() - began)
+    return statistics.median(runs)
+
+
+def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
+    """A made-up step."""
+    return made_up_plan(engine, num_rows, context, arms.speculation_of(name))
+
+
+def trace(options: argparse.Namespace, findings: Findings) -> None:
+    """Ceilings, times of passes, and what a step consists of."""
+    device = torch.device(options.device)
+    findings.add("ceilings", ceilings(device, options.scale))
+    engine = build(options, findings)
+    times = {}
+    for context in (300, 500, 1000):
+        for name in ("off", "block:1x5", "bv_race:4x5", "bv_race:8x4"):
+            plan = plan_of(engine, name, context=context)
+            step = partial(engine.carry_out, plan)
+            times[f"{name} behind {context}"] = middle_s(step, device, options.scale)
+            findings.add("step_s", times)
+    for name in ("off", "bv_race:4x5"):
+        findings.add(f"profile {name}", profile(engine, plan_of(engine, name)))
+    rows = {}
+    for count in (1, 21):
+        logits = made_up(count, options.vocabulary, device)
+        temperature = torch.ones(count, device=device)
+        work = partial(engine.target.kernels.softmax, logits, temperature)
+        rows[count] = middle_s(work, device, options.scale / 4)
+    findings.add("law_of_rows_s", rows)
+
+
+def made_up(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Numbers to time work on: the same every time, drawn from no generator."""
+    return torch.linspace(-3, 3, num_rows * width, device=device).view(num_rows, width)
+
+
+def ceilings(device: torch.device, scale: float) -> dict[str, float]:
+    """Bytes a second that are copied, and operations a second of a product of matrices."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 24)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    width = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = made_up(width, width, device).to(dtype)
+    return {
+        "copied_bytes_per_s": 2 * size / middle_s(lambda: target.copy_(source), device, scale / 2),
+        "operations_per_s": 2 * width**3 / middle_s(lambda: left @ left, device, scale / 2),
+    }
+
+
+def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
+    """The 25 operations of a step that take longest, and how much of its time the device is idle."""
+    from torch.profiler import ProfilerActivity
+
+    on_cuda = engine.target.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    engine.carry_out(plan)
+    wait(engine.target.device)
+    began = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as profiled:
+        for _ in range(num_steps):
+            engine.carry_out(plan)
+        wait(engine.target.device)
+    wall_s = time.perf_counter() - began
+    key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    found = profiled.key_averages()
+    if on_cuda:  # a kernel's time is also that of the operation that has started it
+        found = [event for event in found if event.device_type.name == "CUDA"]
+    events = sorted(found, key=lambda event: getattr(event, key), reverse=True)
+    busy_s = sum(getattr(event, key) for event in events) / 1e6
+    return {
+        "wall_s": wall_s / num_steps,
+        "idle_share": max(0.0, 1 - busy_s / wall_s),
+        "operations": [
+            {"name": event.key[:80], "calls": event.count / num_steps, "us": getattr(event, key) / num_steps}
+            for event in events[:25]
+        ],
+    }
+
+
+def variants(options: argparse.Namespace, findings: Findings) -> None:
+    """How much longer a step takes without each fast way, in turns.
+
+    What is recorded cannot be left out of it: what whole steps record is compared without them.
+    """
+    engine = build(options, findings)
+    device = engine.target.device
+    num_turns = max(5, round(60 * options.scale))
+    apart = "whole steps"
+    names = ("kernels for verification", "kernels for rows", "equal nodes apart", "kernels for layers")
+    cases = [(apart,), *((apart, name) for name in names)]
+    result = {}
+    for name in ("off", "bv_race:4x5"):
+        for num_rows in (1, 16 if device.type == "cuda" else 2):
+            plan = plan_of(engine, name, num_rows)
+            for case in cases:
+                base = case[:-1]
+                taken: dict[bool, list[float]] = {True: [], False: []}
+                for number in range(2 * num_turns + 4):
+                    is_without = number % 4 in (1, 2)
+                    seconds = _timed(engine, plan, [*base, *(case[-1:] if is_without else ())])
+                    if number >= 4:  # the first compile and allocate
+                        taken[is_without].append(seconds)
+                found = median_of_ratios(taken[True], taken[False])._asdict()
+                also = f" (nor {', '.join(base)})" if base else ""
+                result[f"{name}, {num_rows} requests, without {case[-1]}{also}"] = found
+                findings.add("times_as_long", result)
+
+
+def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
+    """Duration of a step without some ways, waited for."""
+    if missing:
+        with without(engine, missing[0]):
+            return _timed(engine, plan, missing[1:])
+    began = time.perf_counter()
+    engine.carry_out(plan)
+    wait(engine.target.device)
+    return time.perf_counter() - began
+
+
+def law(options: argparse.Namespace, findings: Findings) -> None:
+    """First tokens of many answers against the target's own law, by a G-test."""
+    engine = build(options, findings)
+    chance = random.Random(7)
+    # All but one token of the prompt fill blocks, which the answers share: so their first steps compute one token, as
+    # all steps do that are recorded.
+    prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
+    num_answers = max(200, round(4000 * options.scale))
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("off", "block:1x5", "bv_race:4x5")]
+    cases += [("bv_race:2x3", {"top_p": 0.8}), ("bv_race:2x3", {"top_k": 20, "min_p": 0.01, "top_p": 0.9})]
+    for name, filters in cases:
+        # Steps of few rows are recorded, or leave equal nodes apart; those of many do not: here all are of one kind.
+        for kind in ("recorded",) if filters else ("equal nodes merged", "equal nodes apart", "recorded"):
+            few = max(200, num_answers // 8) if kind == "recorded" else num_answers
+            with steps_of(engine, kind) as served:
+                check = check_law(engine, name, arms.speculation_of(name), prompt, few, 1.0, **filters)
+            key = ", ".join([name, kind, *filters])
+            findings.add(key, {**asdict(check), "recorded_steps": sum(served), "steps": len(served)})
+            findings.require(not check.rejected, f"{key}: not the target's law (p = {check.p_value:.2g})")
+            if kind == "recorded" and engine.recorded.num_recorded:
+                findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
+
+
+def record(options: argparse.Namespace, findings: Findings) -> None:
+    """Tokens a second of every shape in turns, cell by cell: the smallest number of requests first."""
+    engine = build(options, findings)
+    on_cuda = options.device == "cuda"
+    points = measure_points(engine, arms.speculation_of("adaptive"))
+    cells = []
+    lengths = {1: (300, 1000), 4: (300, 1000), 16: (300, 1000), 64: (300,)} if on_cuda else {1: (40,), 2: (40,)}
+    for concurrency, contexts in lengths.items():
+        for length in contexts:
+            chance = random.Random(length)
+            prompts = [
+                tuple(chance.randrange(3, options.vocabulary) for _ in range(length)) for _ in range(2 * concurrency)
+            ]
+            load = Load(prompts, 96 if on_cuda else 8, 1.0)
+            arms.check_room(engine.facts, _SHAPES, load, concurrency)
+            with tqdm(total=1, disable=True) as progress:
+                cell = arms.measure(
+                    engine, _SHAPES, points, load, concurrency, 6 * options.scale, progress, 2 * options.scale
+                )
+            cells.append({"context": length, **cell})
+            findings.add("cells", cells)
+
+
+def add_setting(parser: argparse.ArgumentParser) -> None:
+    """What all sections share."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu is a dry run")
+    parser.add_argument("--target", default="8b", choices=bench_pair.SIZES, help="size of the made target (default 8b)")
+    parser.add_argument("--draft", default="0.6b", choices=bench_pair.SIZES, help="of the draft model (default 0.6b)")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens (default 151936)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times; small for a dry run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One section."""
+    what = __doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m analysis.gpu_sections", description=what)
+    parser.add_argument("section", choices=["trace", "variants", "law", "record"])
+    parser.add_argument("output", type=Path, help="the JSON document")
+    add_setting(parser)
+    options = parser.parse_args(arguments)
+    section = {"trace": trace, "variants": variants, "law": law, "record": record}[options.section]
+    with torch.inference_mode():
+        section(options, Findings(options.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

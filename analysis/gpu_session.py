@@ -1,0 +1,153 @@
+"""`make gpu-check`: half an hour on a CUDA device in three parts: does it run and where is the time, which of its ways
+are faster, and the figures for the record.
+
+Every section runs in a process of its own with a limit of its own; what it has found is written after every item, so a
+section that hangs, crashes or runs out of its time leaves what it had. A fall-back (plain operations where kernels
+should run, steps that are not recorded) is a failure, not a success. Needs no git, no network and no checkpoint: the
+pair is made on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis import gpu_sections
+from loadtest.environment import environment
+
+_TESTS = (
+    "attention/test_paged_attention",
+    "models/test_triton_layer",
+    "kernels/test_choosing",
+    "kernels/test_triton_rows",
+    "kernels/test_triton_nucleus",
+    "kernels/test_block_kernels",
+    "speculation/test_longest_match",
+    "kernels/test_triton_keep",
+    "engine/test_host_reads",
+    "engine/test_recorded_steps",
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A piece of a part."""
+
+    name: str
+    limit_s: float
+    what: str
+
+
+PARTS: dict[int, Sequence[Section]] = {
+    1: (
+        Section("tests", 270, "the tests of kernels and graphs"),
+        Section("trace", 260, "ceilings, the ways that are used, times of passes, and what a step consists of"),
+    ),
+    2: (
+        Section("variants", 370, "kernels, graphs and shapes against the same without them, in turns"),
+        Section("law", 160, "the law of the output, drawn by the build that is measured"),
+    ),
+    3: (Section("record", 530, "tokens a second of every shape beside plain decoding, at 1, 4, 16 and 64 requests"),),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sections share."""
+
+    device: str
+    target: str
+    draft: str
+    vocabulary: int
+    scale: float
+    """Of all times: small for a dry run."""
+
+    def arguments(self) -> list[str]:
+        """For a process of its own."""
+        return [
+            *("--device", self.device, "--target", self.target, "--draft", self.draft),
+            *("--vocabulary", str(self.vocabulary), "--scale", str(self.scale)),
+        ]
+
+
+def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, Any]:
+    """Run a section to its end, or to the end of its time; its log and its findings stay in the folder."""
+    found = folder / f"{section.name}.json"
+    found.unlink(missing_ok=True)
+    if section.name == "tests":
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in _TESTS)]
+    else:
+        command = ["-m", "analysis.gpu_sections", section.name, str(found), *setting.arguments()]
+    surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if setting.device == "cuda":
+        surroundings["POLYDRAFT_TEST_DEVICE"] = "cuda"
+    began = time.monotonic()
+    log = folder / f"{section.name}.log"
+    with log.open("w", encoding="utf8") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command],
+                env=surroundings,
+                timeout=section.limit_s,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+            ended = "ended" if done.returncode == 0 else f"failed with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {section.limit_s:g} s"
+    lines = log.read_text(encoding="utf8", errors="replace").strip().splitlines()
+    result = {"ended": ended, "seconds": round(time.monotonic() - began, 1), "last_line": lines[-1] if lines else ""}
+    if found.exists():
+        result["found"] = json.loads(found.read_text())
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts; 0 when every section ended well and nothing fell back, 1 when not, 2 without the device."""
+    options = parser().parse_args(arguments)
+    setting = Setting(options.device, options.target, options.draft, options.vocabulary, options.scale)
+    if setting.device == "cuda" and not gpu_sections.has_cuda():
+        print("gpu-check: this machine has no CUDA device (or its torch cannot use one)", file=sys.stderr)
+        return 2
+    options.output.mkdir(parents=True, exist_ok=True)
+    all_well = True
+    for number in options.part or sorted(PARTS):
+        document: dict[str, Any] = {
+            "what": "a session on a device, by analysis.gpu_session",
+            "part": number,
+            "setting": vars(setting),
+            "environment": environment(),
+            "sections": {},
+        }
+        for section in PARTS[number]:
+            print(f"part {number}, {section.name}: {section.what} ...", flush=True)
+            result = run_section(section, setting, options.output)
+            failures = result.get("found", {}).get("failures", [])
+            all_well &= result["ended"] == "ended" and not failures
+            said = "; ".join(failures) or result["last_line"]
+            print(f"  {result['ended']}, {result['seconds']} s; {said}", flush=True)
+            document["sections"][section.name] = result
+            (options.output / f"gpu-part-{number}.json").write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all_well else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog="python -m analysis.gpu_session", description=__doc__.split("\n\n")[0])
+    result.add_argument("--part", type=int, action="append", choices=sorted(PARTS), help="may be repeated; default all")
+    result.add_argument("--output", type=Path, default=Path("docs/results/gpu"), help="folder of results and logs")
+    gpu_sections.add_setting(result)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The pair under analysis behind an idle engine, and prompts for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.errors import ConfigError
+from engine.models.host import usable_cores
+from engine.step.building import build_engine
+from engine.step.engine import Engine
+
+_CACHE_BYTES = 1 << 29
+
+
+def integers(text: str) -> list[int]:
+    """Whole numbers from 1 on, with commas between."""
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
+    return values
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which pair is loaded, and how."""
+    parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model: folder or hub name")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: all cores but one)")
+
+
+def names_of(options: argparse.Namespace) -> tuple[str, str]:
+    """(target, draft); raises ConfigError where only one is named."""
+    if (options.target is None) != (options.draft is None):
+        raise ConfigError("name both --target and --draft, or neither for the embedded pair")
+    if options.target is None:
+        demo = Path(str(files("demo")))
+        return str(demo / "target"), str(demo / "draft")
+    return options.target, options.draft
+
+
+def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
+    """An idle engine that can run `num_drafts` chains of `draft_length` tokens for that many requests at once."""
+    target, draft = names_of(options)
+    torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
+    model = ModelConfig(
+        target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
+    )
+    config = EngineConfig(
+        model=model,
+        cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=1 << 14),
+        speculation=SpeculationConfig(
+            num_drafts=1, draft_length=1, max_num_drafts=num_drafts, max_draft_length=draft_length, observed_share=0.0
+        ),
+    )
+    return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
+
+
+def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[tuple[int, ...]]:
+    """Token ids of the prompts in a JSON-lines file (`prompt`, `text` or `messages` in each record), cut to `room`.
+
+    Without a file: the held-out dialogues of the embedded pair.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = file or Path(str(files("demo").joinpath("heldout_dialogues.jsonl")))
+    try:
+        lines = [line for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+        records: list[dict[str, Any]] = [json.loads(line) for line in lines[:most]]
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON lines ({error})") from error
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    prompts = []
+    for number, record in enumerate(records):
+        text = record.get("prompt") or record.get("text")
+        if "messages" in record:
+            text = tokenizer.apply_chat_template(record["messages"], tokenize=False, add_generation_prompt=True)
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"{file}, line {number + 1}: must hold 'prompt', 'text' or 'messages'")
+        prompts.append(tuple(tokenizer(text, add_special_tokens="messages" not in record)["input_ids"][-room:]))
+    if not prompts:
+        raise ConfigError(f"{file}: holds no prompts")
+    return prompts
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts of tokens that the embedded pair and the bench pair know."""
+    generator = random.Random(seed)
+    return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
+
+
+def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+    """Embedded ones by name, random ones as random:N, or those of a file."""
+    name, _, length = kind.partition(":")
+    if name == "random" and length.isdigit():
+        return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
+    embedded = Path(str(files("demo").joinpath(f"heldout_{kind}.jsonl")))
+    return read_prompts(
+        embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
+    )
+
+
+def write(result: dict[str, Any], output: Path | None) -> None:
+    """As JSON, where a file is named."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n")

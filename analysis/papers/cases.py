@@ -1,0 +1,99 @@
+"""What the papers' tables share: texts of the target with both laws along them, and answers by task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from analysis.loading import read_prompts
+from analysis.pair import answers_of, laws_along
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.speculation.theory import Law
+from engine.step.engine import Engine
+from engine.step.law_check import Answer, run_to_end
+
+TASKS = ("dialogues", "gsm8k", "humaneval", "mgsm", "alpaca")
+"""The task sets of SpecTr-GBV, with held-out dialogues in place of LM1B."""
+
+Progress = Callable[[str], None]
+"""Called after every piece of work, with what it was."""
+Text = tuple[tuple[int, ...], list[int]]
+"""(prompt, tokens of the answer)."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair behind an idle engine."""
+
+    engine: Engine
+    target: str
+    """Folder or name, for its tokenizer."""
+    name: str
+    most_prompts: int
+    """Prompts of each task."""
+    tokens: int
+    """Of an answer."""
+    prompt_length: int = 128
+
+    def dialogues(self, times: int = 1) -> list[tuple[int, ...]]:
+        """Held-out dialogues as tokens; so many times as many as a task has prompts, as far as there are."""
+        return read_prompts(None, self.target, times * self.most_prompts, self.prompt_length)
+
+    def prompts(self, task: str) -> list[tuple[int, ...]]:
+        """The task's prompts as tokens, the ends of long ones."""
+        if task == "dialogues":
+            return self.dialogues()
+        file = Path(str(files("analysis").joinpath("papers", "prompts", f"{task}.jsonl")))
+        return read_prompts(file, self.target, self.most_prompts, self.prompt_length)
+
+
+def followed(
+    pair: Pair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
+) -> list[Answer]:
+    """Answers of the engine at temperature 1, with what each of their steps did; all of the given length."""
+    requests = [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=prompt,
+            sampling=Sampling(seed=first_seed + number),
+            limits=Limits(max_tokens=num_tokens, ignore_eos=True),
+            speculation=speculation,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    return list(run_to_end(pair.engine, requests).values())
+
+
+def texts_of(pair: Pair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
+    """What the target writes behind the prompts, where that is more than a token."""
+    answers = answers_of(pair.engine, list(prompts), Speculation(), temperature, pair.tokens)
+    return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
+
+
+def recorded_laws(pair: Pair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
+    """(p, q) at positions spread over the texts: the same positions at every temperature."""
+    wanted = max(1, -(-positions // len(texts)))
+    laws: list[tuple[Law, Law]] = []
+    for number, (prompt, tokens) in enumerate(texts):
+        target_NV, draft_NV = laws_along(pair.engine, prompt, tokens, temperature)
+        step = max(1, len(tokens) // wanted)
+        for position in range(number % step, len(tokens), step):
+            p, q = (rows[position].double().cpu().numpy() for rows in (target_NV, draft_NV))
+            laws.append((p / p.sum(), q / q.sum()))
+    return laws[:positions]
+
+
+def made_up_laws(vocabulary: int, count: int, disturbance: float = 0.6) -> list[tuple[Law, Law]]:
+    """Pairs of laws over large vocabularies: Zipf's logits in random order, and the same with noise."""
+    laws = []
+    for seed in range(count):
+        random = np.random.default_rng(seed)
+        logits = -1.2 * np.log(1 + random.permutation(vocabulary)) * random.uniform(0.9, 1.5)
+        noisy = logits + random.normal(0, disturbance, vocabulary)
+        p, q = (np.exp(one - one.max()) for one in (logits, noisy))
+        laws.append((p / p.sum(), q / q.sum()))
+    return laws

@@ -1,0 +1,69 @@
+"""Closed forms of the expected accepted length, against the tokens that the engine's steps accepted.
+
+A step's expectation is taken along the text that the step and those behind it wrote. That text has the target's law, so
+the mean of the closed form over steps is the mean of the accepted lengths, at every number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from analysis import bounds
+from analysis.bounds import Verification
+from analysis.pair import Shape, laws_along
+from analysis.papers.cases import Pair, Progress, followed
+from engine.step.law_check import Answer
+from loadtest.statistics import ratio_of_sums
+
+_LENGTH, _CHAINS, _SEEDS = 8, 4, 3
+TIMES = 4
+"""Of a task's prompts."""
+CASES: tuple[tuple[str, int, Verification, bool], ...] = (
+    ("token", 1, "token", False),
+    ("block", 1, "block", False),
+    ("bv_race", _CHAINS, "block", False),
+    ("greedy_block", 1, "greedy", True),
+    ("spectr_gbv", _CHAINS, "greedy", True),
+)
+"""(rule, chains, its closed form, whether that holds in an answer's first block only)."""
+
+
+def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+    """Accepted tokens and the sum of the closed form, over the same steps of every rule."""
+    rows = []
+    for rule, chains, verification, is_first in CASES:
+        shape = Shape(rule, "iid", chains, _LENGTH)
+        counted, predicted, num_steps = [], [], 0
+        every = list(prompts) * (_SEEDS if is_first else 1)
+        num_tokens = _LENGTH + 2 if is_first else max(pair.tokens, 2 * _LENGTH)
+        for prompt, answer in zip(every, followed(pair, every, shape.speculation, num_tokens), strict=True):
+            lengths = _lengths(pair, prompt, answer, shape, verification, is_first)
+            counted.append(sum(accepted for accepted, _ in lengths))
+            predicted.append(sum(expected for _, expected in lengths))
+            num_steps += len(lengths)
+        found = ratio_of_sums(counted, predicted)
+        row = {"rule": rule, "chains": chains, "length": _LENGTH, "first": is_first, "steps": num_steps}
+        row |= {"accepted": sum(counted) / num_steps, "predicted": sum(predicted) / num_steps}
+        rows.append(row | {"ratio": found.ratio, "low": found.low, "high": found.high})
+        progress(f"closed form of {rule}")
+    return rows
+
+
+def _lengths(
+    pair: Pair, prompt: tuple[int, ...], answer: Answer, shape: Shape, verification: Verification, is_first: bool
+) -> list[tuple[int, float]]:
+    """(accepted, expected) tokens of the steps of one answer below which it has a whole block."""
+    length = shape.draft_length
+    steps = [step for step in answer.steps if step.drafted == length and step.start + length <= len(answer.tokens)]
+    target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)
+    index = torch.tensor(answer.tokens, device=target_NV.device).unsqueeze(1)
+    log_p, log_q = (rows.double().log().gather(1, index).squeeze(1).cpu().numpy() for rows in (target_NV, draft_NV))
+    lengths = []
+    for step in steps[:1] if is_first else steps:
+        block = slice(step.start, step.start + length)
+        expected = bounds.expected_block_length(log_p[None, block], log_q[None, block], shape.num_drafts, verification)
+        lengths.append((step.accepted, float(expected[0])))
+    return lengths

@@ -1,0 +1,116 @@
+"""Beyond the papers: the score race and the weighted race against all other rules, at twelve drafted tokens a pass.
+
+By the engine on the pair that is analysed, and on a second one of another size with known laws
+(`demo.bench_pair`). And in closed form on laws recorded along the target's texts, where no rule draws anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from analysis.bounds import Verification, expected_block_length
+from analysis.pair import Shape, answers_of, laws_along, measure_position
+from analysis.papers.cases import Pair, Progress, Text, recorded_laws, texts_of
+from loadtest.statistics import ratio_of_sums
+
+TEMPERATURES = (0.6, 1.0)
+SHAPES = (
+    "block:1x12", "bv_race:2x6", "bv_race:3x4", "bv_race:4x3", "weighted_race:3x4", "weighted_race:4x3", "kseq:3x4",
+    "rrs:3x4", "spectr_gbv:3x4", "traversal/iid:3x4", "traversal/without_replacement:3x4",
+    "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
+)  # fmt: skip
+"""Twelve drafted tokens each; equal ones below the same parent are one node."""
+OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
+    ("token:1x12", "token"),
+    ("block:1x12", "block"),
+    *((f"bv_race:{size}", "block") for size in ("2x6", "3x4", "4x3")),
+    ("greedy_block:1x12", "greedy"),
+    *((f"spectr_gbv:{size}", "greedy") for size in ("2x6", "3x4", "4x3")),
+)
+"""Shapes whose expected length has a closed form, and which one; greedy rules have it in an answer's first block."""
+OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
+LONGEST = 12
+"""Tokens of the longest of these chains: all are taken at positions with so many behind them."""
+TIMES = 3
+"""Of a task's prompts."""
+SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
+"""Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""
+
+
+def random_prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """Prompts of a pair that has no language."""
+    random = np.random.default_rng(0)
+    return [tuple(random.integers(0, vocabulary, 8).tolist()) for _ in range(count)]
+
+
+def measure(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+    """Tokens per pass of every shape, with the interval over answers."""
+    rows = []
+    for temperature in TEMPERATURES:
+        for text in SHAPES:
+            shape = Shape.parse(text)
+            answers = answers_of(pair.engine, list(prompts), shape.speculation, temperature, pair.tokens)
+            answers = [answer for answer in answers if answer.tokens]
+            steps = [answer.num_steps for answer in answers]
+            found = ratio_of_sums([len(answer.tokens) for answer in answers], steps)
+            nodes = sum(answer.num_nodes for answer in answers) / sum(steps)
+            row = {"pair": pair.name, "temperature": temperature, "rule": shape.rule, "drafts": shape.method}
+            rows.append(
+                row
+                | {"size": shape.size, "nodes": nodes}
+                | {"tokens_per_pass": found.ratio, "low": found.low, "high": found.high}
+            )
+            progress(f"{pair.name}, T = {temperature}, {shape.key}")
+    return rows
+
+
+def recorded(
+    pair: Pair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Expected tokens per pass on the laws along the target's texts; intervals over texts or positions."""
+    rows = []
+    for temperature in TEMPERATURES:
+        texts = texts_of(pair, prompts, temperature)
+        chances = [_log_chances(pair, text, temperature) for text in texts]
+        for shape_text, verification in OF_BLOCKS:
+            shape = Shape.parse(shape_text)
+            lengths = []
+            for of_text in chances:
+                if of_text.shape[1] >= LONGEST:
+                    windows = np.lib.stride_tricks.sliding_window_view(of_text, LONGEST, axis=1)
+                    log_p, log_q = windows[..., : shape.draft_length]
+                    lengths.append(expected_block_length(log_p, log_q, shape.num_drafts, verification))
+            if lengths:
+                rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))
+        accepted: dict[str, list[float]] = {}
+        shapes = [Shape.parse(text) for text in OF_TOKENS]
+        for number, (p, q) in enumerate(recorded_laws(pair, texts, temperature, positions)):
+            measure_position(p, q, number, shapes, {}, accepted)
+        for shape in shapes:
+            found = accepted[f"{shape.rule}/{shape.method}/{shape.num_drafts}"]
+            rows.append(_row(shape, temperature, [(value, 1) for value in found]))
+        progress(f"recorded laws, T = {temperature}")
+    return rows
+
+
+def _log_chances(pair: Pair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
+    """[2, N] log-probability of every token of a text under the target and the draft."""
+    prompt, tokens = text
+    index_N1 = torch.tensor(tokens).unsqueeze(1)
+    laws = laws_along(pair.engine, prompt, tokens, temperature)
+    chances: npt.NDArray[np.float64] = np.stack(
+        [law_NV.double().cpu().gather(1, index_N1).squeeze(1).log().numpy() for law_NV in laws]
+    )
+    return chances
+
+
+def _row(shape: Shape, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    """lengths: (sum of expected accepted tokens, passes) of each text or position."""
+    found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
+    row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}
+    return row | {"tokens_per_pass": found.ratio, "low": found.low, "high": found.high}

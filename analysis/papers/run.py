@@ -1,0 +1,148 @@
+"""`analyze papers`: measure what has not been measured yet, and write JSON, plots and the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.models.host import usable_cores
+from tqdm import tqdm
+
+from analysis.loading import add_pair_arguments, load_pair, names_of
+from analysis.papers import blocks, lengths, optimal, races, theoretical
+from analysis.papers.cases import TASKS, Pair, Progress
+from analysis.papers.page import write_page
+from analysis.papers.pictures import draw
+from demo import bench_pair
+from engine.errors import ConfigError
+from loadtest.environment import environment
+
+_SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    add_pair_arguments(parser)
+    parser.add_argument("--prompts-per-task", type=int, default=16, help="prompts of each task set (default 16)")
+    parser.add_argument("--tokens", type=int, default=40, help="tokens of an answer (default 40)")
+    parser.add_argument("--positions", type=int, default=60, help="positions whose laws are compared (default 60)")
+    parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="one section (may be repeated)")
+    parser.add_argument("--output", type=Path, default=Path("papers"), help="folder for all files (default papers)")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+
+
+def _optimal(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+    return optimal.measure(pair, options.positions, progress)
+
+
+def _blocks(pair: Pair, _: argparse.Namespace, progress: Progress) -> Any:
+    return blocks.measure(pair, progress)
+
+
+def _theoretical(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+    return theoretical.measure(pair, options.positions, progress)
+
+
+def _races(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+    rows = races.measure(pair, pair.dialogues(races.TIMES), progress)
+    recorded = races.recorded(pair, pair.dialogues(races.TIMES), options.positions, progress)
+    with _second_pair(options) as second:
+        prompts = races.random_prompts(races.TIMES * options.prompts_per_task, second.engine.facts.vocab_size)
+        return {"runs": rows + races.measure(second, prompts, progress), "recorded": recorded}
+
+
+SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], Any]]] = {
+    "optimal": (len(optimal.TEMPERATURES) * len(optimal.DRAFTS) + len(optimal.VOCABULARIES), _optimal),
+    "blocks": (
+        len(TASKS) * len(blocks.TEMPERATURES) * len(blocks.shapes())
+        + len(("times", *lengths.CASES, *blocks.ONE_CHAIN, *blocks.SEVERAL)),
+        _blocks,
+    ),
+    "theoretical": (
+        len(theoretical.LOOKAHEADS) + len(theoretical.BATCHES) + 2 * len(theoretical.EPSILONS),
+        _theoretical,
+    ),
+    "races": (len(races.TEMPERATURES) * (2 * len(races.SHAPES) + 1), _races),
+}
+"""Pieces of work of each section, and what measures it."""
+
+
+def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, write, and say which files there are."""
+    # Nothing else runs meanwhile: all cores are used, unless fewer are asked for.
+    options.threads = options.threads or usable_cores()
+    target, draft = names_of(options)
+    settings = {
+        "target": Path(target).name,
+        "draft": Path(draft).name,
+        "prompts_per_task": options.prompts_per_task,
+        "tokens": options.tokens,
+        "positions": options.positions,
+    }
+    names = options.only or list(SECTIONS)
+    known = {name: _saved(options, name, settings) for name in SECTIONS}
+    missing = [name for name in names if known[name] is None]
+    if missing:
+        pair = _pair(options)
+        measured_on = environment()  # before the files that git keeps are written again
+        with tqdm(total=sum(SECTIONS[name][0] for name in missing), unit="piece") as bar:
+
+            def progress(done: str) -> None:
+                bar.set_description(done)
+                bar.update()
+
+            for name in missing:
+                began = time.monotonic()
+                result = SECTIONS[name][1](pair, options, progress)
+                took_s = round(time.monotonic() - began)
+                known[name] = {"settings": settings, "environment": measured_on, "took_s": took_s, "result": result}
+                file = _file(options, name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(known[name], indent=1) + "\n")
+    found = {name: content for name, content in known.items() if content is not None}
+    pictures = draw({name: content["result"] for name, content in found.items()}, options.output)
+    page = write_page(found, pictures, options.output)
+    print(page.read_text(), file=sys.stderr)
+    return {"page": str(page), "files": [str(_file(options, name)) for name in found]}
+
+
+def _file(options: argparse.Namespace, name: str) -> Path:
+    return Path(options.output / f"papers-{name}.json")
+
+
+def _saved(options: argparse.Namespace, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """A section that has been measured; raises ConfigError where that was with other settings."""
+    file = _file(options, name)
+    if not file.exists() or (options.fresh and name in (options.only or SECTIONS)):
+        return None
+    content: dict[str, Any] = json.loads(file.read_text())
+    if content["settings"] != settings:
+        raise ConfigError(f"{file}: holds results of other settings; choose another --output, or add --fresh")
+    return content
+
+
+def _pair(options: argparse.Namespace) -> Pair:
+    target, _ = names_of(options)
+    engine = load_pair(options, _SEATS, _MOST_CHAINS, _MOST_LENGTH)
+    return Pair(engine, target, Path(target).name, options.prompts_per_task, options.tokens)
+
+
+@contextmanager
+def _second_pair(options: argparse.Namespace) -> Iterator[Pair]:
+    """A pair of another size whose laws are chosen, in a folder of its own while it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        random_state = torch.get_rng_state()
+        bench_pair.write(Path(folder), *races.SECOND_PAIR)
+        torch.set_rng_state(random_state)
+        of_bench = argparse.Namespace(**vars(options))
+        of_bench.target, of_bench.draft = f"{folder}/target", f"{folder}/draft"
+        yield replace(_pair(of_bench), name="made-up laws")

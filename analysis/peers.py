@@ -1,0 +1,281 @@
+"""`python -m analysis.peers`: this engine beside transformers and llama.cpp, in one process, interleaved.
+
+Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. At temperature 0 every
+arm's answers are compared with those of `generate` first. Writes one JSON document; every ratio is one of paired runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine.models.host import keep_freed_memory
+from engine.models.loading import arithmetic_dtype
+from tqdm import tqdm
+
+from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
+from analysis.loading import random_prompts
+from analysis.pair import Shape
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.step.building import build_engine
+from engine.step.calibration import measure_points
+from engine.step.engine import Engine
+from loadtest.environment import environment
+from loadtest.statistics import median_of_ratios
+
+Prompts = list[list[int]]
+Answers = list[list[int]]
+Arm = Callable[[Prompts, float], Answers]
+
+OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
+_RATIOS = {OWN: "polydraft_to_this", OFF: "off_to_this"}
+"""Arms that every arm is compared with, and the names of the ratios."""
+
+
+class Own:
+    """This engine with adaptive speculation, a fixed shape, or none."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        speculation = SpeculationConfig(adaptive=True)
+        config = EngineConfig(
+            model=ModelConfig(
+                target=options.target,
+                draft=options.draft,
+                dtype=options.dtype,
+                device=options.device,
+                num_threads=options.threads,
+            ),
+            speculation=speculation,
+        )
+        self.engine: Engine = build_engine(config)
+        self._threads = torch.get_num_threads()
+        self.num_tokens = options.tokens
+        adaptive = Speculation(num_drafts=speculation.num_drafts, draft_length=speculation.draft_length, adaptive=True)
+        self.engine.scheduler.times = times = StepTimes(measure_points(self.engine, adaptive))
+        self.engine.scheduler.controller = Controller(times, speculation.max_draft_length)
+        self._adaptive = adaptive
+        self._number = 0
+
+    def adaptive(self, prompts: Prompts, temperature: float) -> Answers:
+        """Shapes chosen by the controller."""
+        return self._run(prompts, temperature, self._adaptive)
+
+    def off(self, prompts: Prompts, temperature: float) -> Answers:
+        """Plain decoding."""
+        return self._run(prompts, temperature, Speculation())
+
+    def fixed(self, shape: str) -> Arm:
+        """One shape, as rule:KxL."""
+        return partial(self._run, speculation=Shape.parse(shape).speculation)
+
+    def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
+        torch.set_num_threads(self._threads)
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            self._number += 1
+            answers[str(self._number)] = []
+            self.engine.submit(
+                Request(
+                    request_id=str(self._number),
+                    prompt_token_ids=tuple(prompt),
+                    sampling=Sampling(temperature=temperature, seed=self._number),
+                    limits=Limits(max_tokens=self.num_tokens, ignore_eos=True),
+                    speculation=speculation,
+                    cache_salt=str(self._number),
+                )
+            )
+        while self.engine.scheduler.has_work:
+            for outcome in self.engine.run_step().outcomes:
+                answers[outcome.request_id] += outcome.token_ids
+        return list(answers.values())
+
+
+class Transformers:
+    """transformers' own ways to generate, on models of their own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import transformers
+
+        device = torch.device(options.device)
+        dtype, load = arithmetic_dtype(options.dtype, device), transformers.AutoModelForCausalLM.from_pretrained
+        self.target, self.draft = (
+            load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
+        )
+        self._config = transformers.GenerationConfig
+        self._threads = options.threads
+        self.num_tokens = options.tokens
+        for model in (self.target, self.draft):
+            model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+        self.draft.generation_config.num_assistant_tokens = 5
+        self.draft.generation_config.num_assistant_tokens_schedule = "constant"
+        self.draft.generation_config.assistant_confidence_threshold = 0.0
+
+    def generate(self, prompts: Prompts, temperature: float) -> Answers:
+        """One static batch."""
+        return self._generate(prompts, temperature)
+
+    def assisted(self, prompts: Prompts, temperature: float) -> Answers:
+        """Assisted generation with five drafts, which takes one prompt at a time."""
+        return [self._generate([prompt], temperature, assistant_model=self.draft)[0] for prompt in prompts]
+
+    def continuous(self, prompts: Prompts, temperature: float) -> Answers:
+        """Continuous batching."""
+        torch.set_num_threads(self._threads)
+        outputs = self.target.generate_batch(prompts, generation_config=self._sampled(temperature))
+        return [
+            outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[1]))
+        ]
+
+    def _generate(self, prompts: Prompts, temperature: float, **more: Any) -> Answers:
+        torch.set_num_threads(self._threads)
+        ids = torch.tensor(prompts, device=self.target.device)
+        with torch.inference_mode():
+            output = self.target.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=self._sampled(temperature), **more
+            )
+        answers: Answers = output[:, ids.shape[1] :].tolist()
+        return answers
+
+    def _sampled(self, temperature: float) -> Any:
+        # Fields that are not given are taken from the checkpoint's generation_config, which may sample.
+        sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        return self._config(
+            max_new_tokens=self.num_tokens,
+            min_new_tokens=self.num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=temperature > 0,
+            **sampled,
+        )
+
+
+def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace, progress: Any) -> dict[str, Any]:
+    """All arms on the same prompts, in turn, the order reversed each time."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for repeat in range(options.repeats + 1):
+        prompts = random_prompts(concurrency, options.prompt, 100 * concurrency + repeat)
+        for name in list(arms) if repeat % 2 else list(arms)[::-1]:
+            began = time.perf_counter()
+            answers = arms[name](prompts, options.temperature)  # on the host, so nothing is left to wait for
+            elapsed = time.perf_counter() - began
+            assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
+            if repeat:  # the first warms up
+                seconds[name].append(elapsed)
+            progress.update()
+    num_tokens = concurrency * options.tokens
+    return {
+        "concurrency": concurrency,
+        "arms": {
+            name: {
+                "tokens_per_second": num_tokens / statistics.median(runs),
+                "seconds": runs,
+                **{key: median_of_ratios(runs, seconds[own])._asdict() for own, key in _RATIOS.items()},
+            }
+            for name, runs in seconds.items()
+        },
+    }
+
+
+def _about(options: argparse.Namespace) -> Any:
+    """What the bench pair says of itself, or the names of another pair."""
+    about = Path(options.target).parent / "pair.json"
+    names = {"target": Path(options.target).name, "draft": Path(options.draft).name}
+    return json.loads(about.read_text()) if about.is_file() else names
+
+
+def markdown(result: dict[str, Any], own: str = OWN) -> str:
+    """A row per concurrency and arm; own: the arm of this engine that the others are compared with."""
+    lines = [f"| c | arm | tok/s | {own} is (95 % interval) |", "| --- | --- | --- | --- |"]
+    for cell in result["cells"]:
+        for name, arm in cell["arms"].items():
+            ratio = arm[_RATIOS[own]]
+            compared = "-" if name == own else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
+            lines.append(f"| {cell['concurrency']} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog="python -m analysis.peers", description=__doc__.splitlines()[0])
+    result.add_argument("target", help="folder of the target (demo.bench_pair writes one)")
+    result.add_argument("draft", help="folder of the draft model")
+    result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
+    result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    result.add_argument("--dtype", default="float32", help="type of weights here and in transformers")
+    result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where all arms run")
+    result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
+    result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
+    result.add_argument("--threads", type=int, default=2, help="threads of all arms")
+    result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
+    result.add_argument(
+        "--llama-cpp-types",
+        nargs="*",
+        default=[],
+        choices=TYPES,
+        help="also llama.cpp, with weights of these types (needs llama-cpp-python and gguf)",
+    )
+    result.add_argument(
+        "--without", nargs="+", default=[], help="arms left out, by a part of their names, e.g. assisted continuous"
+    )
+    result.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all cells."""
+    options = parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    own, theirs = Own(options), Transformers(options)
+    arms: dict[str, Arm] = {
+        OWN: own.adaptive,
+        OFF: own.off,
+        **{f"polydraft {shape}": own.fixed(shape) for shape in options.shapes},
+        GENERATE: theirs.generate,
+        "transformers assisted": theirs.assisted,
+        "transformers continuous batching": theirs.continuous,
+    }
+    for kind in options.llama_cpp_types:
+        llama_cpp = LlamaCpp(options, kind)
+        arms |= {f"llama.cpp {kind}": llama_cpp.plain, f"llama.cpp {kind} with 3 drafts": llama_cpp.drafted}
+    for part in options.without:
+        for name in [name for name in arms if name not in _RATIOS and part in name]:
+            del arms[name]
+    checked = random_prompts(NUM_CHECKED, options.prompt, 0)
+    expected = theirs.generate(checked, 0.0)
+    equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
+    counts = [int(part) for part in options.concurrency.split(",")]
+    with tqdm(total=len(counts) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
+        cells = [measure(arms, count, options, progress) for count in counts]
+    result = {
+        "what": "this engine beside transformers, in one process; prompts of random tokens",
+        "options": {
+            name: str(value) for name, value in vars(options).items() if name not in ("target", "draft", "output")
+        },
+        "pair": _about(options),
+        "environment": environment(),
+        "greedy_answers_equal_generate": equal,
+        "cells": cells,
+    }
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name in _RATIOS:
+        print(markdown(result, name))
+    print(json.dumps(equal))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

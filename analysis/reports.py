@@ -1,0 +1,148 @@
+"""`analyze reports`: is the speedup that an answer reports the one that plain decoding shows, in turns?
+
+A machine that others use too changes within seconds, so that two plain answers to one prompt, one after the other,
+differ by more than what is to be seen. Here each request is answered by all arms together, a few tokens at a time,
+twice of them plainly: what an answer reports is compared with the time of its plain ones over its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from analysis.arms import (
+    Arm,
+    check_room,
+    load_engine,
+    make_arms,
+    speculation_of,
+)
+from analysis.load import Load, add_load_arguments
+from analysis.loading import prompts_of, write
+from engine.errors import ConfigError
+from engine.step.calibration import measure_points
+from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.environment import environment
+
+_TURN_TOKENS = 12
+"""Few: a round of all arms must lie within what a machine does alike."""
+_WARM_UP = 4
+"""Answers that come first and are not compared: sizes of steps must have been seen."""
+_LEAST_ANSWERS = 3
+
+
+def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, float]:
+    """The next request of each arm, the same for all: seconds that each took for its answer."""
+    seconds, num_tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
+    open_arms, aim = list(arms), 0
+    for arm in arms.values():
+        arm.forget()
+    while open_arms:
+        aim += _TURN_TOKENS
+        for name in order.sample(open_arms, len(open_arms)):
+            arms[name].engine.telemetry.pause()
+            while num_tokens[name] < aim:
+                step = arms[name].step(1)
+                seconds[name] += step.seconds
+                num_tokens[name] += step.num_tokens
+                if not arms[name].engine.scheduler.has_work:
+                    open_arms.remove(name)
+                    break
+    return seconds
+
+
+def compare(arms: Mapping[str, Arm], num_answers: int) -> dict[str, Any]:
+    """Errors of what answers report by arm, and how far apart plain answers are."""
+    order = random.Random(0)
+    pairs: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name not in (OFF, AGAIN)}
+    noise = []
+    for number in tqdm(range(_WARM_UP + num_answers), desc="answers", unit="answer"):
+        seconds = answer_in_turns(arms, order)
+        if number < _WARM_UP:
+            continue
+        noise.append(abs(seconds[OFF] / seconds[AGAIN] - 1))
+        plain_s = (seconds[OFF] + seconds[AGAIN]) / 2
+        for name, found in pairs.items():
+            reported = arms[name].reported_speedup
+            # One that the controller let be decoded plainly reports nothing.
+            if reported is not None and set(arms[name].shapes) - {OFF}:
+                found.append({"reported": reported, "actual": plain_s / seconds[name]})
+    return {
+        "noise_of_two_plain_runs": _spread(noise),
+        "arms": {name: _errors(found) | {"pairs": found} for name, found in pairs.items()},
+    }
+
+
+def _errors(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    if len(pairs) < _LEAST_ANSWERS:
+        return {}
+    errors = [pair["reported"] / pair["actual"] - 1 for pair in pairs]
+    return {"error": statistics.median(errors), "absolute_error": _spread([abs(error) for error in errors])}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "p90": statistics.quantiles(values, n=10)[-1]}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A row per arm; and one for plain answers beside plain ones."""
+    lines = ["| c | arm | error (median) | absolute error, median | 90 % of answers |", "|" + " --- |" * 5]
+    for cell in result["cells"]:
+        for arm, found in cell["arms"].items():
+            error = f"{found['error']:+.1%}" if "error" in found else f"{len(found['pairs'])} answers had drafts"
+            lines.append(f"| {cell['concurrency']} | {arm} | {error} | {_shown(found.get('absolute_error'))} |")
+        noise = _shown(cell["noise_of_two_plain_runs"])
+        lines.append(f"| {cell['concurrency']} | plain beside plain | | {noise} |")
+    return "\n".join(lines)
+
+
+def _shown(spread: dict[str, float] | None) -> str:
+    return f"{spread['median']:.1%} | {spread['p90']:.1%}" if spread else "- | -"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line, beside what says which pair is loaded."""
+    parser.add_argument(
+        "--prompts",
+        default="dialogues",
+        help="dialogues (default) or gutenberg, both embedded; JSON lines with prompt, text or messages; random:N "
+        "for N random tokens",
+    )
+    add_load_arguments(parser, num_tokens=192)
+    parser.add_argument(
+        "--arms",
+        default="adaptive,block:1x5,bv_race:4x5",
+        help="what is compared: adaptive (the controller), rule:KxL or a tree as rule:2.2.1",
+    )
+    parser.add_argument("--answers", type=int, default=40, help="answers of each arm (default 40)")
+
+
+def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
+    """One request at a time; a line per arm goes to standard error."""
+    names = list(dict.fromkeys([OFF, AGAIN, *options.arms.split(",")]))
+    for name in names:
+        speculation_of(name)
+    if options.answers < _LEAST_ANSWERS:
+        raise ConfigError(f"--answers must be at least {_LEAST_ANSWERS}")
+    options.concurrency = [1]
+    engine = load_engine(options, len(names))
+    load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
+    check_room(engine.facts, names, load, 1)
+    points = measure_points(engine, speculation_of(ADAPTIVE))
+    cell = compare(make_arms(engine, names, points, load), options.answers)
+    shown = ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads")
+    result = {
+        "what": "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",
+        "options": {name: getattr(options, name) for name in shown},
+        "environment": environment(),
+        "cells": [{"concurrency": 1, **cell}],
+    }
+    print(markdown(result), file=sys.stderr)
+    write(result, options.output)
+    return result

@@ -1,0 +1,1 @@
+"""Attention over paged K/V: inputs of a pass, storage, masks."""

@@ -1,0 +1,79 @@
+"""Paged, tree-masked attention for unmodified transformers models.
+
+One function is registered with transformers under `HOOK`; a model loaded with that attention
+implementation calls it in every layer with rotated q and k, and whatever object was passed to the
+model as the keyword `metadata` arrives here. No mask function is registered under the name, so
+transformers builds no mask at all. (transformers >= 5.17; `docs/execution.md`.)
+
+The plain path is one call for each group of sequences (`groups.py`), on any device; with every sequence in a group of
+its own it is the oracle of every faster way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.attention.groups import Group, attend_group
+from engine.attention.paged import Paged, PagedInput
+from engine.attention.scaled import Kind
+from engine.attention.tensors import KVTensors
+
+HOOK = "polydraft_tree"
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What the hook needs to know about a flat pass."""
+
+    storage: KVTensors
+    slots_T: Tensor | slice
+    """Where the K/V of the pass's own tokens is written."""
+    groups: Sequence[Group] = ()
+    paged: Paged | None = None
+    """Set where one kernel does it all, and there are no groups."""
+    pages: PagedInput | None = None
+    """The same on the host, for a decoder that attends itself."""
+    page_size: int = 0
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    metadata: AttentionMetadata | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The hook. query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
+    assert metadata is not None, "the model was called without metadata"
+    storage, layer, kind = metadata.storage, module.layer_idx, Kind(softcap, s_aux)
+    keys, values = storage.layers[layer]
+    keys[metadata.slots_T] = key[0].transpose(0, 1)
+    values[metadata.slots_T] = value[0].transpose(0, 1)
+    if metadata.paged is not None:
+        from engine.attention.triton_attention import attend_paged  # Triton is there where a kernel was chosen
+
+        return attend_paged(metadata.paged, storage, layer, query, scaling, kind, sliding_window), None
+    parts = [attend_group(group, storage, layer, query, scaling, kind, sliding_window) for group in metadata.groups]
+    if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
+        return parts[0].unsqueeze(0), None
+    output = parts[0].new_empty(query.shape[2], *parts[0].shape[1:])
+    for group, part in zip(metadata.groups, parts, strict=True):
+        output[group.real_rows] = part
+    return output.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make `HOOK` known to transformers (idempotent)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(HOOK, attend)

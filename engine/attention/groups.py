@@ -1,0 +1,227 @@
+"""Sequences of a pass that attend in one call.
+
+A call of its own for every sequence costs more than the work in it. Sequences of about the same size are padded to one
+shape here, so that one call serves them all; their keys and values are gathered into a buffer that every layer uses
+again, small enough to stay in the processor's cache. Long prompts and lone sequences are groups of one, which are
+neither padded nor, where their blocks follow each other, gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import Bools, Ints, PassInput
+from engine.attention.scaled import Kind, scaled_attention
+from engine.attention.tensors import KVTensors
+from engine.kernels.transfer import to_device
+
+_MOST_QUERIES = 64
+# Keys and values of one layer that are gathered at once.
+_GATHERED_BYTES = 4 << 20
+# A sequence joins others when at most this share of its padded keys is padding.
+_PADDING = 0.25
+
+
+@dataclass
+class Group:
+    """B sequences of Q queries and K keys each."""
+
+    shape: tuple[int, int, int]
+    """(B, Q, K)."""
+    rows: Tensor | slice
+    """Rows of the flat pass that the B * Q queries are; a padding query repeats its sequence's first row."""
+    slots: Tensor | slice
+    """[B * K] slots of the keys; a slice is read without a copy."""
+    visible: Tensor | None
+    """[B, Q, K]; None when every query sees every key. A padding query sees one key, and nobody sees a padding key."""
+    positions: Callable[[], tuple[Tensor, Tensor]]
+    """([B, Q] positions of the queries, [B, K] of the keys); asked for where there are sliding windows."""
+    real: Tensor | None
+    """Which of the B * Q queries are no padding; None for all."""
+    _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def real_rows(self) -> Tensor | slice:
+        """Rows of the flat pass that the group's results belong to."""
+        return self.rows if self.real is None or isinstance(self.rows, slice) else self.rows[self.real]
+
+    def bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+        """[B, 1, heads * Q, K], -inf where a query does not see a key; None when every query sees every key.
+
+        window: positions of a sliding window; None is no window.
+        """
+        if (window, heads) not in self._bias:
+            visible = self.visible
+            if window is not None:
+                query_BQ, key_BK = self.positions()
+                near = query_BQ.unsqueeze(2) - key_BK.unsqueeze(1) < window
+                visible = near if visible is None else visible & near
+            bias = None
+            if visible is not None:
+                bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+                bias = (bias.repeat(1, heads, 1) if heads > 1 else bias).unsqueeze(1)
+            self._bias[window, heads] = bias
+        return self._bias[window, heads]
+
+
+def attend_group(
+    group: Group, storage: KVTensors, layer: int, query: Tensor, scaling: float | None, kind: Kind, window: int | None
+) -> Tensor:
+    """Attention of a group's queries out of `query` (1, H, T, D): [rows, H, D_v], in the order of `real_rows`."""
+    num_batch, num_queries, num_keys = group.shape
+    keys, values = storage.read(layer, group.slots)
+    num_kv_heads = keys.shape[1]
+    heads = query.shape[1] // num_kv_heads
+    rows = group.rows
+    own = query[0, :, rows] if isinstance(rows, slice) else query[0].index_select(1, rows)
+    keys = keys.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
+    values = values.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
+    if num_batch == 1:
+        bias = group.bias(window, 1, query.dtype)
+        return scaled_attention(own.unsqueeze(0), keys, values, bias, scaling, kind)[0].transpose(0, 1)
+    # Query heads that share keys become further queries of one head.
+    folded = own.reshape(num_kv_heads, heads, num_batch, num_queries, -1).permute(2, 0, 1, 3, 4)
+    folded = folded.reshape(num_batch, num_kv_heads, heads * num_queries, -1)
+    output = scaled_attention(folded, keys, values, group.bias(window, heads, query.dtype), scaling, kind)
+    unfolded = output.view(num_batch, num_kv_heads, heads, num_queries, -1).permute(0, 3, 1, 2, 4)
+    result = unfolded.reshape(num_batch * num_queries, num_kv_heads * heads, -1)
+    return result if group.real is None else result[group.real]
+
+
+def groups_of(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+    """The groups of a pass; `token_bytes`: K and V of one token in one layer."""
+    if len(batch.sequences) == 1:
+        return [_lone(batch, 0, block_size, device)]
+    num_queries, num_keys = batch.num_rows_B.tolist(), (batch.num_keys_B - batch.first_key_B).tolist()
+    members = _alike(num_queries, num_keys, token_bytes)
+    return [
+        _lone(batch, numbers[0], block_size, device)
+        if len(numbers) == 1
+        else _group(batch, np.array(numbers), block_size, device)
+        for numbers in members
+    ]
+
+
+def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int) -> Iterator[list[int]]:
+    """Numbers of sequences of about as many queries and keys, few enough for the buffer; in order within a group."""
+
+    def size(number: int) -> tuple[int, int]:
+        """(queries up to the next power of two, minus the number of keys): in this order the first is the largest."""
+        return (num_queries[number] - 1).bit_length(), -num_keys[number]
+
+    members: list[int] = []
+    for number in sorted(range(len(num_queries)), key=size):
+        if members:
+            most_keys = num_keys[members[0]]
+            joins = (
+                num_queries[number] <= _MOST_QUERIES
+                and size(number)[0] == size(members[0])[0]
+                and num_keys[number] >= most_keys * (1 - _PADDING)
+                and (len(members) + 1) * most_keys * token_bytes <= _GATHERED_BYTES
+            )
+            if not joins:
+                yield sorted(members)
+                members = []
+        members.append(number)
+    yield sorted(members)
+
+
+def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) -> Group:
+    """The group of one sequence: `_group` without what is of several only, as most steps of few requests have it."""
+    sequence = batch.sequences[number]
+    blocks, num_rows = sequence.block_ids, int(batch.num_rows_B[number])
+    first_key, num_keys = int(batch.first_key_B[number]), int(batch.num_keys_B[number])
+    first, last = first_key // block_size, (num_keys - 1) // block_size
+    # Blocks that follow each other are read without a copy.
+    in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
+    start, shift = int(batch.start_B[number]), (blocks[first] - first) * block_size
+    visible_1QK = None
+    if num_rows > 1 or not (sequence.input_ids or sequence.nodes.all_seen):
+        is_row_1Q = np.ones((1, num_rows), dtype=np.bool_)
+        visible_1QK = _visible(batch, np.array([number]), is_row_1Q, num_keys - first_key)
+
+    def keys() -> Ints:
+        return np.arange(first_key, num_keys)[None]
+
+    return Group(
+        shape=(1, num_rows, num_keys - first_key),
+        rows=slice(start, start + num_rows),
+        slots=slice(shift + first_key, shift + num_keys)
+        if in_order
+        else _slots(batch.blocks_BP[number : number + 1], keys(), block_size, device),
+        visible=None if visible_1QK is None or visible_1QK.all() else to_device(visible_1QK, device),
+        positions=lambda: (
+            to_device(batch.positions_T[None, start : start + num_rows], device),
+            to_device(_key_positions(batch, np.array([number]), keys()), device),
+        ),
+        real=None,
+    )
+
+
+def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.device) -> Group:
+    """The group of the sequences of these numbers."""
+    num_rows_B, first_key_B = batch.num_rows_B[numbers], batch.first_key_B[numbers]
+    num_keys_B = batch.num_keys_B[numbers] - first_key_B
+    num_queries, num_keys = int(num_rows_B.max()), int(num_keys_B.max())
+    place_Q, place_K = np.arange(num_queries), np.arange(num_keys)
+    is_row_BQ = place_Q < num_rows_B[:, None]
+    row_BQ = batch.start_B[numbers][:, None] + np.where(is_row_BQ, place_Q, 0)
+    # A padding key is the first key again.
+    key_BK = first_key_B[:, None] + np.where(place_K < num_keys_B[:, None], place_K, 0)
+    visible_BQK = _visible(batch, numbers, is_row_BQ, num_keys)
+    begin, rows = int(row_BQ[0, 0]), row_BQ.reshape(-1)
+    together = bool((rows == np.arange(begin, begin + len(rows))).all())
+    return Group(
+        shape=(len(numbers), num_queries, num_keys),
+        rows=slice(begin, begin + len(rows)) if together else to_device(rows, device),
+        slots=_slots(batch.blocks_BP[numbers], key_BK, block_size, device),
+        visible=None if visible_BQK.all() else to_device(visible_BQK, device),
+        positions=lambda: (
+            to_device(batch.positions_T[row_BQ], device),
+            to_device(_key_positions(batch, numbers, key_BK), device),
+        ),
+        real=None if is_row_BQ.all() else to_device(np.flatnonzero(is_row_BQ), device),
+    )
+
+
+def _visible(batch: PassInput, numbers: Ints, is_row_BQ: Bools, num_keys: int) -> Bools:
+    """[B, Q, K] which keys of its sequence each query sees."""
+    first_key_B, end_B, num_inputs_B = batch.first_key_B[numbers], batch.end_B[numbers], batch.num_inputs_B[numbers]
+    place_Q = np.arange(is_row_BQ.shape[1])
+    # An input token sees what is before it and itself, a node all input tokens, a padding query one key.
+    begins_B = end_B - num_inputs_B
+    limit_BQ = np.where(place_Q < num_inputs_B[:, None], begins_B[:, None] + place_Q + 1, end_B[:, None])
+    num_seen_BQ = np.where(is_row_BQ, limit_BQ - first_key_B[:, None], 1)
+    visible_BQK: Bools = np.arange(num_keys) < num_seen_BQ[:, :, None]
+    for visible_QK, number in zip(visible_BQK, numbers.tolist(), strict=True):
+        nodes = batch.sequences[number].nodes
+        if nodes.depths:
+            known, seen = int(batch.num_inputs_B[number]), int(batch.end_B[number] - batch.first_key_B[number])
+            entering, all_nodes = nodes.ancestry.shape
+            visible_QK[known : known + entering, seen : seen + all_nodes] = nodes.ancestry
+    return visible_BQK
+
+
+def _key_positions(batch: PassInput, numbers: Ints, key_BK: Ints) -> Ints:
+    """[B, K]"""
+    positions_BK = key_BK.copy()
+    for positions_K, number in zip(positions_BK, numbers.tolist(), strict=True):
+        nodes = batch.sequences[number].nodes
+        depths = [*nodes.cached_depths, *nodes.depths]
+        if depths:
+            end = int(batch.end_B[number])
+            seen = end - int(batch.first_key_B[number])
+            positions_K[seen : seen + len(depths)] = end - 1 + np.array(depths)
+    return positions_BK
+
+
+def _slots(blocks_BP: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor:
+    """[B * K] slots of keys."""
+    slots_BK = np.take_along_axis(blocks_BP, key_BK // block_size, 1) * block_size + key_BK % block_size
+    return to_device(slots_BK.reshape(-1), device)

@@ -1,0 +1,238 @@
+"""Attention over paged keys in Triton: one program reads a sequence's keys once for a tile of its queries.
+
+Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile, so a
+tree costs one reading of the text. Long texts are read in several parts at once, merged by their log-sum-exps. Score
+softcapping, sliding windows, attention sinks and grouped heads are done here; rotation and scaling belong to the model.
+
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`) is its oracle.
+"""
+
+# A kernel's arguments are pointers and numbers that Triton sees only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported"
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.attention.paged import Paged
+from engine.attention.scaled import Kind
+from engine.attention.tensors import KVTensors
+
+_TILE_KEYS = 64
+_LEAST_ROWS, _MOST_ROWS = 16, 64
+# Parts of a text are as long at least, and so many programs keep a device busy.
+_PART_KEYS = 512
+_MOST_PARTS = 16
+
+
+@triton.jit
+def _load(start, rows, columns, row_stride, is_row, width):
+    """[rows, columns] numbers at `start + row * row_stride + column`; 0 outside."""
+    inside = is_row[:, None] & (columns[None, :] < width)
+    return tl.load(start + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def product(left, right, upcast: tl.constexpr):
+    if upcast:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left.to(right.dtype), right, input_precision="ieee")
+
+
+@triton.jit
+def _seen(
+    index, is_key, token, is_query, position, limit, end, words, num_words, node_positions, window,
+    has_window: tl.constexpr,
+):  # fmt: skip
+    """[queries, keys] which keys of a tile each query sees: `paged.py` says by what."""
+    node = tl.maximum(index - end, 0)
+    is_node = is_key & (index >= end)
+    word = tl.load(
+        words + token[:, None].to(tl.int64) * num_words + (node // 64)[None, :],
+        mask=is_query[:, None] & is_node[None, :],
+        other=0,
+    )
+    seen = (index[None, :] < limit[:, None]) & is_key[None, :]
+    seen = seen | (is_node[None, :] & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) != 0))
+    if has_window:
+        at_node = tl.load(node_positions + node, mask=is_node, other=0)
+        key_position = tl.where(is_node, at_node, index)
+        seen = seen & (position[:, None] - key_position[None, :] < window)
+    return seen
+
+
+@triton.jit
+def _extent(
+    sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
+):  # fmt: skip
+    """(first key, number after the last, number of the first node) of a program's part of the text."""
+    first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
+    # Of a prompt's chunk no query of the tile sees what stands behind the last of them; nodes see the whole text.
+    furthest = tl.max(tl.where(is_query, limit, 0), axis=0)
+    stop = tl.where(furthest < end, tl.maximum(furthest, first), stop)
+    if has_window:
+        # Nothing further back is seen by any query of the tile.
+        nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
+        first = tl.maximum(first, tl.minimum(nearest, end))
+    part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
+    part_first = first + part * part_keys
+    part_stop = tl.minimum(stop, part_first + part_keys)
+    # A tile behind the sequence's last query has nothing to do.
+    part_stop = tl.where(tile * tile_queries >= count, part_first, part_stop)
+    return part_first, part_stop, end
+
+
+# These change from step to step; a kernel compiled for each of their kinds would stall whoever meets it first.
+_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "padded_queries", "window")
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def _attend(
+    query, keys, values, output, lse,
+    pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
+    scale, softcap, window,
+    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, padded_queries,
+    query_head_stride, query_token_stride,
+    page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
+    tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    key_block: tl.constexpr, value_block: tl.constexpr,
+    has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
+):  # fmt: skip
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
+    count, row = tl.load(counts + sequence), tl.arange(0, rows)
+    number = tile * tile_queries + row // groups
+    is_query = (row < tile_queries * groups) & (number < count)
+    token, head = tl.load(starts + sequence) + number, kv_head * groups + row % groups
+    dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
+    query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
+    limit = tl.load(limits + token, mask=is_query, other=0)
+    position = tl.load(positions + token, mask=is_query, other=0)
+    part_first, part_stop, end = _extent(
+        sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
+        tile_queries, tile_keys, has_window,
+    )  # fmt: skip
+    largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)
+    sums = tl.zeros([rows, value_block], tl.float32)
+    num_kv_heads = num_heads // groups
+    for begin in range(part_first, part_stop, tile_keys):
+        index = begin + tl.arange(0, tile_keys)
+        is_key = index < part_stop
+        page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
+        place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
+        key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
+        value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
+        scores = product(query_tile, tl.trans(key_tile), upcast) * scale
+        if has_softcap:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        seen = _seen(
+            index, is_key, token, is_query, position, limit, end, words, num_words,
+            node_positions + sequence * num_nodes, window, has_window,
+        )  # fmt: skip
+        scores = tl.where(seen, scores, -1e30)
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.where(seen, tl.exp(scores - new_largest[:, None]), 0.0)
+        fade = tl.exp(largest - new_largest)
+        total = total * fade + tl.sum(weights, axis=1)
+        sums = sums * fade[:, None] + product(weights, value_tile, upcast)
+        largest = new_largest
+    some = total > 0
+    at = (part * num_tokens + token).to(tl.int64) * num_heads + head
+    # Padding rows see nothing; what they get is 0 and not whatever lies in memory.
+    is_row = (row < tile_queries * groups) & (number < tl.maximum(count, padded_queries))
+    inside = is_row[:, None] & (value_column[None, :] < value_dim)
+    result = sums / tl.where(some, total, 1.0)[:, None]
+    tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
+    tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_row)
+
+
+def attend_paged(
+    paged: Paged, storage: KVTensors, layer: int, query: Tensor, scaling: float | None, kind: Kind, window: int | None
+) -> Tensor:
+    """Attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V has been written."""
+    _, num_heads, num_tokens, key_dim = query.shape
+    keys, values = storage.keys[layer], storage.values[layer]
+    num_kv_heads, value_dim = keys.shape[1], values.shape[2]
+    groups = num_heads // num_kv_heads
+    tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
+    num_tiles = -(-paged.most_queries // tile_queries)
+    num_parts = num_parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
+    is_whole = num_parts == 1 and kind.sinks is None
+    dtype = query.dtype if is_whole else torch.float32
+    output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
+    lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    _attend[(len(paged.starts), num_kv_heads, num_tiles * num_parts)](
+        query, keys, values, output, lse,
+        paged.pages, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.node_positions,
+        paged.limits, paged.words, paged.positions,
+        key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
+        num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
+        paged.most_queries if paged.is_padded else 0,
+        query.stride(1), query.stride(2),
+        page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
+        rows=max(16, triton.next_power_of_2(tile_queries * groups)),
+        tile_keys=_TILE_KEYS, key_dim=key_dim, value_dim=value_dim,
+        key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
+        has_softcap=kind.softcap is not None, has_window=window is not None,
+        # The interpreter has no bfloat16 products.
+        upcast=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
+    )  # fmt: skip
+    return output if is_whole else merged(output, lse, kind.sinks, query.dtype).unsqueeze(0)
+
+
+def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
+    """Queries of a tile: a power of two, as each number is compiled anew, and enough for a product's least rows."""
+    # Tiles of 64 rows in float32 take more registers than there are, and 38 s to compile.
+    most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
+    fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
+    return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_parts"))
+def _merge(
+    output, lse, sinks, result, num_tokens, num_heads, num_parts,
+    value_dim: tl.constexpr, value_block: tl.constexpr, has_sinks: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, value_block)
+    is_column = column < value_dim
+    largest = tl.full([], -1e30, tl.float32)
+    if has_sinks:
+        largest = tl.load(sinks + at % num_heads).to(tl.float32)
+    total = tl.full([], 1.0 if has_sinks else 0.0, tl.float32)
+    sums = tl.zeros([value_block], tl.float32)
+    for part in range(num_parts):
+        row = part * num_tokens.to(tl.int64) * num_heads + at
+        own = tl.load(lse + row)
+        new_largest = tl.maximum(largest, own)
+        fade, weight = tl.exp(largest - new_largest), tl.exp(own - new_largest)
+        total = total * fade + weight
+        sums = sums * fade + weight * tl.load(output + row * value_dim + column, mask=is_column, other=0.0)
+        largest = new_largest
+    # Queries that see nothing are padding: any number will do that is one.
+    tl.store(result + at * value_dim + column, sums / tl.where(total > 0, total, 1.0), mask=is_column)
+
+
+def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Parts [S, T, H, D_v] with log-sum-exps [S, T, H] as one; sinks [H] take their share and give nothing."""
+    num_parts, num_tokens, num_heads, value_dim = output.shape
+    result = torch.empty(output.shape[1:], dtype=dtype, device=output.device)
+    _merge[(num_tokens * num_heads,)](
+        output, lse, lse if sinks is None else sinks, result, num_tokens, num_heads, num_parts,
+        value_dim=value_dim, value_block=triton.next_power_of_2(value_dim), has_sinks=sinks is not None,
+    )  # fmt: skip
+    return result
+
+
+def num_parts_of(most_keys: int, num_programs: int) -> int:
+    """In how many parts the longest text is read: more where few programs would leave the device idle."""
+    wanted = max(1, 264 // max(1, num_programs))
+    count = min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS))
+    return 1 << (count.bit_length() - 1)

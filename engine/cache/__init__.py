@@ -1,1 +1,0 @@
-"""Where keys and values live: which block belongs to whom (pure Python), and the tensors."""

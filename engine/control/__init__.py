@@ -1,0 +1,1 @@
+"""Choice of draft shapes from measured times and acceptance."""

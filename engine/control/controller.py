@@ -1,0 +1,329 @@
+"""Chooses how much each adaptive request drafts: the shape with the most expected tokens a second; never slower.
+
+The menu holds shapes (K chains of L tokens) and plain decoding. What a step of a shape emits is expected from the
+acceptance seen so far, by position over all requests and by request; what it takes, the model of step times says. A
+request whose drafts are not worth their time decodes plainly beside the others.
+
+A few steps are trials, where the model of step times is uncertain: plain ones, by which speedup is reported, and steps
+of the shape that is best in a sample of what the step times may be.
+
+Non-anticipating: a choice depends on sizes, times and tokens of the past, never on what is drafted or drawn next, so
+that the law of the output stays the target's. Not for requests that fix their shape, or whose seed must mean the same
+answer under any load (`Speculation.adaptive`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.control.acceptance import SUREST, Acceptance
+from engine.control.step_time import MIXED, PLAIN, Shape, StepTimes, Work, draft_passes
+from engine.plan import level_widths
+from engine.request import Request
+
+Numbers = npt.NDArray[np.float64]
+Fanout = tuple[int, ...]
+
+_MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
+_CLEAR_GAIN = 1.03
+"""By how much another shape must be better than the one in use."""
+_HOLD = 0.7
+"""A request stops drafting when its drafts are worth less than this share of their time. Below 1, as their worth is an
+estimate, and as the draft model must catch up on a request that has stopped."""
+_CHOOSE_EVERY = 8
+"""Steps between choices for the same requests."""
+_FEW = 4
+"""The controller chooses again when more than one in this many requests has come or gone."""
+_TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
+"""Steps of a trial; steps of a trial of plain decoding behind the first ones, which tell little (`StepTimes.num_cold`);
+largest share of all steps that trials take. Early it is more: the square root of the number of steps for samples, twice
+that for plain decoding behind its first trial."""
+_PLAIN_STD = 0.03
+"""Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
+
+
+class Drafting(Protocol):
+    """The facts of a sequence that choices depend on (`engine.scheduling.sequence`)."""
+
+    sequence_id: int
+    request: Request
+    tokens: list[int]
+
+    @property
+    def acceptance_ratio(self) -> float:
+        """Drafts accepted, in proportion to those expected."""
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that its answer may still get."""
+
+    def note_drafts(self, num_taken: int, expected: float) -> None:
+        """Count accepted drafts beside the number that was expected."""
+
+
+class Choice(NamedTuple):
+    """What the next steps draft."""
+
+    shape: Shape = PLAIN
+    drafting: frozenset[int] = frozenset()
+    """Sequences that draft; the other adaptive ones decode plainly."""
+
+
+class _Load(NamedTuple):
+    """What a choice is made for."""
+
+    adaptive: Sequence[Drafting]
+    others: tuple[Fanout, ...]
+    """What the requests draft that are not chosen for."""
+    text: int
+    """Tokens of all texts."""
+    catch_up_s: Numbers
+    """[adaptive] what the draft model takes to catch up with each, by token that its answer may still get."""
+
+    def work(self, num_drafting: int, shape: Shape) -> Work:
+        """A step in which so many of the adaptive requests draft this shape."""
+        drafting = [fanout for fanout in self.others if fanout]
+        beside = tuple([level_widths(fanout) for fanout in drafting])
+        passes = draft_passes(beside)
+        if num_drafting:
+            own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))
+            passes = tuple(map(sum, zip_longest(passes, own, fillvalue=0)))
+        return Work(
+            rows=len(self.adaptive) + len(self.others),
+            text=self.text,
+            nodes=sum(map(sum, beside)) + num_drafting * shape[0] * shape[1],
+            drafting=len(beside) + num_drafting,
+            passes=passes,
+            shape=MIXED if beside else shape if num_drafting else PLAIN,
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The shapes to choose from, plain decoding first."""
+
+    shapes: list[Shape]
+    works: list[Work]
+    rates: Numbers
+    """[shapes] tokens a second."""
+    drafting: npt.NDArray[np.bool_]
+    """[shapes, adaptive] who would draft."""
+
+
+class Controller:
+    """The shape of every adaptive row."""
+
+    def __init__(self, times: StepTimes, longest: int, trial_share: float = _TRIAL_SHARE, seed: int = 0) -> None:
+        """longest: most tokens of a chain; trial_share: of the steps, what trials may have; seed: of the trials."""
+        self.times = times
+        self.acceptance = Acceptance(longest)
+        self.choice = Choice()
+        self.reads = True
+        """Whether the draft model also computes texts from which nothing is drafted yet; False while plain decoding is
+        chosen for all."""
+        self.spent_s = 0.0
+        """How long choosing has taken since the start."""
+        self._longest = longest
+        self._trial_share = trial_share
+        self._random = np.random.default_rng(seed)
+        self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
+        self._trial: Shape | None = None
+        """What is tried at present."""
+        self._in_use = PLAIN
+        """The shape that was chosen as the best; a trial may be made in its place."""
+        self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
+        self._resting: frozenset[int] = frozenset()
+        """Adaptive requests that were chosen not to draft."""
+
+    # -- choosing -----------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        adaptive: Sequence[Drafting],
+        others: Sequence[Fanout] = (),
+        behind: Sequence[int] | None = None,
+        text_beside: int = 0,
+    ) -> None:
+        """Decide for the adaptive requests that emit in the next step; called before each step.
+
+        others: what each of the other requests in the step drafts (`Row.fanout`).
+        behind: tokens that the draft model must catch up on, by adaptive request.
+        text_beside: tokens of the others' texts.
+        """
+        began = time.perf_counter()
+        self._step += 1
+        ids, beside = frozenset(one.sequence_id for one in adaptive), tuple(others)
+        if adaptive and (self._step >= self._next or self._has_changed(ids, beside)):
+            self._learn()
+            text = text_beside + sum(len(one.tokens) for one in adaptive)
+            self._choose(_Load(adaptive, beside, text, self._catch_up_s(adaptive, behind)), ids)
+            self._chosen_for = ids, beside
+        if adaptive:
+            self._num_plain_tried += self._trial == PLAIN
+            self._num_tried += self._trial not in (None, PLAIN)
+        self.spent_s += time.perf_counter() - began
+
+    def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
+        """Whether these are other requests than those chosen for."""
+        chosen_for, beside = self._chosen_for
+        if self._trial == PLAIN:  # goes on until the caches are warm; who comes meanwhile decodes plainly, too
+            return others != beside or len(ids) > 2 * len(chosen_for)
+        return others != beside or len(ids ^ chosen_for) > min(len(ids), len(chosen_for)) // _FEW
+
+    def _choose(self, load: _Load, ids: frozenset[int]) -> None:
+        options = self._options(load)
+        handicap = np.full(len(options.shapes), 1 / _CLEAR_GAIN)
+        if ids & self._chosen_for[0] and self._in_use in options.shapes:
+            handicap[options.shapes.index(self._in_use)] = 1.0
+        best = int((options.rates * handicap).argmax())
+        self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
+        self._resting = ids - self.choice.drafting
+        if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
+            self.reads = self.choice.shape != PLAIN
+        self._next = self._step + _CHOOSE_EVERY
+        tried, num_steps = self._next_trial(options, best)
+        self._trial = options.shapes[tried] if num_steps else None
+        if num_steps:
+            self.choice, self._next = _choice(load.adaptive, options, tried), self._step + num_steps
+
+    def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
+        """(a shape that is tried because its duration is uncertain, for how many steps); no steps: no trial now.
+
+        Plain steps, by which speedup is reported, have half of the budget while they are uncertain; samples have the
+        rest (Thompson's).
+        """
+        early, share = math.sqrt(self._step), self._step * self._trial_share
+        if not share or len(options.shapes) == 1:
+            return best, 0
+        room = max(early, share - min(self._num_plain_tried, share / 2)) - self._num_tried
+        room_for_plain = max(early * (2 if self._num_plain_tried else 1), share / 2) - self._num_plain_tried
+        if max(room, room_for_plain) < _TRIAL_STEPS:
+            return best, 0
+        covariance = self.times.log_covariance(options.works)
+        doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
+        if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
+            num_steps = _PLAIN_TRIAL_STEPS
+            if self._num_plain_tried:  # the first trial only sees whether plain steps are much faster than measured
+                num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
+            if num_steps <= room_for_plain:
+                return 0, num_steps
+            room = max(early, share / 2) - self._num_tried
+        found = self._sampled(options, covariance, best) if room >= _TRIAL_STEPS else best
+        return found, _TRIAL_STEPS if found != best else 0
+
+    def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
+        """The shape that is the best in a sample of what the durations, and the worth of drafts, may be."""
+        variances, directions = np.linalg.eigh(covariance)
+        logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
+        # How good the drafts of so many chains are is uncertain too, for all their lengths alike.
+        by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
+        logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
+        rates = options.rates * np.exp(logs)
+        if best:  # plain decoding has trials of its own
+            rates[0] = 0.0
+        return int(rates.argmax())
+
+    def _options(self, load: _Load) -> _Options:
+        """What every shape of the menu would give these requests."""
+        limits = [one.request.speculation for one in load.adaptive]
+        most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
+        shapes = [PLAIN, *menu(most.num_drafts, most.draft_length, self._longest)]
+        skill = np.array([one.acceptance_ratio for one in load.adaptive])
+        room = np.array([one.num_remaining - 1 for one in load.adaptive])
+        by_chains = {k: self._expected(k, skill, room) for k, _ in shapes if k}
+        tokens = np.array([by_chains[k][length] if k else np.ones(len(skill)) for k, length in shapes])
+        tokens_beside = sum(self._tokens_of(fanout) for fanout in load.others)
+        num_adaptive = len(load.adaptive)
+
+        works = [load.work(num_adaptive if shape != PLAIN else 0, shape) for shape in shapes]
+        seconds = self.times.step_s(works)
+        plain_rate = (num_adaptive + tokens_beside) / seconds[0]
+        price_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive + tokens * load.catch_up_s
+        enough = np.array([1.0 if one.sequence_id in self._resting else _HOLD for one in load.adaptive])
+        drafting = tokens - 1 > enough * price_s * plain_rate
+        drafting[0] = False
+        num_drafting = drafting.sum(1)
+        if (num_drafting[1:] < num_adaptive).any():
+            works = [load.work(int(count), shape) for count, shape in zip(num_drafting, shapes, strict=True)]
+            seconds = self.times.step_s(works)
+
+        emitted = np.where(drafting, tokens, 1.0).sum(1)
+        # A shape that drafts also pays for the draft model's reading: of texts it is behind on, or of prompts to come.
+        reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
+        rates = (emitted + tokens_beside) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
+        rates[1:][num_drafting[1:] == 0] = 0.0
+        return _Options(shapes, works, rates, drafting)
+
+    def fanout(self, sequence: Drafting) -> Fanout:
+        """What a sequence drafts in the step chosen for; one that has come since the choice drafts like the others."""
+        num_drafts, length = self.choice.shape
+        drafts = sequence.sequence_id in self.choice.drafting or sequence.sequence_id not in self._chosen_for[0]
+        if not length or not drafts:
+            return ()
+        # What is chosen for all may be more than this one asked for.
+        own = sequence.request.speculation
+        num_drafts = min(num_drafts, own.num_drafts)
+        return (num_drafts, *(1,) * (min(length, own.num_drafts * own.draft_length // num_drafts) - 1))
+
+    # -- what is expected ---------------------------------------------------------------------------------------------
+
+    def _expected(self, num_drafts: int, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
+        """[longest + 1, requests] tokens of a step, by the length of the chains.
+
+        room: drafted tokens that the answer has room for, [requests].
+        """
+        by_position = self.acceptance.by_position(num_drafts)[:, None]
+        accepted = np.minimum(SUREST, skill * by_position) * (np.arange(self._longest)[:, None] < room)
+        expected = np.ones((self._longest + 1, len(skill)))
+        expected[1:] += accepted.cumprod(axis=0).cumsum(axis=0)
+        return expected
+
+    def _tokens_of(self, fanout: Fanout) -> float:
+        """Expected tokens a step of a request that is not adaptive."""
+        if not fanout:
+            return 1.0
+        length = len(fanout)
+        return float(self._expected(fanout[0], np.ones(1), np.array([length]))[length][0])
+
+    def _catch_up_s(self, adaptive: Sequence[Drafting], behind: Sequence[int] | None) -> Numbers:
+        """[adaptive] what catching up costs for each token that the answer may still get."""
+        left = [max(1.0, min(one.num_remaining, self.acceptance.usual_answer)) for one in adaptive]
+        result: Numbers = np.array([self.times.read_s(lag) for lag in behind or [0] * len(adaptive)]) / np.array(left)
+        return result
+
+    def _prompt_s(self) -> float:
+        """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
+        return self.times.read_s(1) * self.acceptance.prompt_share
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """What drafts have shown since the last time is known from now on."""
+        self.acceptance.fade(self._step - self._learned)
+        self._learned = self._step
+
+    def observe(self, sequence: Drafting, num_drafts: int, draft_length: int, num_accepted: int) -> None:
+        """A row's drafts have been verified."""
+        tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
+        self.acceptance.observe(num_drafts, tried, taken)
+        sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried))
+
+
+def _choice(adaptive: Sequence[Drafting], options: _Options, number: int) -> Choice:
+    drafting = zip(adaptive, options.drafting[number], strict=True)
+    return Choice(options.shapes[number], frozenset(one.sequence_id for one, drafts in drafting if drafts))
+
+
+def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:
+    """The shapes that stay within a request's chains, and its nodes."""
+    shapes = [(k, n) for k, n in _MENU if k <= num_drafts and n <= longest and k * n <= num_drafts * draft_length]
+    own = (num_drafts, draft_length)
+    return shapes if own in shapes else [*shapes, own]

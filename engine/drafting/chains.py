@@ -1,0 +1,127 @@
+"""Draws every row's chains: a drafter gives logits, their laws are made and tokens drawn level by level.
+
+Below the root the nodes lie level by level, and within a level in the order of their chains. Equal tokens are not
+merged here: every drawn node has its own place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.drafting.draft import ChainShape, Draft, Layout, Level, layout_of, trees_of
+from engine.drafting.drafter import Drafter, DrawsAtOnce
+from engine.drafting.numbers import drafting_numbers, draw_numbers
+from engine.kernels.protocol import Chains, Kernels, LawTable, TargetShifts
+from engine.kernels.transfer import to_device
+from engine.plan import Plan, Row
+from engine.sampling.law import LawParameters
+from engine.sampling.node_laws import Nodes, node_laws
+from engine.speculation.drafting import MOST_LIKELY, children
+
+
+@torch.inference_mode()
+def draw_chains(
+    plan: Plan,
+    drafter: Drafter | None,
+    vocab_size: int,
+    device: torch.device,
+    kernels: Kernels,
+    most_unmerged: int = 0,
+) -> Draft | None:
+    """Let the drafter catch up and draft the plan's chains; None when no row emits.
+
+    drafter: None where nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
+    """
+    rows = plan.sampling_rows
+    if not rows:
+        if drafter is not None:
+            drafter.begin(plan)
+        return None
+    layout = layout_of(tuple(map(ChainShape.of, rows)), device)
+    seed_C = np.array([row.sampling.seed for row in rows], dtype=np.int64)[layout.request_C]
+    end_C = np.array([row.end for row in rows], dtype=np.int64)[layout.request_C]
+    numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
+    uniform_LC = drafting_numbers(numbers, layout.max_length)
+    parameters = LawParameters.of([row.sampling for row in rows], device, kernels)
+    law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
+    draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
+    tokens_CL = None if draw is None else draw(plan, layout, parameters, uniform_LC, law_NV)
+    if tokens_CL is None:
+        root_NV = law_NV[:0] if drafter is None else drafter.begin(plan)
+        below = None if drafter is None else drafter.below
+        tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
+    chains = Chains(
+        tokens_CL,
+        layout.length,
+        layout.request,
+        LawTable(law_NV, layout.law_row_CL, kernels),
+        layout.leads_CL,
+        _shifts(rows, layout, device),
+        layout.shape,
+    )
+    trees, tokens_M = trees_of(plan, layout, tokens_CL, most_unmerged)
+    return Draft(layout, chains, trees, tokens_M, parameters, numbers)
+
+
+def draw_levels(
+    rows: Sequence[Row],
+    layout: Layout,
+    parameters: LawParameters,
+    uniform_LC: Tensor,
+    logits_NV: Tensor,
+    below: Callable[[int, Tensor], Tensor] | None,
+    law_NV: Tensor,
+) -> Tensor:
+    """Draw all chains level by level: [C, L] the tokens.
+
+    rows: those whose laws depend on more than logits and parameters, or all.
+    logits_NV: below the root of every row that draws; below: `Drafter.below`; law_NV: filled with the laws that the
+    tokens came from.
+    """
+    tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
+    of_law = parameters.select(layout.law_row_of_N)
+    for depth, level in enumerate(layout.levels):
+        if depth > 0:
+            assert below is not None
+            # Tokens stay on the device.
+            logits_NV = below(depth, tokens_CL[level.chain_N, depth - 1])
+        nodes = _parents(level, tokens_CL, depth)
+        below_NV, order_NV = node_laws(rows, nodes, logits_NV, of_law.select(level.laws), law_NV[level.laws])
+        tokens_C = tokens_CL[:, depth]
+        for draw in level.draws:
+            weights_NV = order_NV if draw.method == MOST_LIKELY else below_NV
+            weights_NV = weights_NV if draw.parent_N is None else weights_NV[draw.parent_N]
+            uniform_NK = draw.of_children(uniform_LC[depth])
+            draw.set_children(tokens_C, children(parameters.kernels, draw.method, weights_NV, uniform_NK))
+        if level.leader_C is not None:
+            tokens_C.copy_(tokens_C[level.leader_C])
+    return tokens_CL
+
+
+def _parents(level: Level, tokens_CL: Tensor, depth: int) -> Nodes:
+    """The nodes that the tokens of a level are drawn below."""
+    return Nodes(
+        row_N=level.row_N,
+        depth_N=np.full(len(level.row_N), depth),
+        paths=lambda: tokens_CL[level.chain_N, :depth].tolist(),
+        path_ND=lambda: tokens_CL[level.chain_N, :depth] if depth else None,
+    )
+
+
+def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> TargetShifts | None:
+    """The rows' pending target shifts, by chain."""
+    most = max(len(row.shifts) for row in rows)
+    if not most:
+        return None
+    remaining_RM, count_RM = np.zeros((len(rows), most), dtype=np.int64), np.ones((len(rows), most), dtype=np.int64)
+    state_RM4 = np.zeros((len(rows), most, 4))
+    for i, row in enumerate(rows):
+        for j, shift in enumerate(row.shifts):
+            remaining_RM[i, j], count_RM[i, j], state_RM4[i, j] = shift.remaining, shift.num_chains, shift.state
+    index_C = layout.request_C
+    parts = (to_device(array[index_C], device) for array in (remaining_RM, state_RM4, count_RM))
+    return TargetShifts(*parts)

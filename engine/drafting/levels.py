@@ -1,0 +1,143 @@
+"""Drafting of a step in one call on a CPU, where the draft model and the rows allow it (`numba_levels.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import SequenceInput, build
+from engine.attention.paged import PagedInput, pages_of
+from engine.drafting.draft import Layout
+from engine.models.runner import ModelRunner
+from engine.plan import Plan
+from engine.sampling.law import LawParameters
+
+if TYPE_CHECKING:
+    from engine.models.cpu_decoder import CpuDecoder
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Chains(NamedTuple):
+    """Chains of a layout, as the loop needs them."""
+
+    are_alone: bool
+    """Whether each drawn token depends on its law and its own number alone."""
+    law_ends: Ints
+    """[L] where the laws of each level end among all."""
+    first_chains: Ints
+    num_chains: Ints
+    """[N] the first of the chains through the node above each law, and how many there are."""
+    leaders_LC: Ints
+    """The first chain through each chain's node."""
+
+
+@lru_cache(maxsize=128)  # as many as there are layouts, which are kept, too
+def _chains_of(layout: Layout) -> _Chains:
+    law_row_CL, own_C = layout.law_row_CL.numpy(), np.arange(layout.num_chains)
+    drawn_CL = np.arange(layout.max_length) < layout.length_C[:, None]
+    chain_CL = own_C[:, None].repeat(layout.max_length, 1)
+    first_chains = np.full(layout.num_laws, layout.num_chains)
+    np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
+    leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
+    return _Chains(
+        all(draw.method == "iid" or draw.shape[1] == 1 for level in layout.levels for draw in level.draws),
+        np.array([level.laws.stop for level in layout.levels]),
+        first_chains,
+        np.bincount(law_row_CL[drawn_CL], minlength=layout.num_laws),
+        np.array(leaders),
+    )
+
+
+def levels_of(runner: ModelRunner) -> Levels | None:
+    """Return what drafts in one call with a model; None where it runs otherwise."""
+    if find_spec("numba") is None:
+        return None
+    from engine.kernels.numba_kernels import NumbaKernels
+    from engine.models.cpu_decoder import CpuDecoder  # Numba is there
+
+    if type(runner.kernels) is not NumbaKernels:  # one of them does not have torch's numbers
+        return None
+    return Levels(runner, runner.backend) if isinstance(runner.backend, CpuDecoder) else None
+
+
+class Levels:
+    """Draws all levels of a step in one call."""
+
+    def __init__(self, runner: ModelRunner, decoder: CpuDecoder) -> None:
+        self._runner, self._decoder = runner, decoder
+
+    def takes(self, plan: Plan, layout: Layout, parameters: LawParameters, vocab_size: int) -> bool:
+        """Whether all laws depend on logits and temperature alone, and all draws are independent ones."""
+        rows = plan.sampling_rows
+        return (
+            layout.max_length > 0
+            and not parameters.values
+            and min(self._decoder.vocab_size, self._runner.num_embeddings) >= vocab_size
+            and not any(row.text or row.sampling.seed_stable for row in rows)
+            and _chains_of(layout).are_alone
+        )
+
+    def draw(
+        self,
+        passes: Sequence[Sequence[SequenceInput]],
+        layout: Layout,
+        parameters: LawParameters,
+        uniform_LC: Tensor,
+        law_NV: Tensor,
+    ) -> Tensor:
+        """[C, L] the drafted tokens; law_NV: filled with the laws that they came from."""
+        from engine.drafting import numba_levels  # Numba is there where there is a decoder
+
+        decoder, runner = self._decoder, self._runner
+        whole = build([sequence for one in passes for sequence in one], runner.block_size)
+        pages, sequence_ends = pages_of(whole), np.cumsum([len(one) for one in passes])
+        row_ends = np.cumsum(whole.num_rows_B)[sequence_ends - 1]
+        parts, part_ends = _parts(pages, sequence_ends, row_ends)
+        of_layout = _chains_of(layout)
+        tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
+        most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
+        numba_levels.draw_levels(
+            *decoder.ready(runner.storage, runner.block_size, int(np.diff(row_ends, prepend=0).max())),
+            numba_levels.draw().address,
+            np.stack([row_ends, sequence_ends, part_ends, of_layout.law_ends], 1),
+            whole.token_ids_T,
+            whole.slots_T,
+            whole.wanted_N[: len(whole.wanted_N) - int(row_ends[-1] - row_ends[0])],
+            parts,
+            pages.words,
+            pages.pages,
+            pages.first_keys,
+            pages.ends,
+            pages.num_keys,
+            pages.node_positions,
+            pages.limits,
+            whole.positions_T,
+            parameters.select(layout.law_row_of_N).temperature_N.numpy(),
+            uniform_LC.numpy(),
+            of_layout.first_chains,
+            of_layout.num_chains,
+            of_layout.leaders_LC,
+            decoder.room_for_logits(most_laws),
+            law_NV.numpy(),
+            tokens_LC,
+        )
+        return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
+
+
+def _parts(pages: PagedInput, sequence_ends: Ints, row_ends: Ints) -> tuple[Ints, Ints]:
+    """([P, 3] the parts of attention of all passes, counted within each pass; where each pass's parts end)."""
+    from engine.models.cpu_decoder import parts_of
+
+    parts = parts_of(pages)
+    number = np.searchsorted(sequence_ends, parts[:, 0], side="right")
+    parts[:, 0] -= np.concatenate([[0], sequence_ends])[number]
+    parts[:, 1:] -= np.concatenate([[0], row_ends])[number][:, None]
+    return parts, np.searchsorted(number, np.arange(len(sequence_ends)), side="right")

@@ -1,0 +1,116 @@
+"""Drafts with a small model: one pass to catch up on the text, and one more for each further level.
+
+The draft model's K/V has the same blocks as the target's; its drafted nodes lie level by level behind the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.tensors import slot_moves
+from engine.drafting.draft import Layout
+from engine.drafting.levels import levels_of
+from engine.models.runner import ModelRunner, Pass
+from engine.plan import Emission, Plan, Row, level_widths
+from engine.sampling.law import LawParameters
+
+
+class ModelDrafter:
+    """Gives a draft model's logits."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner: ModelRunner = runner
+        self._passes: list[Pass] = []
+        self._levels = levels_of(runner)
+
+    def begin(self, plan: Plan) -> Tensor:
+        """Compute the K/V that is missing; [N, V] logits below the roots."""
+        # Which tokens enter which pass is known before any is drawn.
+        self._passes = self._prepare(plan)
+        if not self._passes:
+            return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
+        return self.runner.run(self._passes[0])
+
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        """[N, V] logits below the nodes of a depth."""
+        return self.runner.run(self._passes[depth], token_N)
+
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
+    ) -> Tensor | None:
+        """Catch up and draw all levels in one call: [C, L] the tokens; None for rows that need `begin` and `below`."""
+        if self._levels is None or not self._levels.takes(plan, layout, parameters, law_NV.shape[1]):
+            return None
+        return self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
+
+    def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
+        """Make the K/V of kept paths contiguous."""
+        moves = []
+        for row, one in zip(plan.sampling_rows, emissions, strict=True):
+            if row.num_drafts <= 1 or not one.num_draft_kept:
+                continue  # a lone chain lies where its tokens will
+            pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
+            moves.append(slot_moves(pairs, row.block_ids, self.runner.block_size))
+        if moves:
+            self.runner.keep(moves)
+
+    def _prepare(self, plan: Plan) -> list[Pass]:
+        passes = self._inputs(plan)
+        return self.runner.prepare(passes) if passes else []
+
+    def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
+        """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
+        parts = [
+            SequenceInput(
+                row.draft_input_ids,
+                row.draft_first_index,
+                row.block_ids,
+                NO_NODES,
+                slice(len(row.draft_input_ids) - bool(row.fanout), None),
+                first_key(row),
+            )
+            for row in plan.rows
+            if row.draft_input_ids
+        ]
+        return [parts, *level_inputs(plan.rows)] if parts else []
+
+
+def _node_index(row: Row, chain: int, depth: int) -> int:
+    """Index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
+    width = row.widths[depth - 1]
+    return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
+
+
+def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[SequenceInput]]:
+    """The passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has K/V."""
+    first_keys = [max(lowest_key, first_key(row)) for row in rows]
+    return [
+        [
+            SequenceInput((), row.end, row.block_ids, level_nodes(row.fanout[:depth]), slice(None), first)
+            for row, first in zip(rows, first_keys, strict=True)
+            if row.draft_length > depth
+        ]
+        for depth in range(1, max(row.draft_length for row in rows))
+    ]
+
+
+def first_key(row: Row) -> int:
+    """Index of the first token the model sees: at least all it computes now."""
+    nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
+    return max(row.draft_start, nearest)
+
+
+@lru_cache(maxsize=1024)
+def level_nodes(fanout: tuple[int, ...]) -> Nodes:
+    """The nodes of the last level, behind those of the levels above it."""
+    widths = level_widths(fanout)
+    node_N = np.arange(widths[-1])
+    ancestry = [node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths]
+    depths = [depth for depth, width in enumerate(widths, start=1) for _ in range(width)]
+    return Nodes((), depths[-widths[-1] :], depths[: -widths[-1]], np.concatenate(ancestry, axis=1))

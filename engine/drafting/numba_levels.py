@@ -1,0 +1,142 @@
+"""The drafting loop in Numba: the passes over all levels, the laws below their nodes and the draws, in one call.
+
+For draft models that the CPU's decoder runs (`cpu_decoder.py`), and rows whose laws depend on logits and temperature
+alone. `chains.draw_levels`, which takes any rows, is the oracle: the same numbers give the same tokens, to the bit.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from engine.kernels import compiled_for_cpu
+from engine.kernels.numba_numbers import EXACT
+from engine.kernels.numba_rows import draw_from, law_of, likeliest
+from engine.models import numba_decoder, numba_table
+from engine.models.numba_decoder import c_function
+from engine.models.numba_table import array1, array2, put1, put2, table_at
+from engine.models.numba_work import claim, finish
+
+_LAWS, _TEMPERATURES, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS = range(
+    numba_table.OWN, numba_table.OWN + 7
+)
+_COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
+
+
+@compiled_for_cpu(**EXACT)
+def _draw(address, phase):
+    """Make the law below each node of a level, and draw the tokens of the chains through it.
+
+    A chain takes its own number, and where its node is another chain's, that chain's token.
+    """
+    table = table_at(address)
+    counters, logits = array2(table, _COUNTERS, np.int64), array2(table, _LOGITS, np.float32)
+    laws, temperatures = array2(table, _LAWS, np.float32), array1(table, _TEMPERATURES, np.float32)
+    uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
+    first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
+    tokens = array1(table, _TOKENS, np.int64)
+    count, node = 0, claim(counters, phase, len(laws))
+    while node >= 0:
+        law, of_node = laws[node], logits[node, : laws.shape[1]]
+        is_greedy, most_likely = temperatures[node] == 0, 0
+        if is_greedy:
+            most_likely, _ = likeliest(of_node)
+            law[:] = np.float32(0)
+            law[most_likely] = np.float32(1)
+        else:
+            law_of(of_node, temperatures[node], law)
+        for chain in range(first_chains[node], first_chains[node] + num_chains[node]):
+            if leaders[chain] != chain:
+                tokens[chain] = tokens[leaders[chain]]
+            elif is_greedy:
+                tokens[chain] = most_likely
+            else:
+                tokens[chain] = draw_from(law, law, np.float32(1), False, uniforms[chain])
+        count, node = count + 1, claim(counters, phase, len(laws))
+    finish(counters, phase, count, len(laws))
+
+
+@cache
+def draw():
+    """`_draw` as the C function behind a pass."""
+
+    def behind(address, phase, _1, _2, _3, _4):
+        _draw(address, phase)
+
+    return c_function(behind, 6)
+
+
+@compiled_for_cpu(nogil=True)
+def draw_levels(
+    shared,
+    function,
+    table,
+    behind,
+    ends,
+    known_tokens,
+    slots,
+    wanted,
+    parts,
+    words,
+    pages,
+    first_keys,
+    text_ends,
+    num_keys,
+    node_positions,
+    limits,
+    positions,
+    temperatures,
+    uniforms,
+    first_chains,
+    num_chains,
+    leaders,
+    logits,
+    laws,
+    tokens,
+):
+    """Draw all levels: fill `laws` [N, V] and `tokens` [L, C].
+
+    ends: [L, 4] where each level's rows, sequences, parts and laws end among those of all passes; wanted: rows of the
+    first pass whose logits are wanted, in the later ones all are. uniforms, leaders: [L, C].
+    """
+    first_row, first_sequence, first_part, first_law = 0, 0, 0, 0
+    for level in range(len(ends)):
+        end_row, end_sequence, end_part, end_law = ends[level, 0], ends[level, 1], ends[level, 2], ends[level, 3]
+        entering = known_tokens[first_row:end_row]
+        chosen = wanted
+        if level > 0:
+            chosen = np.arange(end_row - first_row)
+            for number in range(end_row - first_row):
+                entering[number] = tokens[level - 1, first_chains[first_law + number]]
+        table[numba_table.BEHIND, 0] = behind
+        put2(table, _LAWS, laws[first_law:end_law])
+        put1(table, _TEMPERATURES, temperatures[first_law:end_law])
+        put1(table, _UNIFORMS, uniforms[level])
+        put1(table, _FIRST_CHAINS, first_chains[first_law:end_law])
+        put1(table, _NUM_CHAINS, num_chains[first_law:end_law])
+        put1(table, _LEADERS, leaders[level])
+        put1(table, _TOKENS, tokens[level])
+        numba_decoder.run(
+            shared,
+            function,
+            table,
+            entering,
+            slots[first_row:end_row],
+            chosen,
+            parts[first_part:end_part],
+            words[first_row:end_row],
+            pages[first_sequence:end_sequence],
+            first_keys[first_sequence:end_sequence],
+            text_ends[first_sequence:end_sequence],
+            num_keys[first_sequence:end_sequence],
+            node_positions[first_sequence:end_sequence],
+            limits[first_row:end_row],
+            positions[first_row:end_row],
+            logits[: len(chosen)],
+        )
+        first_row, first_sequence, first_part, first_law = end_row, end_sequence, end_part, end_law
+    table[numba_table.BEHIND, 0] = 0

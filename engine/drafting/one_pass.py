@@ -1,0 +1,128 @@
+"""Drafts with a head that computes all depths in one pass, from which any number of chains is drawn.
+
+The pass depends on the text alone. What a chain's next token depends on besides is the sampler's
+(`models/heads/slots.py`): nothing, or the tokens before it in this chain. So chains are independent given the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import Ints, Nodes, SequenceInput
+from engine.drafting.head import HeadDrafter, parents
+from engine.drafting.model import first_key
+from engine.drafting.reading import readings, states_before
+from engine.kernels.transfer import to_device
+from engine.models.heads.slots import SlotSampler
+from engine.models.runner import ModelRunner
+from engine.plan import Plan, Row
+
+
+class OnePassDrafter(HeadDrafter):
+    """Gives the logits of a head that drafts in one pass."""
+
+    _slots: SlotSampler
+
+    @torch.inference_mode()
+    def begin(self, plan: Plan) -> Tensor:
+        """Read what is missing of the texts that draft, and run the pass; [N, V] logits below the roots."""
+        self._rows = [row for row in plan.rows if row.fanout]
+        if not self._rows:
+            return self._nothing()
+        lengths = [row.draft_length for row in self._rows]
+        self._slots = self.runner.head.slots(self._pass(self._rows), lengths, self.runner.vocab_size)
+        roots = np.array([row.input_ids[-1] for row in self._rows])
+        return self._slots.below(self._of_depth(0), to_device(roots, self.runner.device), None)
+
+    @torch.inference_mode()
+    def below(self, depth: int, token_N: Tensor) -> Tensor:
+        """[N, V] logits below the nodes of a depth."""
+        parent_N = to_device(parents(self._rows, depth), self.runner.device)
+        return self._slots.below(self._of_depth(depth), token_N, parent_N)
+
+    def _of_depth(self, depth: int) -> Tensor:
+        """[N] the slot of each node of a depth: the slots of a row follow each other."""
+        slots: list[Ints] = []
+        start = 0
+        for row in self._rows:
+            if row.draft_length > depth:
+                slots.append(np.full(row.widths[depth - 1] if depth else 1, start + depth))
+            start += row.draft_length
+        return to_device(np.concatenate(slots), self.runner.device)
+
+    def _pass(self, rows: Sequence[Row]) -> Tensor:
+        """[T, H] states that `slots` takes, behind texts that have been read."""
+        raise NotImplementedError
+
+
+class MaskDrafter(OnePassDrafter):
+    """Gives a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
+
+    def _pass(self, rows: Sequence[Row]) -> Tensor:
+        *earlier, last = readings(rows, ends_wanted=True)
+        mask = self.runner.head.config.mask_token_id
+        with_masks = [
+            replace(part, nodes=block_nodes((mask,) * (row.draft_length - 1), is_causal=True))
+            for part, row in zip(last, rows, strict=True)
+        ]
+        passes = self.runner.prepare([*earlier, with_masks])
+        for one in passes[:-1]:
+            self._read(one)
+        head, batch = self.runner.head, passes[-1].batch
+        taps_TX = head.mask_hidden[0].repeat(len(batch.token_ids_T), 1)
+        is_text_T = np.concatenate(
+            [np.arange(len(p.input_ids) + len(p.nodes.depths)) < len(p.input_ids) for p in with_masks]
+        )
+        taps_TX[to_device(np.flatnonzero(is_text_T), self.runner.device)] = states_before(with_masks, self._target)
+        return self.runner.states(passes[-1], head.project(taps_TX))
+
+
+class BlockDrafter(OnePassDrafter):
+    """Gives the logits of a head of the DFlash types: blocks lie behind the texts, and leave nothing there."""
+
+    def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
+        super().__init__(runner, target)
+        self._spare_block = target.storage.keys.shape[1] // target.block_size
+        """First of the blocks that only the head's storage has, for blocks that reach beyond a row's."""
+
+    def _pass(self, rows: Sequence[Row]) -> Tensor:
+        reading, block = readings(rows, ends_wanted=False), self.runner.head.block_config
+        kinds = sorted(set(block.is_causal))
+        passes = self.runner.prepare([*reading, *(self._blocks(rows, is_causal) for is_causal in kinds)])
+        for one in passes[: len(reading)]:
+            self._read(one)
+        blocks = dict(zip(kinds, passes[len(reading) :], strict=True))
+        return self.runner.block(blocks[kinds[0]], {kind: one.metadata for kind, one in blocks.items()})
+
+    def _blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
+        head = self.runner.head
+        masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
+        return [
+            SequenceInput(
+                (),
+                row.end,
+                self._block_ids(row, number),
+                block_nodes((row.input_ids[-1], *masks), is_causal),
+                slice(None),
+                max(1, first_key(row)),
+            )
+            for number, row in enumerate(rows)
+        ]
+
+    def _block_ids(self, row: Row, number: int) -> tuple[int, ...]:
+        """The row's blocks, and spare ones for as much of its block as they do not hold."""
+        size, block_size = self.runner.head.block_config.size, self.runner.block_size
+        missing = -(-(row.end + size) // block_size) - len(row.block_ids)
+        first = self._spare_block + number * -(-size // block_size)
+        return (*row.block_ids, *range(first, first + max(0, missing)))
+
+
+def block_nodes(tokens: tuple[int, ...], is_causal: bool) -> Nodes:
+    """Rows behind a text at the positions that follow it, which see each other."""
+    seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
+    return Nodes(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

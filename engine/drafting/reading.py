@@ -1,0 +1,76 @@
+"""The passes in which a head reads texts: the target's states of a token, and the token after it.
+
+The row of the token at index i reads the states at i - 1, so that the first token of a text has none, and lies in the
+slot of its index. A head reads in passes of bounded size, however far it is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from engine.attention.inputs import NO_NODES, Ints, SequenceInput
+from engine.drafting.model import first_key
+from engine.kernels.transfer import to_device
+from engine.models.runner import ModelRunner
+from engine.plan import Row
+
+MOST_ROWS = 2048
+"""Rows of a pass."""
+
+
+def readings(rows: Sequence[Row], ends_wanted: bool, most_rows: int = MOST_ROWS) -> list[list[SequenceInput]]:
+    """The passes that read the rows' `draft_input_ids`, in the order in which they run.
+
+    ends_wanted: whether the last tokens of all rows are in the last pass, and wanted there.
+    """
+    parts = []
+    for row in rows:
+        has_states = max(1, row.draft_first_index)
+        tokens = row.draft_input_ids[has_states - row.draft_first_index :]
+        if tokens:
+            parts.append((row, has_states, tokens))
+    if sum(len(tokens) for _, _, tokens in parts) <= most_rows:
+        return [[_part(*part, ends_wanted) for part in parts]] if parts else []
+    if not ends_wanted:
+        return list(_cut(parts, most_rows))
+    earlier = _cut([(row, first, tokens[:-1]) for row, first, tokens in parts], most_rows)
+    ends = [_part(row, first + len(tokens) - 1, tokens[-1:], True) for row, first, tokens in parts]
+    return [*earlier, ends]
+
+
+def _cut(parts: Sequence[tuple[Row, int, tuple[int, ...]]], most_rows: int) -> Iterator[list[SequenceInput]]:
+    """Passes of at most so many rows, in order: a text that shares blocks comes after the one that computes them."""
+    made: list[SequenceInput] = []
+    room = most_rows
+    for row, first, tokens in parts:
+        done = 0
+        while done < len(tokens):
+            piece = tokens[done : done + room]
+            made.append(_part(row, first + done, piece, False))
+            done, room = done + len(piece), room - len(piece)
+            if not room:
+                yield made
+                made, room = [], most_rows
+    if made:
+        yield made
+
+
+def _part(row: Row, first: int, tokens: tuple[int, ...], end_wanted: bool) -> SequenceInput:
+    wanted = slice(len(tokens) - 1, None) if end_wanted else slice(0, 0)
+    return SequenceInput(tokens, first, row.block_ids, NO_NODES, wanted, max(1, first_key(row)))
+
+
+def states_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor:
+    """[T, taps * D] the target's states before each input token of a pass."""
+    slots_T = np.concatenate([_slots_before(part, target.block_size) for part in parts])
+    assert target.storage.hidden is not None
+    return target.storage.hidden[to_device(slots_T, target.device)]
+
+
+def _slots_before(part: SequenceInput, block_size: int) -> Ints:
+    index_T = np.arange(part.first_index - 1, part.first_index - 1 + len(part.input_ids))
+    slots_T: Ints = np.array(part.block_ids)[index_T // block_size] * block_size + index_T % block_size
+    return slots_T

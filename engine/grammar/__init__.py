@@ -1,0 +1,1 @@
+"""Masks of grammars, computed in a process of each request."""

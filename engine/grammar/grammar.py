@@ -1,0 +1,275 @@
+"""Grammars: which tokens may follow an answer and a path of drafted tokens below it.
+
+A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). Each is followed in a
+process of its own (`grammar_process.py`), with limits of time and memory: where one needs more, or crashes, its request
+alone ends with an error. All grammars of a step compute at the same time.
+Not for: making grammars of what a client asked (`server/text/structured.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import GrammarConfig
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
+from engine.grammar.grammar_process import (
+    KILL,
+    START,
+    Ask,
+    Begun,
+    Ended,
+    FromChild,
+    GaveUp,
+    Masks,
+    Ready,
+    Start,
+    Vocabulary,
+    encode,
+    from_child,
+)
+from engine.request import GRAMMAR
+
+Bools = npt.NDArray[np.bool_]
+
+_LONGEST_MESSAGE = 1 << 20
+# A process that does not run is not at fault; but nobody waits for ever.
+_PATIENCE_S = 30.0
+_LEAST_WAIT_S = 0.001
+
+
+class GrammarFailed(RequestError):
+    """A grammar that cannot be followed, or not any further."""
+
+    def __init__(self, reason: str, code: str | None = None) -> None:
+        """code: None if the grammar is the cause."""
+        super().__init__(f"the grammar cannot be used: {reason}", GRAMMAR, code)
+
+
+class GrammarState:
+    """Where a request's answer is in its grammar."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        grammar: str,
+        vocab_size: int,
+        limits: GrammarConfig,
+        kill: Callable[[int], None],
+    ) -> None:
+        """connection: to the process that follows it; kill: ends that process, by its number."""
+        self.failure: RequestError | None = None
+        """Why the answer cannot go on."""
+        self._connection = connection
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._kill = kill
+        self._process_id = 0
+        self._num_told = -1
+        self._dead_ends: set[tuple[int, ...]] = set()
+        """Paths below the answer after which nothing may follow."""
+        self._is_ready = False
+        self._begin_clock()
+        self._send(Start(grammar))
+
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        """Note what a step has emitted after the paths that were asked about; a token after a dead end is none of the
+        grammar's, so the answer fails."""
+        if self.failure is None and any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
+            self.failure = RequestError(
+                "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
+                GRAMMAR,
+                DEAD_END,
+            )
+
+    def is_ready(self) -> bool:
+        """Whether masks can be asked for; does not wait. Raises GrammarFailed."""
+        while not self._is_ready and self.failure is None and self._connection.poll():
+            self._receive()
+        if not self._is_ready and self.failure is None:
+            self._check_time(self._limits.start_timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        return self._is_ready
+
+    def seconds_read(self) -> float:
+        """CPU time that reading the grammar has taken; 0 before its process runs."""
+        return self._computed_s() if self._process_id else 0.0
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
+        """Ask which tokens may follow each path below an answer: [V], None where a path has ended before.
+
+        answer: the request's tokens so far; it only grows from step to step. The result waits for the masks: ask all
+        grammars first. Where the grammar fails, anything may follow, and `failure` says so.
+        """
+        if len(answer) != self._num_told:
+            self._dead_ends.clear()
+        more = list(answer[max(0, self._num_told) :])
+        if len(answer) != self._num_told or not answer:
+            self._begin_clock()  # a step asks several times about one answer; many steps, about none after thoughts
+        self._num_told = len(answer)
+        if self.failure is None:
+            self._send(Ask(more, [list(path) for path in paths]))
+        return lambda: self._take(paths)
+
+    def _take(self, paths: Sequence[Sequence[int]]) -> list[Bools | None]:
+        limit_s = self._limits.mask_timeout_s
+        while self.failure is None:
+            if not self._connection.poll(max(_LEAST_WAIT_S, limit_s - self._computed_s())):
+                self._check_time(limit_s)
+                continue
+            message = self._receive()
+            if isinstance(message, Masks):
+                self._check_time(limit_s)
+                masks = [None if mask is None else self._unpacked(mask) for mask in message.masks]
+                for path, mask in zip(paths, masks, strict=True):
+                    if mask is not None and not mask.any():
+                        self._dead_ends.add(tuple(path))
+                return masks
+        return [None] * len(paths)
+
+    def _unpacked(self, mask: bytes) -> Bools:
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+
+    def _send(self, message: Start | Ask) -> None:
+        # The end of its process is found where its answer is read.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(encode(message))
+
+    def _receive(self) -> FromChild | None:
+        try:
+            message = from_child.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._fail("the process that follows it has ended, or cannot start; try again", GRAMMAR_UNAVAILABLE)
+            return None
+        if isinstance(message, Begun):
+            self._process_id = message.process_id
+            self._begin_clock()
+        elif isinstance(message, Ready):
+            self._is_ready = True
+        elif isinstance(message, GaveUp):
+            self._fail(message.reason, message.code)
+        elif isinstance(message, Ended) and message.exit_code == -signal.SIGKILL:
+            # The engine kills only those that it does not ask any more.
+            self._fail(
+                "its process has ended: the system killed it, most often for want of memory; try again",
+                GRAMMAR_UNAVAILABLE,
+            )
+        elif isinstance(message, Ended) and message.exit_code == -signal.SIGXCPU:
+            self._fail_for_time(self._limits.start_timeout_s)
+        elif isinstance(message, Ended):
+            self._fail("its process has ended: it needs more memory than allowed, or crashes; make it simpler")
+        return message
+
+    def _begin_clock(self) -> None:
+        self._asked_s, self._asked_cpu_s = time.monotonic(), self._cpu_s()
+
+    def _computed_s(self) -> float:
+        """CPU time since the clock began."""
+        return self._cpu_s() - self._asked_cpu_s
+
+    def _check_time(self, limit_s: float) -> None:
+        """Fail if the process has computed for longer than this since it was asked."""
+        waited_s = time.monotonic() - self._asked_s
+        if not self._process_id:
+            if waited_s >= _PATIENCE_S:
+                self._fail("the process that follows grammars does not answer; try again", GRAMMAR_UNAVAILABLE)
+        elif self._computed_s() >= limit_s:
+            self._fail_for_time(limit_s)
+        elif waited_s >= limit_s + _PATIENCE_S:
+            self._fail("the machine is too busy to follow it; try again", GRAMMAR_UNAVAILABLE)
+
+    def _fail_for_time(self, limit_s: float) -> None:
+        self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
+
+    def _cpu_s(self) -> float:
+        """CPU time of the process, as clock_getcpuclockid(3) finds it; 0 while its number is not known."""
+        if not self._process_id:
+            return 0.0
+        try:
+            return time.clock_gettime((~self._process_id << 3) | 2)
+        except OSError:
+            return 0.0  # it has ended, which its connection tells
+
+    def _fail(self, reason: str, code: str | None = None) -> None:
+        self.failure = self.failure or GrammarFailed(reason, code)
+
+    def end(self) -> None:
+        """Nothing is asked any more: end the process, whatever it does."""
+        if self._process_id:
+            self._kill(self._process_id)
+        self._connection.close()
+
+
+class Grammars:
+    """Starts grammars over one model's vocabulary."""
+
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        revision: str | None = None,
+        limits: GrammarConfig | None = None,
+    ) -> None:
+        """tokenizer: a folder with tokenizer.json, or a hub name; read when the first grammar is started.
+
+        revision: of the hub's repository.
+        """
+        self._limits = limits or GrammarConfig()
+        self._vocabulary = Vocabulary(
+            tokenizer,
+            revision,
+            vocab_size,
+            list(eos_token_ids),
+            self._limits.memory_bytes,
+            self._limits.start_timeout_s,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self, grammar: str) -> GrammarState:
+        """A state at the beginning of an answer; `is_ready` tells when it can be asked, or what is wrong with it."""
+        control = self._running()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [START], [theirs.fileno()])
+        # The child reads the grammar once it is forked; the engine does not wait for that.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
+        size = self._vocabulary.vocab_size
+        return GrammarState(Connection(ours.detach()), grammar, size, self._limits, self._kill)
+
+    def _kill(self, process_id: int) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(KILL + process_id.to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
+        self._control = self._process = None
+
+    def _running(self) -> socket.socket:
+        """The socket of the process that starts the others; it is started where there is none."""
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", "-m", "engine.grammar.grammar_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        ours.send(encode(self._vocabulary))
+        self._control = ours
+        return ours

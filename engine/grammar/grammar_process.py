@@ -1,0 +1,315 @@
+"""The process that follows grammars, one child for each: `python -m engine.grammar.grammar_process FD`.
+
+Grammars come from strangers, and the native library that follows them (llguidance) may take for ever, take all memory
+or crash. So this process reads the model's vocabulary once and forks a child for every grammar, which is cheap because
+memory is shared until it is written. The child has a limit of memory, follows one answer, and can be killed at any
+time.
+No torch here, and one thread: a fork copies only the thread that asks for it.
+
+The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a pair of sockets. It
+ends a child through this process, its parent, so that a process number is never one that was given away again. The
+socket keeps messages apart (SOCK_SEQPACKET). This process keeps each child's own end open and reports there how the
+child has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.errors import GRAMMAR_UNAVAILABLE
+from engine.models.files import model_file
+
+START, KILL = b"s", b"k"
+_LONGEST_MESSAGE = 1 << 16
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+# How llguidance's message begins if no token may follow.
+_DEAD_END = "NoExtensionBias"
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """To the process: what its children know, and may use."""
+
+    tokenizer: str
+    """Folder with tokenizer.json, or a hub name."""
+    revision: str | None
+    """Of the hub's repository."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    memory_bytes: int
+    """What a child may take beside what it shares."""
+    start_timeout_s: float
+    """CPU time after which a child that still reads its grammar ends, also where nobody asks any more."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To a child: the grammar it follows."""
+
+    grammar: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """To a child: which tokens may follow the answer, and each path below it?"""
+
+    answer: list[int]
+    """Tokens of the answer since the last question."""
+    paths: list[list[int]]
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """From a child, when it begins: its number."""
+
+    process_id: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From a child: the grammar can be followed."""
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """From a child: a bit for each token, for each path; None below a path that has ended before.
+
+    No bit is set after a path that the grammar allows, and after which it allows nothing."""
+
+    masks: list[bytes | None]
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag=True):
+    """From a child: the grammar cannot be followed (any further), and why. code: None if the grammar is the cause."""
+
+    reason: str
+    code: str | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """From the process, at a child's socket: the child has ended, with an exit code or minus the signal's number."""
+
+    exit_code: int
+
+
+FromChild = Begun | Ready | Masks | GaveUp | Ended
+to_child: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask)
+from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Follower:
+    """Where an answer is in its grammar.
+
+    A copy of the matcher (1 us) goes down every drafted path. Copies, because llguidance 1.9 does not always come back
+    to where it was: after some rollbacks the next mask is another.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._ends = frozenset(tokenizer.eos_tokens)
+        only_ends = bytearray(-(-tokenizer.vocab_size // 8))
+        for token in self._ends:
+            only_ends[token // 8] |= 1 << token % 8
+        self._has_begun = False
+        self._only_ends = bytes(only_ends)
+        self._all_but_ends = bytes(~byte & 0xFF for byte in only_ends)
+        if not self._matcher.is_error():
+            self._matcher.compute_bitmask()
+
+    @property
+    def fault(self) -> str:
+        """Why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
+        if _is_dead_end(self._matcher):
+            return "" if self._has_begun else "it allows no answer at all"
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """What may follow the answer, which has these more tokens, and each path below it."""
+        self._has_begun = True
+        self._matcher.consume_tokens(list(answer))
+        return [self._mask(path) for path in paths]
+
+    def _mask(self, path: Sequence[int]) -> bytes | None:
+        if not self._ends.isdisjoint(path):
+            return None
+        matcher = self._matcher.deep_copy() if path else self._matcher
+        if path and not matcher.consume_tokens(list(path)):
+            return self._beyond(path)
+        mask = bytes(matcher.compute_bitmask())
+        if _is_dead_end(matcher):
+            return bytes(len(mask))
+        # A limit of the library: an answer that goes there fails when it is told, and must not end before.
+        return self._all_but_ends if path and matcher.is_error() else mask
+
+    def _beyond(self, path: Sequence[int]) -> bytes:
+        """The mask below a path that cannot be followed: no answer goes there if the grammar has no such path; where a
+        limit of the library ends it, an answer may."""
+        matcher = self._matcher.deep_copy()
+        for token in path:
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                break
+            if not mask[token // 8] >> token % 8 & 1:
+                return self._only_ends
+            if not matcher.consume_tokens([token]):
+                break
+        return self._all_but_ends
+
+
+def _is_dead_end(matcher: LLMatcher) -> bool:
+    return matcher.is_error() and matcher.get_error().startswith(_DEAD_END)
+
+
+def _first_line(text: str) -> str:
+    return (text.strip() or "unknown error").splitlines()[0][:400]
+
+
+def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
+    """The tokens that masks speak of; raises whatever llguidance raises."""
+    file = model_file(vocabulary.tokenizer, "tokenizer.json", vocabulary.revision)
+    if file is None:
+        raise FileNotFoundError("there is none")
+    size = max(vocabulary.vocab_size, LLTokenizer(str(file)).vocab_size)
+    return LLTokenizer(str(file), n_vocab=size, eos_token=vocabulary.eos_token_ids or None)
+
+
+def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
+    """Follow one grammar until nobody asks any more."""
+    follower: Follower | None = None
+    while True:
+        try:
+            message = to_child.decode(connection.recv_bytes())
+        except EOFError:
+            return
+        masks: list[bytes | None] = []
+        if isinstance(message, Start):
+            follower = Follower(tokenizer, message.grammar)
+            _limit_time(None)
+        else:
+            assert follower is not None, "a question before the grammar"
+            masks = follower.masks(message.answer, message.paths)
+        if follower.fault:
+            connection.send_bytes(encode(GaveUp(follower.fault)))
+        else:
+            connection.send_bytes(encode(Ready() if isinstance(message, Start) else Masks(masks)))
+
+
+def _go_first() -> None:
+    """Let this process be ended before the engine where memory runs out, and with the process that forked it."""
+    with contextlib.suppress(OSError, AttributeError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Let this process take so much more than it has."""
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, taken + more_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_time(seconds: float | None) -> None:
+    """Let this process compute for so long from its beginning; None is without a limit."""
+    soft = resource.RLIM_INFINITY if seconds is None else math.ceil(seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, vocabulary: Vocabulary) -> None:
+    """All of a child's life; never returns."""
+    status = 1
+    try:
+        control.close()
+        connection = Connection(number)
+        connection.send_bytes(encode(Begun(os.getpid())))
+        if isinstance(tokenizer, str):
+            connection.send_bytes(encode(GaveUp(tokenizer, GRAMMAR_UNAVAILABLE)))
+        else:
+            # Steps go before grammars that are being read; while a step waits for masks its core is free.
+            os.nice(_NICENESS)
+            _go_first()
+            _limit_memory(vocabulary.memory_bytes)
+            _limit_time(vocabulary.start_timeout_s)
+            # What the library prints when it panics may quote the client's grammar.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            follow(connection, tokenizer)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork a child for every grammar until the engine is gone; then end those that are left."""
+    vocabulary = msgspec.msgpack.decode(control.recv(_LONGEST_MESSAGE), type=Vocabulary)
+    tokenizer: LLTokenizer | str
+    try:
+        tokenizer = read_vocabulary(vocabulary)
+    except BaseException as error:  # llguidance raises many kinds, panics among them
+        tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
+    children: dict[int, int] = {}
+    """Each child's end of its pair of sockets, by its process."""
+    woken, wake = socket.socketpair()
+    for one in (woken, wake):
+        one.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready = select.select([control, woken], [], [])[0]
+        if woken in ready:
+            woken.recv(_LONGEST_MESSAGE)
+            _report_ended(children)
+        if control not in ready:
+            continue
+        data, received = socket.recv_fds(control, 9, 1)[:2]
+        if not data:
+            break
+        if data[:1] == KILL:
+            process_id = int.from_bytes(data[1:], "little")
+            if process_id in children:
+                os.kill(process_id, signal.SIGKILL)
+            continue
+        try:
+            process_id = os.fork()
+        except OSError:  # no room for one more: the engine finds its socket closed
+            os.close(received[0])
+            continue
+        if not process_id:
+            for number in children.values():
+                os.close(number)
+            _run_child(received[0], control, tokenizer, vocabulary)
+        children[process_id] = received[0]
+    for process_id in children:
+        os.kill(process_id, signal.SIGKILL)
+
+
+def _report_ended(children: dict[int, int]) -> None:
+    """Tell the engine of the children that have ended, and forget them."""
+    while children:
+        process_id, status = os.waitpid(-1, os.WNOHANG)
+        if not process_id:
+            return
+        number = children.pop(process_id)
+        os.set_blocking(number, False)  # the engine may have left it, full
+        with contextlib.suppress(OSError), Connection(number) as connection:
+            connection.send_bytes(encode(Ended(os.waitstatus_to_exitcode(status))))
+
+
+def main() -> None:
+    """Serve the engine at the other end of the given socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        serve(control)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Thoughts at the beginning of an answer: how long they may be, and a grammar that holds only after them.
+
+Both are masks of single nodes: which tokens may follow depends on the answer and the drafted path alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import EngineFacts
+from engine.errors import RequestError
+from engine.grammar.following import FollowedGrammar
+from engine.request import Thinking
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Thoughts:
+    """The thoughts of one answer, and where paths below it are in them."""
+
+    def __init__(self, thinking: Thinking, answer: Sequence[int]) -> None:
+        self._thinking = thinking
+        self._answer = tuple(answer)
+        self._end = self._end_in(self._answer)
+
+    def _end_in(self, tokens: tuple[int, ...]) -> int | None:
+        """Return the index after the token that closes the thoughts, 0 if there are none, None if they go on or have
+        not begun yet."""
+        thinking = self._thinking
+        if not thinking.is_begun and tokens[:1] not in ((), (thinking.opens,)):
+            return 0
+        return tokens.index(thinking.closes) + 1 if thinking.closes in tokens else None
+
+    def end(self, path: Sequence[int] = ()) -> int | None:
+        """The index in answer and path at which what follows the thoughts begins; None before it."""
+        if self._end is not None:
+            return self._end
+        if not self._answer:
+            return self._end_in(tuple(path))
+        closes = self._thinking.closes
+        return len(self._answer) + path.index(closes) + 1 if closes in path else None
+
+
+class FollowedThoughts:
+    """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
+
+    def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: FollowedGrammar | None = None) -> None:
+        """The thoughts of a request, and what it follows after them."""
+        self._thinking = thinking
+        self._grammar = grammar
+        self._only_close = np.zeros(facts.vocab_size, dtype=bool)
+        self._only_close[thinking.closes] = True
+        self._any: Bools | None = None
+        if not thinking.may_end:
+            self._any = np.ones(facts.vocab_size, dtype=bool)
+            self._any[[token for token in facts.eos_token_ids if token < facts.vocab_size]] = False
+        self._thoughts = Thoughts(thinking, ())
+        self._num_told = 0
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the grammar cannot be followed any further."""
+        return None if self._grammar is None else self._grammar.failure
+
+    def is_ready(self) -> bool:
+        """Whether masks can be asked for."""
+        return self._grammar is None or self._grammar.is_ready()
+
+    def seconds_read(self) -> float:
+        """CPU time that reading the grammar has taken so far."""
+        return 0.0 if self._grammar is None else self._grammar.seconds_read()
+
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        """Note what a step has emitted; of it the grammar sees what comes after the thoughts."""
+        end = self._thoughts.end(emitted)
+        if self._grammar is not None and end is not None:
+            self._grammar.check_answer(emitted[max(0, end - self._num_told) :])
+
+    def end(self) -> None:
+        """Stop following the grammar."""
+        if self._grammar is not None:
+            self._grammar.end()
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
+        """Ask which tokens may follow an answer and each path below it, as `plan.Grammar` has it."""
+        self._thoughts, self._num_told = thoughts, told = Thoughts(self._thinking, answer), len(answer)
+        ends = [thoughts.end(path) for path in paths]
+        # Thoughts that have not begun need not begin: the grammar may begin instead.
+        begins = [not (self._thinking.is_begun or answer or path) for path in paths]
+        masks = [self._inside(told + len(path)) if end is None else None for end, path in zip(ends, paths, strict=True)]
+        if self._grammar is None:
+            return lambda: masks
+        asked = [n for n, end in enumerate(ends) if end is not None or begins[n]]
+        over = thoughts.end()
+        rests = [paths[n][max(0, (ends[n] or 0) - told) :] for n in asked]
+        wait = self._grammar.masks(() if over is None else answer[over:], rests)
+
+        def found() -> list[Bools | None]:
+            for n, mask in zip(asked, wait(), strict=True):
+                if mask is not None and begins[n]:
+                    mask = mask.copy()
+                    mask[self._thinking.opens] = True
+                masks[n] = mask
+            return masks
+
+        return found
+
+    def _inside(self, num_tokens: int) -> Bools | None:
+        """Return the mask after this many tokens of an answer, where the thoughts go on or have not begun."""
+        thinking = self._thinking
+        length = num_tokens - (not thinking.is_begun)
+        is_over = thinking.budget is not None and length >= thinking.budget
+        return self._only_close if is_over else self._any

@@ -1,0 +1,1 @@
+"""Models: files, loading, and the backends that run their passes."""

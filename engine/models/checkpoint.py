@@ -1,0 +1,184 @@
+"""Facts that several files of a checkpoint state: which tokens end an answer, and the context length.
+
+Transformers takes the end tokens from generation_config.json alone, chat templates use the tokenizer's, and many
+fine-tunes change only one of the files. So the ends of all files count, and differences are reported. Not for: weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from engine.errors import ConfigError, first_line
+from engine.models.files import file_fault, model_file, read_object
+
+_CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+_TOKENIZER_FILES = (_TOKENIZER, "special_tokens_map.json")
+_UNLIMITED = 10**9
+"""Lengths above it mean that the tokenizer knows of none."""
+
+
+class Source(NamedTuple):
+    """Place of a model's files: a folder, or a hub name with a revision."""
+
+    name: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRoles:
+    """Tokens with a role, decided from all files. Nothing is padded here, so padding tokens have no part in it."""
+
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+    remarks: tuple[str, ...]
+    """Differences between the files, for the log."""
+    faults: tuple[str, ...]
+    """Statements that cannot be used, and what that means for answers."""
+
+
+def token_roles(model: Source, tokenizer: Source, vocab_size: int, default_ends: object = None) -> TokenRoles:
+    """Decide which tokens end an answer.
+
+    The ends of config.json, generation_config.json and the tokenizer are united, except that
+    - a token outside the vocabulary, or that is no token at all, is left out;
+    - an end in config.json that is ordinary text of the tokenizer is left out if generation_config.json names others:
+      it is the default of an architecture, which a fine-tune with another vocabulary has left behind;
+    - the tokenizer's end is left out if it is its begin token and other files name ends: models begin messages with it.
+
+    default_ends: the architecture's own, which count if config.json leaves its ends out and nothing else names any.
+    """
+    files = _Files(model, tokenizer, vocab_size)
+    named = {file: files.ids(file, "eos") for file in (_CONFIG, _GENERATION, *_TOKENIZER_FILES)}
+    for token in sorted(named[_CONFIG] - named[_GENERATION]) if named[_GENERATION] else ():
+        if files.is_text(token):
+            named[_CONFIG] -= {token}
+            of_text = f"{files.shown(token)} as an end, which is text of the tokenizer"
+            files.faults.append(f"{model.name}: {_CONFIG} names {of_text}; it does not end answers")
+    of_model = named[_CONFIG] | named[_GENERATION]
+    for file in _TOKENIZER_FILES if of_model else ():
+        if both := (named[file] & files.ids(file, "bos")) - of_model:
+            named[file] -= both
+            files.faults.append(f"{tokenizer.name}: {file} ends texts with its begin token; it does not end answers")
+    ends = frozenset[int]().union(*named.values())
+    if not ends and "eos_token_id" not in files.stored[_CONFIG]:
+        ends = frozenset(token for token in files.usable(_CONFIG, default_ends) if not files.is_text(token))
+    remarks = []
+    begins = {file: files.ids(file, "bos") for file in named}
+    if len({of_file for of_file in begins.values() if of_file}) > 1:
+        tokens = sorted(frozenset[int]().union(*begins.values()))
+        told = ", ".join(_told(files, begins, token) for token in tokens)
+        remarks.append(f"files name different begin tokens: {told}; prompts begin as tokenizer.json has it")
+    if len({of_file for of_file in named.values() if of_file}) > 1:
+        remarks.append(f"answers end with {', '.join(_told(files, named, token) for token in sorted(ends))}")
+    if not ends:
+        files.faults.append(
+            f"{model.name}: no file names an end token, so answers end at max_tokens or a stop only and structured "
+            f'output is refused; add "eos_token_id" to {_GENERATION}'
+        )
+    return TokenRoles(ends=ends, remarks=tuple(remarks), faults=tuple(dict.fromkeys(files.faults)))
+
+
+def _told(files: _Files, named: dict[str, frozenset[int]], token: int) -> str:
+    return f"{files.shown(token)} ({', '.join(file for file, of_file in named.items() if token in of_file)})"
+
+
+class _Files:
+    """The files of a checkpoint that name tokens."""
+
+    def __init__(self, model: Source, tokenizer: Source, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._sources = {_CONFIG: model, _GENERATION: model, **dict.fromkeys(_TOKENIZER_FILES, tokenizer)}
+        self.stored = {file: _stored(source, file) for file, source in self._sources.items()}
+        self.faults: list[str] = []
+        self._words = read_tokenizer(tokenizer)
+        self._added = frozenset() if self._words is None else frozenset(self._words.get_added_tokens_decoder())
+
+    def ids(self, file: str, role: str) -> frozenset[int]:
+        """The usable tokens that a file names for a role: `eos`, `bos` or `pad`."""
+        value = self.stored[file].get(f"{role}_token_id")
+        if file in _TOKENIZER_FILES:
+            word = self.stored[file].get(f"{role}_token")
+            value = word.get("content") if isinstance(word, dict) else word
+        return self.usable(file, value)
+
+    def usable(self, file: str, value: object) -> frozenset[int]:
+        """The tokens of a stated value: an id or a token's text, or several of them."""
+        found = set()
+        for one in value if isinstance(value, list) else [] if value in (None, "") else [value]:
+            token = self._token(one)
+            # In a config a text such as "2" means an id, if anything; only special tokens are named by their text.
+            if token is None or (isinstance(one, str) and file not in _TOKENIZER_FILES and self.is_text(token)):
+                name = self._sources[file].name
+                self.faults.append(f"{name}: {file} names {one!r}, which is no token of the model; it is left out")
+            else:
+                found.add(token)
+        return frozenset(found)
+
+    def _token(self, value: object) -> int | None:
+        if isinstance(value, str):
+            token = None if self._words is None else self._words.token_to_id(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
+            token = int(value)
+        else:
+            token = None
+        return token if token is not None and 0 <= token < self._vocab_size else None
+
+    def is_text(self, token: int) -> bool:
+        """Whether a token is ordinary text of the tokenizer; False for added and for unknown tokens."""
+        return self._words is not None and token not in self._added and self._words.id_to_token(token) is not None
+
+    def shown(self, token: int) -> str:
+        """A token for the log."""
+        word = None if self._words is None else self._words.id_to_token(token)
+        return str(token) if word is None else f"{token} {word!r}"
+
+
+def context_length(config: Any) -> int:
+    """Positions that a model reaches; config: transformers' of the model.
+
+    Positions scaled by YaRN reach their original length times the factor, also if max_position_embeddings is still the
+    original length.
+    """
+    length = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        return max(length, int(rope["original_max_position_embeddings"] * rope.get("factor", 1)))
+    return length
+
+
+def length_remark(config: Any, tokenizer: Source) -> str:
+    """The other lengths that a model's files name, for the log; "" if there are none.
+
+    A tokenizer's model_max_length is where it would cut texts, and limits nothing here.
+    """
+    length = context_length(config)
+    others = {f"{_CONFIG} (max_position_embeddings)": getattr(config, "max_position_embeddings", None)}
+    for_texts = _stored(tokenizer, _TOKENIZER).get("model_max_length")
+    if isinstance(for_texts, int | float) and 0 < for_texts < _UNLIMITED:
+        others[f"{_TOKENIZER} (model_max_length)"] = int(for_texts)
+    told = ", ".join(f"{name} {said}" for name, said in others.items() if said and said != length)
+    return f"the model reaches {length} positions; other lengths: {told}" if told else ""
+
+
+def read_tokenizer(source: Source) -> Tokenizer | None:
+    """A model's tokenizer.json, or None if it has none; raises ConfigError for one that cannot be used."""
+    path = model_file(source.name, "tokenizer.json", source.revision)
+    if path is None:
+        return None
+    if fault := file_fault(path):
+        raise ConfigError(f"{path}: {fault}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class of its own for it
+        raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
+
+
+def _stored(source: Source, file: str) -> dict[str, Any]:
+    """Return a file's statements; for a model of several parts, those of its text model if it has none itself."""
+    path = model_file(source.name, file, source.revision)
+    stored = {} if path is None else read_object(path)
+    inner = stored.get("text_config")
+    return {**inner, **stored} if isinstance(inner, dict) else stored

@@ -1,0 +1,374 @@
+"""A decoder of the Llama kind on a CPU: its weights in blocks, and a pass as one call (`numba_decoder.py`).
+
+Weights are kept as the checkpoint has them, and widened where they are used: the numbers are those of a float32 model,
+for half the memory traffic. Which models it takes is looked up in their modules; every start compares it with
+transformers (`probe.py`), and a model that it does not reproduce runs through transformers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from engine.attention.attention import AttentionMetadata
+from engine.attention.paged import PagedInput
+from engine.attention.tensors import NORMED, KVTensors
+from engine.models import numba_decoder as nd
+from engine.models import numba_table as nt
+from engine.models.kinds import window_of
+from engine.models.numba_product import BLOCK, GROUP, WIDENS_HALVES
+from engine.models.numba_work import ROW, TEAM
+
+Array = npt.NDArray[Any]
+
+_LINE = 64
+"""Bytes of a line of the cache."""
+_ROWS_TOGETHER = 16
+"""Most rows of a sequence that attend together."""
+_MANY_ROWS = 16
+"""From so many rows on a pass may be worth more cores."""
+_TUNING_S = 0.15
+"""Seconds of measurements for a number of rows, at least; of a large model one turn takes longer."""
+_RUNS_OF_TURN = 3
+_CORE_COST = 0.1
+_NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
+
+
+class _Product:
+    """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
+
+    def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
+        self._numbers = np.dtype(np.int8) if bits == 8 else _stored_as(dtype)
+        num_blocks = -(-num_columns // BLOCK)
+        self.weights = _aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
+        self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
+        self.scales = _NO_SCALES.repeat(num_layers, 0)
+        if bits == 8:
+            self.scales = _aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
+
+    def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
+        """Lay out the weight [N, K] of a layer, in every `step`-th block from `first` on."""
+        num_columns, depth = weight.shape
+        num_blocks = -(-num_columns // BLOCK)
+        padded = torch.zeros((num_blocks * BLOCK, self.weights.shape[2]), dtype=weight.dtype)
+        padded[:num_columns, :depth] = weight
+        blocks = padded.view(num_blocks, BLOCK, -1).transpose(1, 2)
+        places = slice(first, first + step * num_blocks, step)
+        if self._numbers == np.int8:
+            blocks, self.scales[layer, places] = _quantised(blocks.float())
+        self.weights[layer, places] = _bits(blocks, self._numbers)
+        if bias is not None:
+            of_blocks = self.bias[layer].reshape(-1, BLOCK)[places]
+            flat = np.zeros(of_blocks.size, dtype=np.float32)
+            flat[:num_columns] = bias.float().numpy()
+            self.bias[layer].reshape(-1, BLOCK)[places] = flat.reshape(of_blocks.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
+
+
+def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
+    """The type of numpy under which weights of this type are kept."""
+    stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
+    return np.dtype(stored.get(dtype, np.float32))
+
+
+def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
+    if stored == np.float32:
+        numbers = numbers.float()
+    elif stored != np.int8:
+        numbers = numbers.view({2: torch.int16}[stored.itemsize])
+    return numbers.numpy().view(stored)
+
+
+def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
+    """([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
+    num_blocks, depth, width = blocks.shape
+    num_groups = -(-depth // GROUP)
+    padded = torch.zeros((num_blocks, num_groups * GROUP, width))
+    padded[:, :depth] = blocks
+    groups = padded.view(num_blocks, num_groups, GROUP, width)
+    scales = groups.abs().amax(2) / 127
+    shares = groups / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
+    return shares.round().to(torch.int8).view(num_blocks, -1, width)[:, :depth], scales.numpy()
+
+
+def _dequantised(weight: Tensor) -> Tensor:
+    """The numbers that a weight [N, K] in 8 bits stands for."""
+    numbers, scales = _quantised(weight.t().unsqueeze(0))
+    of_numbers = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return (numbers.float() * of_numbers)[0].t()
+
+
+def _aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
+    """Memory that begins at a line of the cache, and has a line behind it."""
+    size = int(np.prod(shape)) * numbers.itemsize
+    piece = np.zeros(size + 2 * _LINE, dtype=np.uint8)
+    start = -piece.ctypes.data % _LINE
+    found: Array = piece[start : start + size].view(numbers).reshape(shape)
+    return found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of a decoder."""
+
+    num_layers: int
+    hidden_dim: int
+    inner_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def joined_dim(self) -> int:
+        """Columns of q, k and v together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class CpuDecoder:
+    """Runs the passes of one model."""
+
+    reads_pages = True
+
+    def __init__(self, model: Any, bits: int = 16, kv_dtype: torch.dtype = torch.float32) -> None:
+        """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
+
+        bits: 8 quantises them; else they are as the model has them.
+        """
+        self.kv_dtype = kv_dtype
+        self._bits = bits
+        self._model = model
+        config, layers = model.config, model.model.layers
+        attention = layers[0].self_attn
+        self._shape = _Shape(
+            num_layers=len(layers),
+            hidden_dim=int(config.hidden_size),
+            inner_dim=-(-int(config.intermediate_size) // BLOCK) * BLOCK,
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=int(config.num_key_value_heads),
+            head_dim=int(attention.head_dim),
+            vocab_size=int(model.lm_head.weight.shape[0]),
+        )
+        self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
+        self._arrays: dict[int, Array] = {}
+        """What the table points to, by field."""
+        self._put_weights(model, bits)
+        self._put_constants(model)
+        stored: Any = self._arrays[nt.QKV].dtype.type
+        self._put(nt.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
+        self._function = nd.work().address
+        self._capacity = 0
+        self._storage: KVTensors | None = None
+        self.cores = 1, 1
+        """Cores of passes of few rows, and of more."""
+
+    def _put_weights(self, model: Any, bits: int) -> None:
+        shape, layers = self._shape, model.model.layers
+        dtype = model.lm_head.weight.dtype
+        attended_dim = shape.num_heads * shape.head_dim
+        qkv, output, gate_up, down = (
+            _Product(shape.num_layers, num_columns, depth, dtype, bits)
+            for num_columns, depth in (
+                (shape.joined_dim, shape.hidden_dim),
+                (shape.hidden_dim, attended_dim),
+                (2 * shape.inner_dim, shape.hidden_dim),
+                (shape.hidden_dim, shape.inner_dim),
+            )
+        )
+        for number, layer in enumerate(layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+            has_bias = parts[0].bias is not None
+            qkv.put(
+                number,
+                torch.cat([part.weight.detach() for part in parts]),
+                torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
+            )
+            output.put(number, attention.o_proj.weight.detach(), _bias(attention.o_proj))
+            gate_up.put(number, mlp.gate_proj.weight.detach(), _bias(mlp.gate_proj), 0, 2)
+            gate_up.put(number, mlp.up_proj.weight.detach(), _bias(mlp.up_proj), 1, 2)
+            down.put(number, mlp.down_proj.weight.detach(), _bias(mlp.down_proj))
+        head = _Product(1, shape.vocab_size, shape.hidden_dim, dtype, bits)
+        head.put(0, model.lm_head.weight.detach(), _bias(model.lm_head))
+        embedding = head
+        if model.lm_head.weight is not model.model.embed_tokens.weight:
+            embedding = _Product(1, model.model.embed_tokens.num_embeddings, shape.hidden_dim, dtype, bits)
+            embedding.put(0, model.model.embed_tokens.weight.detach(), None)
+        of_layers = (nt.QKV, qkv), (nt.OUTPUT, output), (nt.GATE_UP, gate_up), (nt.DOWN, down)
+        for field, product in (*of_layers, (nt.EMBEDDING, embedding), (nt.HEAD, head)):
+            self._put(field, product.weights, product.scales, product.bias)
+        unique = {id(product): product.nbytes for product in (qkv, output, gate_up, down, head, embedding)}
+        self.weight_bytes = sum(unique.values())
+        """Memory of the weights."""
+
+    def _put_constants(self, model: Any) -> None:
+        config, body = model.config, model.model
+        norms = [norm for layer in body.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        of_heads = [
+            _floats(torch.stack([attention.q_norm.weight, attention.k_norm.weight]))
+            for attention in (layer.self_attn for layer in body.layers)
+            if hasattr(attention, "q_norm")
+        ]
+        rotary = body.rotary_emb
+        constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling]
+        self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in (*norms, body.norm)]))
+        self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
+        self._put(nt.FREQUENCIES, _floats(rotary.inv_freq))
+        self._put(nt.CONSTANTS, np.array(constants, dtype=np.float32))
+        self._put(nt.WINDOWS, np.array([window_of(layer.self_attn) or 0 for layer in body.layers], dtype=np.int64))
+        self._put(nt.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
+
+    def _put(self, field: int, *arrays: Array) -> None:
+        """Point the table's fields from this one on to arrays, which are kept."""
+        for place, array in enumerate(arrays, field):
+            assert array.flags.c_contiguous
+            self._arrays[place] = array
+            self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nt.COLUMNS - 1 - array.ndim)]
+
+    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
+        """Give up the model's own weights."""
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.data = module.weight.data.new_empty(0)
+        return self.weight_bytes
+
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The float32 numbers that stand for a weight [N, K] of the model."""
+        return weight.float() if self._bits != 8 else _dequantised(weight.float())
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Measure on how many cores passes of few and of more rows are fastest, and use as many.
+
+        run: makes a pass of so many rows.
+        """
+        counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < most_cores] + [most_cores]
+        # Cores that a system without helpers cannot give are not counted.
+        counts = counts[: TEAM.grow(most_cores - 1) + 1]
+        if len(counts) < 2:
+            return
+        fastest = []
+        for num_rows in (1, _MANY_ROWS):
+            taken_s: dict[int, list[float]] = {count: [] for count in counts}
+            started = time.perf_counter()
+            while not taken_s[counts[-1]] or time.perf_counter() - started < _TUNING_S:
+                for count, runs_s in taken_s.items():
+                    self.cores = count, count
+                    run(num_rows)  # helpers that slept are awake then
+                    for _ in range(_RUNS_OF_TURN):
+                        began = time.perf_counter()
+                        run(num_rows)
+                        runs_s.append(time.perf_counter() - began)
+            middle_s = {count: statistics.median(runs_s) for count, runs_s in taken_s.items()}
+            # More cores take them from other processes, so they must bring something.
+            fastest.append(min(counts, key=lambda count: middle_s[count] * (1 + _CORE_COST * (count > 1))))
+        self.cores = fastest[0], fastest[1]
+
+    def _reserve(self, num_rows: int) -> None:
+        """Have room to work on so many rows."""
+        if num_rows <= self._capacity:
+            return
+        shape, self._capacity = self._shape, max(64, 1 << (num_rows - 1).bit_length())
+        rows = self._capacity
+        widths = {
+            nt.HIDDEN: shape.hidden_dim,
+            nt.NORMED: shape.hidden_dim,
+            nt.JOINED: self._arrays[nt.QKV + 2].shape[1],
+            nt.ATTENDED: shape.num_heads * shape.head_dim,
+            nt.SUMMAND: self._arrays[nt.OUTPUT + 2].shape[1],
+            nt.INNER: 2 * shape.inner_dim,
+            nt.GATED: shape.inner_dim,
+            nt.CHOSEN: shape.hidden_dim,
+        }
+        for field, width in widths.items():
+            self._put(field, _aligned((rows, width), np.dtype(np.float32)))
+        self._put(nt.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        pages = metadata.pages
+        assert pages is not None, "the pages of a pass"
+        assert isinstance(metadata.slots_T, Tensor)
+        found = self.room_for_logits(len(wanted_N))
+        nd.run(
+            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T)),
+            np.ascontiguousarray(token_ids_T.numpy()),
+            metadata.slots_T.numpy(),
+            wanted_N.numpy(),
+            parts_of(pages),
+            pages.words,
+            pages.pages,
+            pages.first_keys,
+            pages.ends,
+            pages.num_keys,
+            pages.node_positions,
+            pages.limits,
+            positions_T.numpy(),
+            found,
+        )
+        logits_NV = torch.from_numpy(found)
+        vocab_size = self._shape.vocab_size
+        return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
+
+    def ready(self, storage: KVTensors, page_size: int, num_rows: int) -> tuple[Array, int, Array]:
+        """Have room for passes of at most so many rows on this K/V; (words of the helpers, function, table)."""
+        self._reserve(num_rows)
+        if self._storage is not storage:
+            assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
+            self._storage = storage
+            self._put(nt.KEYS, _array_of(storage.keys))
+            self._put(nt.VALUES, _array_of(storage.values))
+            self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
+            nothing = np.zeros((0, 0), dtype=self._arrays[nt.KEYS].dtype)
+            self._put(nt.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
+        self._put(nt.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
+        return TEAM.shared, self._function, self._table
+
+    def room_for_logits(self, num_rows: int) -> Array:
+        """[N, at least V] where `run` writes logits."""
+        return np.empty((num_rows, self._arrays[nt.HEAD + 2].shape[1]), dtype=np.float32)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, tokens that it gives logits for."""
+        return self._shape.vocab_size
+
+    def _place_of(self, number: int) -> int:
+        """Where the state of a layer's entry (of the end; of the norm behind it) is stored; -1 where it is not."""
+        assert self._storage is not None
+        tap = NORMED if number == self._shape.num_layers + 1 else number
+        return self._storage.taps.index(tap) if tap in self._storage.taps else -1
+
+
+def parts_of(pages: PagedInput) -> Array:
+    """[P, 3] (sequence, first row, end) of the rows that attend together."""
+    found = []
+    for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):
+        for first in range(start, start + count, _ROWS_TOGETHER):
+            found.append((number, first, min(first + _ROWS_TOGETHER, start + count)))
+    return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+
+def _array_of(numbers: Tensor) -> Array:
+    array: Array = (numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers).numpy()
+    return array
+
+
+def _floats(numbers: Tensor) -> Array:
+    array: Array = numbers.detach().float().contiguous().numpy()
+    return array
+
+
+def _bias(module: Any) -> Tensor | None:
+    return None if module.bias is None else module.bias.detach()

@@ -1,0 +1,59 @@
+"""Whether Triton's kernels compute a layer (`triton_layer.py`).
+
+On every device they are tried once on synthetic rows, and compared with the plain operations. Not for: the operations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from engine.kernels import usable
+
+
+def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels compute the layers of a model of this dtype."""
+    return usable("layers are computed", find_fault, device, dtype)
+
+
+def made_up_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Numbers to try kernels on: no two alike, the same every time."""
+    return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers of about 1 differ by no more than some roundings."""
+    return torch.allclose(found.float(), expected.float(), atol=16 * torch.finfo(found.dtype).eps, rtol=0)
+
+
+def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with its kernels on a device; None where they give the plain operations' numbers."""
+    from engine.models import triton_layer
+
+    made_up = partial(made_up_rows, device, dtype)
+    num_heads, num_kv_heads, head_dim = 6, 2, 80
+    hidden, weight = made_up(5, 480), made_up(480)
+    if not close(triton_layer.norm(hidden, weight, 1e-5), rms_norm(hidden, (480,), weight, 1e-5)):
+        return "norms differ"
+    if not close(triton_layer.gate(hidden), silu(hidden[:, :240]) * hidden[:, 240:]):
+        return "gates differ"
+    joined = made_up(5, (num_heads + 2 * num_kv_heads) * head_dim)
+    keys, values = made_up(9, num_kv_heads, head_dim).zero_(), made_up(9, num_kv_heads, head_dim).zero_()
+    cosines, sines, slots = made_up(5, head_dim), made_up(5, head_dim).flip(1), torch.tensor([4, 0, 8, 2, 5]).to(device)
+    norms = weight[:head_dim], weight[head_dim : 2 * head_dim]
+    query = triton_layer.rotate_and_write(joined, (cosines, sines), norms, 1e-5, slots, (keys, values))
+    heads = joined.view(5, -1, head_dim)
+    for found, start, stop, norm in (
+        (query, 0, num_heads, norms[0]),
+        (keys[slots], num_heads, num_heads + num_kv_heads, norms[1]),
+    ):
+        own = rms_norm(heads[:, start:stop], (head_dim,), norm, 1e-5)
+        if not close(found, own * cosines[:, None] + own.roll(head_dim // 2, -1) * sines[:, None]):
+            return "rotations differ"
+    if not torch.equal(values[slots], heads[:, num_heads + num_kv_heads :]):
+        return "values differ"
+    return None

@@ -1,0 +1,125 @@
+"""Heads that draft a block in one pass: DFlash, DSpark and DFlash2.
+
+The target's states at a token, projected, are the context: every layer stores K and V of them, and nothing else is
+computed of a text. The block behind it is the text's last token and masks, whose rows attend to the context and to each
+other. DSpark adds a term that depends on the token before; DFlash2 adds convolutions within the block and a selector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.attention import AttentionMetadata
+from engine.models.heads.config import BlockConfig, HeadConfig
+from engine.models.heads.head import Head
+from engine.models.heads.layers import DecoderLayer, Norm, Rotary, Rotation
+from engine.models.heads.slots import CandidateSelector, Marginals, Markov, MarkovHead, Selected, SlotSampler
+
+_IN, _OUT = 0, 1
+
+
+class Convolution(nn.Module):
+    """Causal convolutions of few taps before and after a part of a layer; their kernels depend on the row."""
+
+    def __init__(self, width: int, block: BlockConfig) -> None:
+        super().__init__()
+        self._block = block
+        self.base_kernel = nn.Parameter(torch.empty(2, block.conv_taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * block.conv_taps * width // block.conv_group, bias=False)
+
+    def kernels(self, state_TH: Tensor) -> Tensor:
+        """[T, 2, taps, H] of every row."""
+        size, group = self._block, self._block.conv_group
+        own_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, size.conv_taps, -1)
+        kernel_TX: Tensor = self.base_kernel + own_TX.repeat_interleave(group, -1)
+        return kernel_TX
+
+    def convolve(self, side: int, kernel_TX: Tensor, state_TH: Tensor) -> Tensor:
+        """[T, H] the convolution of every block, which begins behind nothing."""
+        size = self._block.size
+        state_RBH = state_TH.view(-1, size, state_TH.shape[-1])
+        kernel_RBX = kernel_TX[:, side].view(-1, size, *kernel_TX.shape[2:])
+        output_RBH = kernel_RBX[:, :, 0] * state_RBH
+        for tap in range(1, min(self._block.conv_taps, size)):
+            output_RBH[:, tap:] += kernel_RBX[:, tap:, tap] * state_RBH[:, :-tap]
+        return output_RBH.view_as(state_TH)
+
+
+class BlockLayer(DecoderLayer):
+    """A layer over blocks, with convolutions if the head has them."""
+
+    def __init__(self, config: Any, number: int, block: BlockConfig) -> None:
+        super().__init__(config, number)
+        has_convolutions = block.conv_taps > 0
+        self.attention_conv = Convolution(config.hidden_size, block) if has_convolutions else None
+        self.mlp_conv = Convolution(config.hidden_size, block) if has_convolutions else None
+
+    def forward(self, state_TH: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+        """[T, H]"""
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(state_TH, rotation, metadata)
+        normed_TH = self.input_layernorm(state_TH)
+        kernel_TX = self.attention_conv.kernels(normed_TH)
+        normed_TH = self.attention_conv.convolve(_IN, kernel_TX, normed_TH)
+        attended_TH = self.self_attn(normed_TH, rotation, metadata)
+        state_TH = state_TH + self.attention_conv.convolve(_OUT, kernel_TX, attended_TH)
+        normed_TH = self.post_attention_layernorm(state_TH)
+        kernel_TX = self.mlp_conv.kernels(normed_TH)
+        output_TH = self.mlp(self.mlp_conv.convolve(_IN, kernel_TX, normed_TH))
+        return state_TH + self.mlp_conv.convolve(_OUT, kernel_TX, output_TH)
+
+
+class DFlash(Head):
+    """A head of the DFlash types."""
+
+    def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
+        super().__init__(config, names)
+        assert config.block is not None
+        self.block_config = block = config.block
+        layers, width, vocab = config.layers, config.hidden_size, config.vocab_size
+        self.fc = nn.Linear(num_taps * config.state_size, width, bias=False)
+        self.hidden_norm, self.norm = Norm(width, layers.rms_norm_eps), Norm(width, layers.rms_norm_eps)
+        self.layers = nn.ModuleList([BlockLayer(layers, number, block) for number in range(layers.num_hidden_layers)])
+        self.rotary = Rotary(layers)
+        sizes = block.markov_rank, width, vocab, config.draft_vocab_size
+        self.markov_head = MarkovHead(block.markov_type, *sizes) if block.markov_rank else None
+        self.candidate_selector = CandidateSelector(block.selector_rank, width, vocab) if block.selector_rank else None
+
+    def project(self, taps_TX: Tensor) -> Tensor:
+        """[T, H] the context of the target's states."""
+        context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
+        return context_TH
+
+    def read(self, _: Tensor, context_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Store K and V of the context; [T, H] the context."""
+        rotation = self.rotary(positions_T, context_TH.dtype)
+        for layer in self.layers:
+            layer.self_attn.store(context_TH, rotation, metadata)  # type: ignore[operator, union-attr]
+        return context_TH
+
+    def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
+        """[T, H] states of whole blocks. by_causality: what layers see if rows see only those before, or all."""
+        state_TH = self.embed(token_ids_T) * self.block_config.embedding_scale
+        rotation = self.rotary(positions_T, state_TH.dtype)
+        for layer, is_causal in zip(self.layers, self.block_config.is_causal, strict=True):
+            state_TH = layer(state_TH, rotation, by_causality[is_causal])
+        normed_TH: Tensor = self.norm(state_TH)
+        return normed_TH
+
+    def slots(self, state_TH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:
+        """What chains are drawn from, of whole blocks; lengths: slots in use of each."""
+        size, first = self.block_config.size, int(not self.block_config.from_anchor)
+        rows = [number * size + first + slot for number, length in enumerate(lengths) for slot in range(length)]
+        state_SH = state_TH[torch.tensor(rows, device=state_TH.device)]
+        if self.markov_head is not None:
+            anchors = [number * size for number, length in enumerate(lengths) for _ in range(length)]
+            first_SH = state_TH[torch.tensor(anchors, device=state_TH.device)] if first else None
+            return Markov(self, state_SH, first_SH, vocab_size)
+        logits_SV = self.logits(state_SH, vocab_size)
+        if self.candidate_selector is not None:
+            return Selected(self.candidate_selector, state_SH, logits_SV, self.block_config.num_candidates)
+        return Marginals(logits_SV)

@@ -1,0 +1,128 @@
+"""What all heads have: embeddings and an output head, their own or the target's; and a vocabulary within its."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from engine.attention.tensors import KVShape
+from engine.errors import LoadError
+from engine.models.heads.config import HeadConfig
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """Weights of the target that heads may share."""
+
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+    @staticmethod
+    def of(model: Any, dtype: torch.dtype) -> TargetWeights:
+        """Those of a transformers model, as they are before anything packs them; in a head's type."""
+        return TargetWeights(
+            *(one().weight.detach().to(dtype) for one in (model.get_input_embeddings, model.get_output_embeddings))
+        )
+
+
+class Head(nn.Module):
+    """Base of heads: everything but the layers."""
+
+    d2t: Tensor | None
+    """[draft vocabulary] distance from a token of the head to the same token of the target."""
+
+    def __init__(self, config: HeadConfig, names: frozenset[str]) -> None:
+        """names: of the checkpoint's tensors."""
+        super().__init__()
+        self.config = config
+        width, draft_vocab = config.hidden_size, config.draft_vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in names else None
+        self.lm_head = nn.Linear(width, draft_vocab, bias=False) if "lm_head.weight" in names else None
+        self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
+        self._shared: TargetWeights | None = None
+        self._target_ids: Tensor | None = None
+        """[draft vocabulary] token of the target; None if the vocabularies are the same."""
+
+    def attach(self, target: TargetWeights) -> None:
+        """Use the target's weights in place of those that the head has not; raises LoadError for what does not fit."""
+        config = self.config
+        for what, own, weight in (
+            ("embeddings", self.embed_tokens, target.embedding_VD),
+            ("output head", self.lm_head, target.head_VD),
+        ):
+            if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
+                raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
+        self._shared = target
+        has_all_tokens = config.draft_vocab_size == config.vocab_size
+        if not has_all_tokens and (self.d2t is None or self.lm_head is None):
+            raise LoadError(f"{config.name}: the checkpoint lacks d2t or lm_head.weight of its smaller vocabulary")
+        if self.d2t is None:
+            return
+        ids = torch.arange(config.draft_vocab_size, device=self.d2t.device) + self.d2t
+        if not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size or len(set(ids.tolist())) != len(ids):
+            raise LoadError(f"{config.name}: d2t maps tokens outside the target's vocabulary, or two to the same")
+        self._target_ids = ids
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return next(self.parameters()).dtype
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Shape of one token's K and V."""
+        layers = self.config.layers
+        return KVShape(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
+
+    def get_input_embeddings(self) -> Any:
+        """The embeddings that tokens are read with."""
+        return self if self.embed_tokens is None else self.embed_tokens
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens that there are embeddings for."""
+        return len(self._embedding)
+
+    @property
+    def _embedding(self) -> Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens.weight
+        assert self._shared is not None
+        return self._shared.embedding_VD
+
+    @property
+    def _output(self) -> Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        assert self._shared is not None
+        return self._shared.head_VD
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """[T, H] embeddings, without what the target does to its own."""
+        return embedding(token_ids_T, self._embedding)
+
+    def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
+        """[N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not know."""
+        return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
+
+    def own_logits(self, state_NH: Tensor) -> Tensor:
+        """[N, draft vocabulary] float32 logits."""
+        logits_NV = linear(state_NH, self._output).float() * self.config.logit_scale
+        softcap = self.config.softcap
+        return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
+
+    def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """[N, V] logits of the target's tokens, of those of the head's own."""
+        if self._target_ids is None and logits_NV.shape[1] >= vocab_size:
+            return logits_NV[:, :vocab_size]
+        ids = torch.arange(logits_NV.shape[1], device=self.device) if self._target_ids is None else self._target_ids
+        return logits_NV.new_full((len(logits_NV), vocab_size), -torch.inf).index_copy_(1, ids, logits_NV)

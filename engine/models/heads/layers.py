@@ -1,0 +1,127 @@
+"""The layers of heads in plain torch. Attention goes through the target's hook (`attention/attention.py`), so that a
+head's K/V is paged like the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from engine.attention.attention import AttentionMetadata, attend
+
+Rotation = tuple[Tensor, Tensor]
+"""(cosines, sines) [T, 1, head_dim]."""
+
+
+class Norm(nn.Module):
+    """RMS norm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self._eps = eps
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Norm of the last axis."""
+        return rms_norm(state, state.shape[-1:], self.weight, self._eps)
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings of a transformers config."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        with torch.device("cpu"):  # heads are made without memory for their weights; these numbers are computed
+            self._embedding = LlamaRotaryEmbedding(config)
+
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
+        """Rotation at each position."""
+        like = torch.empty(0, dtype=dtype, device=positions_T.device)
+        cosines, sines = self._embedding(like, positions_T.unsqueeze(0))
+        return cosines[0].unsqueeze(1), sines[0].unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Attention of one layer."""
+
+    def __init__(self, config: Any, number: int, input_size: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        slides = getattr(config, "layer_types", None) and config.layer_types[number] == "sliding_attention"
+        self._window = config.sliding_window if slides else None
+        self._head_dim = int(config.head_dim)
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        has_bias = bool(getattr(config, "attention_bias", False))
+        self.q_proj = nn.Linear(input_size, num_heads * self._head_dim, bias=has_bias)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * self._head_dim, bias=has_bias)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * self._head_dim, bias=has_bias)
+        self.o_proj = nn.Linear(num_heads * self._head_dim, config.hidden_size, bias=has_bias)
+        has_norms = config.model_type == "qwen3"
+        self.q_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.k_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
+
+    def forward(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+        """[T, H] attention of a pass, whose K and V are stored."""
+        query_THD = rotated(self.q_norm(self._heads(self.q_proj, state_TX)), rotation)
+        key_THD, value_THD = self.keys_and_values(state_TX, rotation)
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
+        scaling, window = self._head_dim**-0.5, self._window
+        attended, _ = attend(self, query, key, value, None, scaling, sliding_window=window, metadata=metadata)
+        output_TH: Tensor = self.o_proj(attended[0].flatten(1))
+        return output_TH
+
+    def store(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> None:
+        """Store K and V of states that nothing is asked of."""
+        keys, values = metadata.storage.layers[self.layer_idx]
+        keys[metadata.slots_T], values[metadata.slots_T] = self.keys_and_values(state_TX, rotation)
+
+    def keys_and_values(self, state_TX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[T, heads, head_dim] K and V of states."""
+        key_THD = rotated(self.k_norm(self._heads(self.k_proj, state_TX)), rotation)
+        return key_THD, self._heads(self.v_proj, state_TX)
+
+    def _heads(self, projection: nn.Linear, state_TX: Tensor) -> Tensor:
+        return projection(state_TX).view(len(state_TX), -1, self._head_dim)  # type: ignore[no-any-return]
+
+
+def rotated(heads_THD: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate by halves."""
+    cosines, sines = rotation
+    first, second = heads_THD.chunk(2, -1)
+    return heads_THD * cosines + torch.cat([-second, first], -1) * sines
+
+
+class MLP(nn.Module):
+    """Gated MLP of one layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, state_TH: Tensor) -> Tensor:
+        """[T, H]"""
+        output_TH: Tensor = self.down_proj(silu(self.gate_proj(state_TH)) * self.up_proj(state_TH))
+        return output_TH
+
+
+class DecoderLayer(nn.Module):
+    """A layer of the Llama kind."""
+
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, number, config.hidden_size)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, state_TH: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+        """[T, H]"""
+        state_TH = state_TH + self.self_attn(self.input_layernorm(state_TH), rotation, metadata)
+        output_TH: Tensor = state_TH + self.mlp(self.post_attention_layernorm(state_TH))
+        return output_TH

@@ -1,0 +1,52 @@
+"""Runs the passes of a head against its paged K/V, whose slots are the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.attention import AttentionMetadata
+from engine.kernels.transfer import to_device
+from engine.models.runner import ModelRunner, Pass
+
+
+class HeadRunner(ModelRunner):
+    """A head in the place of a draft model; its rows read states besides their tokens."""
+
+    @property
+    def head(self) -> Any:
+        """The head."""
+        return self.model
+
+    def read(self, one: Pass, taps_TX: Tensor) -> Tensor:
+        """Read rows of texts; [N, H] the head's states at those that are wanted. taps_TX: what they read."""
+        return self._run(
+            one, lambda ids, positions: self.head.read(ids, self.head.project(taps_TX), positions, one.metadata)
+        )
+
+    def states(self, one: Pass, state_TH: Tensor, drawn_M: Tensor | None = None) -> Tensor:
+        """[N, H] the states of the wanted rows of a pass.
+
+        state_TH: what the rows read; drawn_M: tokens that the device alone knows.
+        """
+        return self._run(one, lambda ids, positions: self.head(ids, state_TH, positions, one.metadata), drawn_M)
+
+    def block(self, one: Pass, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
+        """[T, H] the states of all rows of whole blocks; by_causality: the pass's metadata by what its rows see."""
+        return self._run(one, lambda ids, positions: self.head.block(ids, positions, by_causality))
+
+    def logits_of(self, state_NH: Tensor) -> Tensor:
+        """[N, V] float32 logits below rows with these states."""
+        return self.head.logits(state_NH, self.vocab_size)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _run(self, one: Pass, compute: Callable[[Tensor, Tensor], Tensor], drawn_M: Tensor | None = None) -> Tensor:
+        """[N, H] what is computed from tokens and positions, at the wanted rows."""
+        token_ids_T = self._token_ids(one.batch, drawn_M)
+        if self.num_embeddings < self.vocab_size:
+            token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
+        computed_TH = compute(token_ids_T, to_device(one.batch.positions_T, self.device))
+        return computed_TH[to_device(one.batch.wanted_N, self.device)]

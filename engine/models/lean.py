@@ -1,0 +1,206 @@
+"""A decoder of the Llama kind without the layers' own Python: the same numbers in fewer calls.
+
+transformers takes 0.2 to 0.3 ms of Python a layer, which is most of a pass over a few tokens of a small model. Here a
+layer is about twenty tensor operations: q, k and v are one product, gate and up another (the modules' weights become
+views of the joined ones, so nothing is stored twice), and rotation works on q and k together. Attention goes through
+the same hook. Which models it takes is looked up in their modules; every start compares it with transformers
+(`probe.py`), and a model it does not reproduce runs through transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from engine.attention.attention import AttentionMetadata, attend
+from engine.attention.paged import Paged
+from engine.attention.scaled import Kind
+from engine.attention.tensors import NORMED
+from engine.models.fused_layer import use_kernels
+
+
+class _Linear(NamedTuple):
+    """A product with a weight [N, K], and a bias."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(rows, self.weight_NK, self.bias_N)
+
+    def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
+        """Add the product of the rows to `sums_TN` in place."""
+        sums_TN.addmm_(rows_TK, self.weight_NK.t())
+        if self.bias_N is not None:
+            sums_TN += self.bias_N
+
+
+@dataclass
+class _Layer:
+    """Weights and products of one layer."""
+
+    layer_idx: int
+    attention_norm: Tensor
+    qkv: _Linear
+    norms: tuple[Tensor, Tensor] | None
+    """Those of q and k, where the layer has them."""
+    output: _Linear
+    mlp_norm: Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class LeanDecoder:
+    """Runs the passes of one model."""
+
+    def __init__(self, model: Any) -> None:
+        """Take over a model that `kinds.is_lean` accepts; its linear layers share their memory with this then."""
+        config, body = model.config, model.model
+        self._body = body
+        self._head = _Linear(model.lm_head.weight)
+        self._eps = float(config.rms_norm_eps)
+        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self._num_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._scaling = float(body.layers[0].self_attn.scaling)
+        half = torch.ones(self._head_dim // 2, dtype=model.dtype, device=model.device)
+        self._sign = torch.cat([-half, half])
+        self.use_kernels = use_kernels(torch.device(model.device), model.dtype)
+        self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
+
+    reads_pages = False
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The model's."""
+        dtype: torch.dtype = self._head.weight_NK.dtype
+        return dtype
+
+    def weight_used(self, weight: Tensor) -> Tensor:
+        """The model's own."""
+        return weight
+
+    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
+        """Do nothing: products of a device read weights as they are."""
+        return 0
+
+    def tune(self, run: Callable[[int], object], most_cores: int) -> None:
+        """Torch has threads of its own."""
+
+    @staticmethod
+    def _layer(number: int, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [part.bias for part in parts if part.bias is not None]
+        return _Layer(
+            layer_idx=number,
+            attention_norm=layer.input_layernorm.weight.detach(),
+            qkv=_joined(parts, torch.cat(biases) if biases else None),
+            norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+            if hasattr(attention, "q_norm")
+            else None,
+            output=_joined((attention.o_proj,), attention.o_proj.bias),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+            down=_joined((mlp.down_proj,)),
+        )
+
+    def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        storage, slots = metadata.storage, metadata.slots_T
+        hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
+        cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
+        rotation = cos_1TD[0], sin_1TD[0] * self._sign
+        if metadata.paged is not None and self.use_kernels:
+            return self._by_kernels(hidden_TD, rotation, metadata, metadata.paged, wanted_N)
+        cos_T1D, sin_T1D = (part_TD.unsqueeze(1) for part_TD in rotation)
+        for layer in self._layers:
+            storage.store(layer.layer_idx, slots, hidden_TD)
+            hidden_TD = hidden_TD + self._attention(layer, hidden_TD, cos_T1D, sin_T1D, metadata)
+            normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.mlp_norm, self._eps)
+            gate_TM, up_TM = layer.gate_up(normed_TD).chunk(2, -1)
+            hidden_TD = hidden_TD + layer.down(silu(gate_TM) * up_TM)
+        storage.store(len(self._layers), slots, hidden_TD)
+        if NORMED not in storage.taps:
+            return self._head(self._final_norm(hidden_TD[wanted_N]))
+        hidden_TD = self._final_norm(hidden_TD)
+        storage.store(NORMED, slots, hidden_TD)
+        return self._head(hidden_TD[wanted_N])
+
+    def _by_kernels(
+        self,
+        hidden_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+        paged: Paged,
+        wanted_N: Tensor,
+    ) -> Tensor:
+        """The same with kernels between the products."""
+        from engine.attention.triton_attention import attend_paged
+        from engine.models import triton_layer  # Triton is there where kernels are used
+
+        assert isinstance(metadata.slots_T, Tensor)
+        storage = metadata.storage
+        for layer in self._layers:
+            storage.store(layer.layer_idx, metadata.slots_T, hidden_TD)
+            query_THD = triton_layer.rotate_and_write(
+                layer.qkv(triton_layer.norm(hidden_TD, layer.attention_norm, self._eps)),
+                rotation,
+                layer.norms,
+                self._eps,
+                metadata.slots_T,
+                storage.layers[layer.layer_idx],
+            )
+            query_1HTD = query_THD.transpose(0, 1).unsqueeze(0)
+            attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, Kind(), None)
+            layer.output.add_to(hidden_TD, attended[0].flatten(1))
+            normed_TD = triton_layer.norm(hidden_TD, layer.mlp_norm, self._eps)
+            layer.down.add_to(hidden_TD, triton_layer.gate(layer.gate_up(normed_TD)))
+        storage.store(len(self._layers), metadata.slots_T, hidden_TD)
+        normed_TD = triton_layer.norm(hidden_TD, self._body.norm.weight, self._eps)
+        storage.store(NORMED, metadata.slots_T, normed_TD)
+        return self._head(normed_TD[wanted_N])
+
+    def _final_norm(self, hidden_TD: Tensor) -> Tensor:
+        return rms_norm(hidden_TD, hidden_TD.shape[-1:], self._body.norm.weight, self._eps)
+
+    def _attention(
+        self, layer: _Layer, hidden_TD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        normed_TD = rms_norm(hidden_TD, hidden_TD.shape[-1:], layer.attention_norm, self._eps)
+        joined_TX = layer.qkv(normed_TD)
+        heads_THD = joined_TX.view(len(joined_TX), -1, self._head_dim)
+        num_rotated = self._num_heads + self._num_kv_heads
+        rotated_THD, value_THD = heads_THD[:, :num_rotated], heads_THD[:, num_rotated:]
+        if layer.norms is not None:
+            query_norm, key_norm = layer.norms
+            query_THD, key_THD = rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :]
+            query_THD = rms_norm(query_THD, query_THD.shape[-1:], query_norm, self._eps)
+            key_THD = rms_norm(key_THD, key_THD.shape[-1:], key_norm, self._eps)
+            rotated_THD = torch.cat([query_THD, key_THD], 1)
+        # Rotating by halves: roll puts each half in the other's place, the sign is in `sin`.
+        rotated_THD = torch.addcmul(rotated_THD * cos_T1D, rotated_THD.roll(self._head_dim // 2, -1), sin_T1D)
+        query_1HTD, key_1HTD, value_1HTD = (
+            part.transpose(0, 1).unsqueeze(0)
+            for part in (rotated_THD[:, : self._num_heads], rotated_THD[:, self._num_heads :], value_THD)
+        )
+        attended, _ = attend(layer, query_1HTD, key_1HTD, value_1HTD, None, self._scaling, metadata=metadata)
+        return layer.output(attended[0].flatten(1))
+
+
+def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> _Linear:
+    """The product of modules with their weights one below the other; the modules keep views of them."""
+    if len(modules) == 1:
+        return _Linear(modules[0].weight.data, bias)
+    weight = torch.cat([module.weight.data for module in modules])
+    start = 0
+    for module in modules:
+        stop = start + module.weight.shape[0]
+        module.weight.data = weight[start:stop]
+        start = stop
+    return _Linear(weight, bias)

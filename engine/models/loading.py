@@ -1,0 +1,318 @@
+"""Loads transformers checkpoints that the attention hook serves correctly, and refuses the others.
+
+Some architectures run through the hook without an exception and give wrong logits (recurrent or
+hybrid layers, rotary embeddings that depend on the longest request of a batch, encoders), so
+there is a list of families known to fit, a look at the configuration, and a probe (`probe.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.attention import HOOK, register
+from engine.config import ModelConfig
+from engine.errors import ConfigError, LoadError, first_line
+from engine.models.checkpoint import Source, context_length, length_remark, read_tokenizer, token_roles
+from engine.models.files import check_source
+from engine.models.heads.config import HeadConfig, check_target
+from engine.models.heads.head import Head
+from engine.models.heads.loading import head_config, load_head
+from engine.models.kinds import may_decode
+from engine.models.parallel import Ranks, check_split, start_ranks
+from engine.models.unplaced import check_unplaced
+from engine.models.weight_files import check_weight_files
+
+log = logging.getLogger("polydraft")
+
+# Families whose logits through the hook equal plain transformers (tests/models/test_architectures.py
+# covers the first line; the others passed the same comparison with random weights).
+FITTING_MODEL_TYPES = frozenset(
+    """
+    llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
+    afmoe apertus arcee bitnet cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma4_text
+    glm glm4 glm4_moe gpt_bigcode gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3
+    jais2 jetmoe laguna llama4_text minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat olmo
+    olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma
+    """.split()
+)
+
+# These choose their frequencies from the longest position of the whole batch.
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What the configuration of a checkpoint says, known before its weights are read."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    most_drafts: int | None = None
+    """Most tokens of a chain that it drafts; None is no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(Outline):
+    """A model behind the hook, and what its checkpoint says about it."""
+
+    model: Any
+    eos_token_ids: frozenset[int]
+    is_share: bool = False
+    """Whether this is one rank's share of a split model."""
+    ranks: Ranks | None = None
+    """On rank 0: the processes that hold the other shares."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters and buffers; of a split model this process's share."""
+        unique = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            for part in _stored(tensor):
+                unique[part.data_ptr()] = part.nbytes
+        return sum(unique.values())
+
+
+def _stored(tensor: Any) -> list[torch.Tensor]:
+    """The tensors behind a weight: of a split one this process's share, of a quantised one its parts."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        return [part for one in inner if isinstance(one, torch.Tensor) for part in _stored(one)]
+    return [tensor]
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device to run on; raises ConfigError where CUDA is asked for and missing."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no CUDA device; use --device cpu or auto")
+    return torch.device("cuda")
+
+
+def arithmetic_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
+    """Type that a transformers model computes in; None is its checkpoint's.
+
+    A CPU computes in float32, unless another type is asked for and it has arithmetic of that type: without it, torch
+    is ten times as slow.
+    """
+    if device.type != "cpu":
+        return _DTYPES.get(wanted)
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if wanted == "bfloat16" and has_bfloat16 else torch.float32
+
+
+def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool) -> torch.dtype | str:
+    """What `from_pretrained` is given: a decoder of ours widens the weights of a CPU itself."""
+    if device.type == "cpu" and (split or not may_decode(config)):
+        return arithmetic_dtype(wanted, device) or "auto"
+    return _DTYPES.get(wanted, "auto")
+
+
+def load(name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False) -> LoadedModel:
+    """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read).
+
+    dtype: `ModelConfig.dtype`; split: only this rank's share of it (`parallel.py`).
+    """
+    import transformers
+
+    register()
+    config = _read_config(name, revision)
+    check_config(name, config)
+    # On a device the weights go there one by one, never through this process's memory as a whole.
+    placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        with warnings.catch_warnings():
+            # Newer versions have another word for `tp_plan`, which the older ones do not know.
+            warnings.simplefilter("ignore", FutureWarning)
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                name,
+                revision=revision,
+                dtype=_load_dtype(dtype, config, device, split),
+                attn_implementation=HOOK,
+                output_loading_info=True,
+                **placed,
+            )
+    except Exception as error:  # transformers and safetensors raise many kinds
+        raise LoadError(f"{name}: the weights cannot be loaded: {first_line(error)}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if report.get(kind):
+            some = ", ".join(sorted(str(key) for key in report[kind])[:3])
+            raise LoadError(
+                f"{name}: the checkpoint lacks {len(report[kind])} of the model's weights ({some}, ...); "
+                "download it again, or point to the folder that holds them"
+            )
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    check_unplaced(name, model, map(str, report.get("unexpected_keys", ())), is_quantised)
+    return replace(adopt(model, name), is_share=split)
+
+
+def adopt(model: Any, name: str) -> LoadedModel:
+    """Wrap a transformers model that was built with `attn_implementation=HOOK`."""
+    config = model.config
+    check_config(name, config)
+    model.eval().requires_grad_(False)
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos = config.eos_token_id if eos is None else eos
+    eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+    return LoadedModel(model=model, eos_token_ids=eos_ids, **vars(_outline(name, config)))
+
+
+def _outline(name: str, config: Any) -> Outline:
+    return Outline(
+        name=name,
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        max_positions=context_length(config),
+    )
+
+
+def outline_pair(config: ModelConfig) -> list[Outline]:
+    """Target and draft by their configurations alone: all that can be found wrong with them before weights are read.
+
+    Raises ConfigError or LoadError.
+    """
+    choose_device(config.device)
+    outlines = [_outlined(config.target, config.revision)]
+    if config.draft is None:
+        return outlines
+    head = find_head(config)
+    if head is None:
+        outlines.append(_outlined(config.draft, config.draft_revision))
+        check_pair(outlines[0], outlines[1], config.revision, config.draft_revision)
+        return outlines
+    if Path(head.name).is_dir():
+        check_weight_files(Path(head.name))
+    check_target(head, _read_config(config.target, config.revision), config.target)
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"{head.name}: heads are not served with --tensor-parallel-size; leave it out, or the head")
+    return [*outlines, _outline_of_head(head, outlines[0])]
+
+
+def find_head(config: ModelConfig) -> HeadConfig | None:
+    """The configuration of a draft model that is a trained head; None if it is a language model."""
+    if config.draft is None:
+        return None
+    check_source(config.draft, config.draft_revision)
+    return head_config(config.draft, config.draft_revision)
+
+
+def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
+    """Facts of a head, which reaches as far as its target."""
+    return replace(target, name=head.name, model_type=head.kind, most_drafts=head.most_drafts)
+
+
+def _outlined(name: str, revision: str | None) -> Outline:
+    config = _read_config(name, revision)
+    check_config(name, config)
+    if Path(name).is_dir():
+        check_weight_files(Path(name))
+    return _outline(name, config)
+
+
+def _read_config(name: str, revision: str | None) -> Any:
+    import transformers
+
+    check_source(name, revision)
+    try:
+        return transformers.AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
+
+
+def check_config(name: str, config: Any) -> None:
+    """Raise ConfigError for an architecture that would be served wrongly."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name}: an encoder-decoder model ({config.model_type}); only causal LMs are served")
+    if config.model_type not in FITTING_MODEL_TYPES:
+        raise ConfigError(
+            f"{name}: architecture {config.model_type!r} is not known to give right logits here; "
+            f"it must be one of: {', '.join(sorted(FITTING_MODEL_TYPES))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type", rope.get("type"))} if isinstance(rope, dict) else set()
+    kinds |= {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if bad := kinds & _BATCH_DEPENDENT_ROPE:
+        raise ConfigError(
+            f"{name}: rotary embedding of type {bad.pop()!r} depends on the longest request of a batch, so one "
+            "request would change another's answer; remove the rope scaling from config.json to serve the "
+            "original context length"
+        )
+
+
+def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
+    """Raise ConfigError when the two models do not speak of the same tokens; revision: the target's."""
+    target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, draft_revision)
+    if target_tokens is not None and draft_tokens is not None:
+        if target_tokens != draft_tokens:
+            odd = sum(target_tokens.get(token) != number for token, number in draft_tokens.items())
+            raise ConfigError(
+                f"{draft.name} and {target.name} have different vocabularies ({len(draft_tokens)} and "
+                f"{len(target_tokens)} tokens, {odd} of the draft's differ); choose a draft model of the same family"
+            )
+    elif target.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            f"{draft.name} has a vocabulary of {draft.vocab_size}, {target.name} of {target.vocab_size}; "
+            "choose a draft model of the same family"
+        )
+
+
+def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
+    """The checkpoint's vocabulary, or None where it has no tokenizer.json: then sizes are compared."""
+    tokenizer = read_tokenizer(Source(name, revision))
+    return None if tokenizer is None else tokenizer.get_vocab()
+
+
+def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
+    """The tokens that end an answer by all files of the target; reports what these files disagree about."""
+    target, tokenizer = Source(config.target, config.revision), Source(*config.tokenizer_source)
+    stated = _read_config(*target)
+    roles = token_roles(target, tokenizer, int(stated.vocab_size), getattr(stated, "eos_token_id", None))
+    for fault in roles.faults:
+        log.warning("%s", fault)
+    for remark in filter(None, (*roles.remarks, length_remark(stated, tokenizer))):
+        progress(remark)
+    return roles.ends
+
+
+def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load target and draft, which `outline_pair` has checked."""
+    device = choose_device(config.device)
+    progress(f"loading target {config.target}")
+    if config.tensor_parallel_size > 1:
+        target = _load_split(config, device)
+    else:
+        target = load(config.target, config.revision, config.dtype, device)
+    if config.draft is None:
+        return target, None
+    head = find_head(config)
+    if head is not None:
+        progress(f"loading the {head.kind} head {config.draft}")
+        return target, adopt_head(load_head(head, config.draft_revision, target.model), target)
+    progress(f"loading draft {config.draft}")
+    return target, load(config.draft, config.draft_revision, config.dtype, device)
+
+
+def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
+    """Wrap a head that is attached to its target."""
+    outline = Outline(**{field.name: getattr(target, field.name) for field in fields(Outline)})
+    return LoadedModel(model=head, eos_token_ids=frozenset(), **vars(_outline_of_head(head.config, outline)))
+
+
+def _load_split(config: ModelConfig, device: torch.device) -> LoadedModel:
+    """This process's share of the target, the others' in processes of their own."""
+    check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
+    ranks = start_ranks(config, device)
+    return replace(load(config.target, config.revision, config.dtype, device, split=True), ranks=ranks)

@@ -1,0 +1,196 @@
+"""Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a running softmax.
+
+Keys of a sequence are numbered like its tokens (`paged.py`). The queries of a part are its rows by the query heads that
+share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and results are
+products of all queries (`numba_product.py`). What a row gives does not depend on the other rows. Float32 arithmetic;
+K/V of float32, or the 16 bits of bfloat16.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kernels import compiled_for_cpu
+from engine.kernels.numba_numbers import FAST, exponential, widened
+from engine.models.numba_product import BLOCK, LANES, copy, product, transpose
+
+TILE = 64
+"""Keys whose scores are computed together."""
+_HIDDEN = np.float32(-1e30)
+"""Score of a key that a query does not see."""
+
+
+@compiled_for_cpu(**FAST)
+def _lay_out_keys(keys, head, slots, offsets, count, blocks):
+    """Write the keys [slots, H_kv, D] in these slots as columns of blocks [`TILE` / B, D, B].
+
+    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], to work in.
+    """
+    width, size = keys.shape[2], keys.itemsize
+    for key in range(TILE):
+        offsets[key] = slots[min(key, count - 1)] * keys.shape[1] * width * size
+    source = np.int64(keys.ctypes.data) + head * width * size
+    whole = width // LANES * LANES
+    for first in range(0, count, LANES):
+        block, column = first // BLOCK, first % BLOCK
+        target = np.int64(blocks.ctypes.data) + (block * width * BLOCK + column) * 4
+        for number in range(0, whole, LANES):
+            transpose(
+                keys,
+                np.int64(offsets.ctypes.data) + first * 8,
+                source + number * size,
+                target + number * BLOCK * 4,
+            )
+        for number in range(whole, width):
+            for key in range(first, min(first + LANES, count)):
+                blocks[block, number, key % BLOCK] = widened(keys[slots[key], head, number])
+
+
+@compiled_for_cpu(**FAST)
+def _lay_out_values(values, head, slots, count, blocks):
+    """Write the values [slots, H_kv, D] in these slots as rows of blocks [D / B, count, B]."""
+    width, size = values.shape[2], values.itemsize
+    whole = width // LANES * LANES
+    for key in range(count):
+        source = np.int64(values.ctypes.data) + (slots[key] * values.shape[1] + head) * width * size
+        target = np.int64(blocks.ctypes.data) + key * BLOCK * 4
+        for number in range(0, whole, LANES):
+            block, column = number // BLOCK, number % BLOCK
+            copy(values, source + number * size, target + (block * count * BLOCK + column) * 4)
+        for number in range(whole, width):
+            blocks[number // BLOCK, key, number % BLOCK] = widened(values[slots[key], head, number])
+
+
+@compiled_for_cpu(**FAST)
+def _mask(scores, start, count, words, limit, end, near, node_positions):
+    """Hide the keys that a row does not see; whether it sees any.
+
+    start: number of the first key; limit: the row sees text below; end: keys from here on are nodes; near: keys at
+    positions below are outside the window.
+    """
+    sees_any = False
+    for key in range(count):
+        number = start + key
+        if number < end:
+            is_seen = number < limit and number >= near
+        else:
+            node = number - end
+            is_seen = (words[node >> 6] >> (node & 63)) & 1 == 1 and node_positions[node] >= near
+        sees_any |= is_seen
+        scores[key] = scores[key] if is_seen else _HIDDEN
+    return sees_any
+
+
+@compiled_for_cpu(**FAST)
+def _soften(scores, count, state):
+    """Turn a tile's scores into weights beside the largest score so far; what earlier results shrink by.
+
+    state: largest score and sum of weights.
+    """
+    most = state[0]
+    for key in range(count):
+        most = max(most, scores[key])
+    shrink = exponential(state[0] - most) if state[1] > 0 else np.float32(0)
+    total = np.float32(0)
+    for key in range(count):
+        weight = exponential(scores[key] - most)
+        weight = weight if scores[key] > _HIDDEN else np.float32(0)
+        scores[key] = weight
+        total += weight
+    state[0], state[1] = most, state[1] * shrink + total
+    return shrink
+
+
+@compiled_for_cpu(**FAST)
+def attend(
+    joined,
+    keys,
+    values,
+    head,
+    first_row,
+    last_row,
+    scale,
+    window,
+    page_size,
+    pages,
+    first_key,
+    end,
+    num_keys,
+    limits,
+    positions,
+    words,
+    node_positions,
+    attended,
+):
+    """Write to `attended` [T, H * D] what some rows of one sequence see by the query heads of one K/V head.
+
+    joined: [T, at least H * D] queries; window: 0 is none.
+    """
+    width = keys.shape[2]
+    num_shared = attended.shape[1] // (keys.shape[1] * width)
+    num_queries, num_blocks = (last_row - first_row) * num_shared, (width + BLOCK - 1) // BLOCK
+    queries = np.empty((num_queries, width), np.float32)
+    scores = np.empty((num_queries, TILE), np.float32)
+    found = np.empty((num_queries, num_blocks * BLOCK), np.float32)
+    results = np.zeros((num_queries, width), np.float32)
+    states = np.zeros((num_queries, 2), np.float32)
+    key_blocks = np.zeros((TILE // BLOCK, width, BLOCK), np.float32)
+    value_blocks = np.zeros(num_blocks * TILE * BLOCK, np.float32)
+    slots, offsets = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    no_scales, no_bias = np.empty((1, 0, BLOCK), np.float32), np.zeros(max(TILE, num_blocks * BLOCK), np.float32)
+    most_limit = 0
+    for row in range(first_row, last_row):
+        most_limit = max(most_limit, limits[row])
+        for number in range(num_shared):
+            query = queries[(row - first_row) * num_shared + number]
+            start = (head * num_shared + number) * width
+            for column in range(width):
+                query[column] = joined[row, start + column] * scale
+    states[:, 0] = _HIDDEN
+    for start in range(first_key, num_keys, TILE):
+        count = min(TILE, num_keys - start)
+        stop = start + count
+        if start >= most_limit and stop <= end:
+            continue
+        page, place = start // page_size, start % page_size
+        for key in range(count):
+            slots[key] = pages[page] * page_size + place
+            place += 1
+            if place == page_size:
+                page, place = page + 1, 0
+        _lay_out_keys(keys, head, slots, offsets, count, key_blocks)
+        of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)
+        _lay_out_values(values, head, slots, count, of_tile)
+        product(queries, key_blocks, no_scales, no_bias, scores, 0, (count + BLOCK - 1) // BLOCK)
+        for query in range(num_queries):
+            row = first_row + query // num_shared
+            limit = limits[row]
+            near = positions[row] - window + 1 if window > 0 else 0
+            sees_any = True
+            if stop > limit or start < near:
+                sees_any = _mask(scores[query], start, count, words[row], limit, end, near, node_positions)
+            shrink = np.float32(1)
+            if sees_any:
+                shrink = _soften(scores[query], count, states[query])
+            else:
+                scores[query, :count] = np.float32(0)
+            for column in range(width):
+                results[query, column] *= shrink
+        _add_values(scores, of_tile, no_scales, no_bias, found, results)
+    for query in range(num_queries):
+        share = np.float32(1) / states[query, 1]
+        start = (head * num_shared + query % num_shared) * width
+        for column in range(width):
+            attended[first_row + query // num_shared, start + column] = results[query, column] * share
+
+
+@compiled_for_cpu(**FAST)
+def _add_values(weights, blocks, no_scales, no_bias, found, results):
+    """Add to the results [Q, D] the products of weights [Q, `TILE`] with a tile of values."""
+    product(weights, blocks, no_scales, no_bias, found, 0, len(blocks))
+    for query in range(len(results)):
+        for column in range(results.shape[1]):
+            results[query, column] += found[query, column]

@@ -1,0 +1,383 @@
+"""One pass of a decoder of the Llama kind in one Numba function: from tokens to logits, on any number of cores.
+
+The caller and its helpers (`numba_work.py`) run `_work` over one table of arrays, in phases: the rows of a norm, blocks
+of columns of a product, K/V heads of a sequence in attention. Weights have the checkpoint's type, all else is float32,
+K/V are float32 or bfloat16. `cpu_decoder.py` owns the arrays and calls `run`.
+"""
+
+# Numba sees a kernel's arguments only when it is run.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import cfunc, types
+
+from engine.kernels import compiled_for_cpu
+from engine.kernels.numba_numbers import FAST, exponential, rounded, widened
+from engine.models import numba_table as nt
+from engine.models.numba_attention import attend
+from engine.models.numba_product import BLOCK, GROUP, product
+from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
+from engine.models.numba_work import call, claim, finish
+from engine.models.numba_work import together as share
+
+_ROWS = 8
+"""Rows of a part of those phases that go row by row."""
+_PARTS = 2
+"""Parts of a product for each core."""
+_LAYER_PHASES = 8
+_OTHER_PHASES = 5
+
+
+@compiled_for_cpu(**FAST)
+def _embed(token, weights, scales, row):
+    """The embedding [D] of a token, out of blocks like those of a product."""
+    block, column = token // BLOCK, token % BLOCK
+    for number in range(len(row)):
+        row[number] = widened(weights[block, number, column])
+    if scales.shape[1] > 0:
+        for number in range(len(row)):
+            row[number] *= scales[block, number // GROUP, column]
+
+
+@compiled_for_cpu(**FAST)
+def _norm(row, weight, eps, normed):
+    """The RMS norm of a row, which may be written over it."""
+    width = len(row)
+    squares = np.float32(0)
+    for column in range(width):
+        squares += row[column] * row[column]
+    scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+    for column in range(width):
+        normed[column] = row[column] * scale * weight[column]
+
+
+@compiled_for_cpu(**FAST)
+def _turn(head, cosines, sines):
+    """Rotate a head [D] by halves: each number meets the one at its place in the other half."""
+    half = len(head) // 2
+    for column in range(half):
+        first, second = head[column], head[half + column]
+        head[column] = first * cosines[column] - second * sines[column]
+        head[half + column] = second * cosines[column] + first * sines[column]
+
+
+@compiled_for_cpu(**FAST)
+def _store(numbers, place):
+    for column in range(len(numbers)):
+        place[column] = rounded(numbers[column], place[column])
+
+
+@compiled_for_cpu(**FAST)
+def _turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, keys, values):
+    """Norm and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D]."""
+    num_kv_heads, width = keys.shape
+    for number in range(num_heads + num_kv_heads):
+        head = joined[number * width : (number + 1) * width]
+        if has_norms:
+            _norm(head, norms[0 if number < num_heads else 1], eps, head)
+        _turn(head, cosines, sines)
+    for number in range(num_kv_heads):
+        start = (num_heads + number) * width
+        _store(joined[start : start + width], keys[number])
+        start += num_kv_heads * width
+        _store(joined[start : start + width], values[number])
+
+
+@compiled_for_cpu(**FAST)
+def _gate(inner, gated, first, last):
+    """silu(gate) * up of columns whose blocks of gate and up [T, 2 M] take turns."""
+    for row in range(len(gated)):
+        for block in range(first, last):
+            start = 2 * block * BLOCK
+            gates, ups = inner[row, start : start + BLOCK], inner[row, start + BLOCK : start + 2 * BLOCK]
+            result = gated[row, block * BLOCK : (block + 1) * BLOCK]
+            for column in range(BLOCK):
+                value = gates[column]
+                result[column] = value / (np.float32(1) + exponential(-value)) * ups[column]
+
+
+@compiled_for_cpu(inline="always")
+def _num_parts_of_rows(table):
+    return (table[nt.HIDDEN, 1] + _ROWS - 1) // _ROWS
+
+
+@compiled_for_cpu(inline="always")
+def _num_parts_of_blocks(table, num_blocks):
+    cores = array1(table, nt.SIZES, np.int64)[1]
+    return min(num_blocks, 1 if cores == 1 else _PARTS * cores)
+
+
+@compiled_for_cpu(**FAST)
+def _begin(address, phase, weight_type):
+    """Write the embeddings of the tokens, and cosines and sines of their rotation."""
+    table = table_at(address)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
+    embedding, scales = array4(table, nt.EMBEDDING, weight_type)[0], array4(table, nt.EMBEDDING + 1, np.float32)[0]
+    frequencies, factor = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)[2]
+    hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
+            _embed(tokens[row], embedding, scales, hidden[row])
+            for number in range(len(frequencies)):
+                angle = np.float32(positions[row]) * frequencies[number]
+                rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu(**FAST)
+def _add_and_norm(address, phase, number, has_summand, kv_type):
+    """Add the rows of a product to the hidden states if there is one, and norm them.
+
+    number: of the norm, two for each layer and the last one; states that enter a layer or leave the last may be stored.
+    """
+    table = table_at(address)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    hidden, normed = array2(table, nt.HIDDEN, np.float32), array2(table, nt.NORMED, np.float32)
+    summand, slots = array2(table, nt.SUMMAND, np.float32), array1(table, nt.SLOTS, np.int64)
+    taps, tapped = array1(table, nt.TAPS, np.int64), array2(table, nt.TAPPED, kv_type)
+    eps, weight = array1(table, nt.CONSTANTS, np.float32)[0], array2(table, nt.NORMS, np.float32)[number]
+    width, layer = hidden.shape[1], number // 2 if number % 2 == 0 else -1
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
+            if has_summand:
+                for column in range(width):
+                    hidden[row, column] += summand[row, column]
+            _norm(hidden[row], weight, eps, normed[row])
+            if layer >= 0 and taps[layer] >= 0:
+                _store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
+            if layer == len(taps) - 2 and taps[layer + 1] >= 0:
+                _store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu()
+def _multiply(address, phase, layer, field, source, target, weight_type):
+    """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks.
+
+    Behind gate and up comes what they give.
+    """
+    table = table_at(address)
+    counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, source, np.float32)
+    weights, scales = array4(table, field, weight_type)[layer], array4(table, field + 1, np.float32)[layer]
+    bias, result = array2(table, field + 2, np.float32)[layer], array2(table, target, np.float32)
+    together = 2 if field == nt.GATE_UP else 1  # a block of gate, and the same of up
+    num_blocks = len(weights) // together
+    num_parts = _num_parts_of_blocks(table, num_blocks)
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
+        product(rows, weights, scales, bias, result, together * first, together * last)
+        if field == nt.GATE_UP:
+            _gate(result, array2(table, nt.GATED, np.float32), first, last)
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu(**FAST)
+def _rotate(address, phase, layer, kv_type):
+    """Rotate the queries and keys of all rows, and write keys and values to their slots."""
+    table = table_at(address)
+    counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
+    joined, rotation = array2(table, nt.JOINED, np.float32), array3(table, nt.ROTATION, np.float32)
+    norms, eps = array3(table, nt.HEAD_NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
+    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
+    slots, num_heads = array1(table, nt.SLOTS, np.int64), table[nt.ATTENDED, 2] // keys.shape[2]
+    has_norms = len(norms) > 0
+    of_head = norms[layer if has_norms else 0]
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
+            slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
+            _turn_and_store(joined[row], num_heads, of_head, has_norms, eps, cosines, sines, keys[slot], values[slot])
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu(**FAST)
+def _attend(address, phase, layer, kv_type):
+    """Write the attention of all rows, in parts of some rows of a sequence and one K/V head."""
+    table = table_at(address)
+    counters, parts = array2(table, nt.COUNTERS, np.int64), array2(table, nt.PARTS, np.int64)
+    keys, values = array4(table, nt.KEYS, kv_type)[layer], array4(table, nt.VALUES, kv_type)[layer]
+    scale, window = array1(table, nt.CONSTANTS, np.float32)[1], array1(table, nt.WINDOWS, np.int64)[layer]
+    queries, attended = array2(table, nt.JOINED, np.float32), array2(table, nt.ATTENDED, np.float32)
+    pages, node_positions = array2(table, nt.PAGES, np.int32), array2(table, nt.NODE_POSITIONS, np.int32)
+    first_keys, ends = array1(table, nt.FIRST_KEYS, np.int32), array1(table, nt.ENDS, np.int32)
+    num_keys, limits = array1(table, nt.NUM_KEYS, np.int32), array1(table, nt.LIMITS, np.int32)
+    positions, words = array1(table, nt.POSITIONS, np.int64), array2(table, nt.WORDS, np.int64)
+    page_size = array1(table, nt.SIZES, np.int64)[0]
+    num_parts = len(parts) * keys.shape[1]
+    count, part = 0, claim(counters, phase, num_parts)
+    while part >= 0:
+        of_part = part // keys.shape[1]
+        sequence = parts[of_part, 0]
+        attend(
+            queries,
+            keys,
+            values,
+            part % keys.shape[1],
+            parts[of_part, 1],
+            parts[of_part, 2],
+            scale,
+            window,
+            page_size,
+            pages[sequence],
+            first_keys[sequence],
+            ends[sequence],
+            num_keys[sequence],
+            limits,
+            positions,
+            words,
+            node_positions[sequence],
+            attended,
+        )
+        count, part = count + 1, claim(counters, phase, num_parts)
+    finish(counters, phase, count, num_parts)
+
+
+@compiled_for_cpu(**FAST)
+def _choose(address, phase):
+    """Copy the rows that are wanted."""
+    table = table_at(address)
+    counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
+    normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
+    count, part = 0, claim(counters, phase, 1)
+    while part >= 0:
+        for number in range(len(wanted)):
+            for column in range(normed.shape[1]):
+                chosen[number, column] = normed[wanted[number], column]
+        count, part = count + 1, claim(counters, phase, 1)
+    finish(counters, phase, count, 1)
+
+
+@compiled_for_cpu()
+def _work(address):
+    """Take part in all phases of the pass whose table is at an address."""
+    table = table_at(address)
+    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.QKV, 1]
+    begin, norm, multiply, rotate, attend = functions
+    call(begin, address, 0, 0, 0, 0, 0)
+    phase = 1
+    for layer in range(num_layers):
+        call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
+        call(multiply, address, phase + 1, layer, nt.QKV, nt.NORMED, nt.JOINED)
+        call(rotate, address, phase + 2, layer, 0, 0, 0)
+        call(attend, address, phase + 3, layer, 0, 0, 0)
+        call(multiply, address, phase + 4, layer, nt.OUTPUT, nt.ATTENDED, nt.SUMMAND)
+        call(norm, address, phase + 5, 2 * layer + 1, 1, 0, 0)
+        call(multiply, address, phase + 6, layer, nt.GATE_UP, nt.NORMED, nt.INNER)
+        call(multiply, address, phase + 7, layer, nt.DOWN, nt.GATED, nt.SUMMAND)
+        phase += _LAYER_PHASES
+    call(norm, address, phase, 2 * num_layers, 1, 0, 0)
+    _choose(address, phase + 1)
+    call(multiply, address, phase + 2, 0, nt.HEAD, nt.CHOSEN, nt.LOGITS)
+    if table[nt.BEHIND, 0] != 0:
+        call(table[nt.BEHIND, 0], address, phase + 3, 0, 0, 0, 0)
+
+
+def num_phases(num_layers: int) -> int:
+    """Phases of a pass."""
+    return num_layers * _LAYER_PHASES + _OTHER_PHASES
+
+
+def c_function(function, num_arguments):
+    """A function of integers as a C function, which is compiled once for a machine."""
+    kind = types.void(*[types.int64] * num_arguments)
+    try:
+        return cfunc(kind, cache=True)(function)
+    except RuntimeError:  # neither the code's folder nor the user's can be written to
+        return cfunc(kind)(function)
+
+
+@cache
+def work():
+    """The C function of a pass: it takes the address of a table."""
+    return c_function(lambda address: _work(address), 1)
+
+
+@cache
+def _functions_of_weights(weight_type):
+    """C functions of the phases that read weights of a type of numpy: they are compiled apart, once for each type."""
+
+    def begin(address, phase, _1, _2, _3, _4):
+        _begin(address, phase, weight_type)
+
+    def multiply(address, phase, layer, field, source, target):
+        _multiply(address, phase, layer, field, source, target, weight_type)
+
+    return c_function(begin, 6), c_function(multiply, 6)
+
+
+@cache
+def _functions_of_kv(kv_type):
+    """C functions of the phases that read or write K/V of a type of numpy."""
+
+    def norm(address, phase, number, has_summand, _1, _2):
+        _add_and_norm(address, phase, number, has_summand, kv_type)
+
+    def rotate(address, phase, layer, _1, _2, _3):
+        _rotate(address, phase, layer, kv_type)
+
+    def attend(address, phase, layer, _1, _2, _3):
+        _attend(address, phase, layer, kv_type)
+
+    return c_function(norm, 6), c_function(rotate, 6), c_function(attend, 6)
+
+
+def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
+    """[5] addresses of the functions of a pass with weights and K/V of these types of numpy."""
+    begin, multiply = _functions_of_weights(weight_type)
+    norm, rotate, attend = _functions_of_kv(kv_type)
+    return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
+
+
+@compiled_for_cpu(nogil=True)
+def run(
+    shared,
+    function,
+    table,
+    tokens,
+    slots,
+    wanted,
+    parts,
+    words,
+    pages,
+    first_keys,
+    ends,
+    num_keys,
+    node_positions,
+    limits,
+    positions,
+    logits,
+):
+    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores."""
+    put1(table, nt.TOKENS, tokens)
+    put1(table, nt.SLOTS, slots)
+    put1(table, nt.WANTED, wanted)
+    put2(table, nt.PARTS, parts)
+    put2(table, nt.WORDS, words)
+    put2(table, nt.PAGES, pages)
+    put1(table, nt.FIRST_KEYS, first_keys)
+    put1(table, nt.ENDS, ends)
+    put1(table, nt.NUM_KEYS, num_keys)
+    put2(table, nt.NODE_POSITIONS, node_positions)
+    put1(table, nt.LIMITS, limits)
+    put1(table, nt.POSITIONS, positions)
+    put2(table, nt.LOGITS, logits)
+    for field in (nt.HIDDEN, nt.NORMED, nt.JOINED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED):
+        table[field, 1] = len(tokens)
+    table[nt.ROTATION, 2], table[nt.CHOSEN, 1] = len(tokens), len(wanted)
+    array2(table, nt.COUNTERS, np.int64)[:] = 0
+    cores = array1(table, nt.SIZES, np.int64)[1]
+    share(shared, function, np.int64(table.ctypes.data), cores - 1)

@@ -1,0 +1,179 @@
+"""Linear layers of a transformers model on a CPU, in oneDNN's layout: for models that no decoder of ours takes.
+
+A plain product of several rows lays the weight out anew in every call. Laid out once at start, a weight costs up to
+eight rows little more than one, which is what verification needs. Weights are then kept in this layout only.
+
+oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
+thousand. Products that it runs therefore take few numbers of rows: rows are padded to the next one, so a server's
+memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
+for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from engine.models.fused_layer import made_up_rows
+
+# The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
+# More rows than the last are taken in turns.
+SIZES = (
+    *(1, 2, 4, 5, 6, 8),
+    *range(9, 25),
+    *range(28, 65, 4),
+    *range(72, 129, 8),
+    *range(144, 257, 16),
+    *range(288, 513, 32),
+    *range(576, 1025, 64),
+)
+SIZE_OF = [next(size for size in (0, *SIZES) if size >= num_rows) for num_rows in range(SIZES[-1] + 1)]
+# The kernels of one shape are compiled at start for so long; those of more rows where they are met.
+_COMPILE_BUDGET_S = 0.05
+# Largest allowed difference from the plain product, as a share of the largest number in it.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+class PackedLinear:
+    """`rows @ weight.T + bias`, by the weight in oneDNN's layout once it is packed."""
+
+    __slots__ = ("_compiles", "_modules", "_packed", "_plain", "bias", "shape")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, modules: Sequence[nn.Linear] = ()) -> None:
+        """modules: those whose weights are `weight`, and that nothing else runs."""
+        self.shape = tuple(weight.shape)
+        self.bias = bias
+        self._plain: Tensor | None = weight
+        self._packed: Tensor | None = None
+        self._modules = tuple(modules)
+        # Where torch leaves even the plain product to oneDNN.
+        self._compiles = weight.device.type == "cpu" and weight.dtype != torch.float32
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if self._packed is not None:
+            return _in_sizes(_onednn_linear, rows, self._packed, self.bias)
+        if self._compiles:
+            return _in_sizes(linear, rows, self.weight, self.bias)
+        return linear(rows, self.weight, self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight; until it has been given up."""
+        assert self._plain is not None, "the weight is packed"
+        return self._plain
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weight."""
+        return 0 if self._packed is None else self._packed.nbytes
+
+    def pack(self) -> None:
+        """Give up the plain weight for the packed one."""
+        self._packed = _reorder(self.weight)
+        self._plain = None
+        for module in self._modules:
+            module.weight.data = module.weight.data.new_empty(0)
+
+    def unpack(self) -> None:
+        """Run plain again."""
+        if self._packed is not None:
+            self._plain, self._packed = self._packed.to_dense(), None
+            for module in self._modules:
+                module.weight.data = self._plain
+
+    def compile(self) -> None:
+        """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles its kernels at
+        start; stops after `_COMPILE_BUDGET_S`. Does nothing where oneDNN does not run the product."""
+        if self._packed is None and not self._compiles:
+            return
+        dtype = self.weight.dtype if self._packed is None else self._packed.dtype
+        began = time.perf_counter()
+        for size in SIZES:
+            self(torch.zeros(size, self.shape[1], dtype=dtype))
+            if time.perf_counter() - began > _COMPILE_BUDGET_S:
+                return
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module is a linear layer with a weight of its own numbers: not quantised, not one rank's share."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor
+
+
+def take_over(model: Any) -> Iterator[PackedLinear]:
+    """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
+    shared = {id(model.get_input_embeddings().weight)}
+    for module in model.modules():
+        if is_plain(module):
+            own = () if id(module.weight) in shared else (module,)
+            product = PackedLinear(module.weight.detach(), module.bias, own)
+            module.forward = product
+            yield product
+
+
+@torch.inference_mode()
+def pack(products: Iterable[PackedLinear], works: Callable[[], bool] = lambda: True) -> int:
+    """Pack a model's products if that changes no numbers; the memory that packed weights take.
+
+    works: whether the packed model runs; if not, all weights become plain again.
+    """
+    products = list(products)
+    by_shape: dict[tuple[int, ...], list[PackedLinear]] = {}
+    for product in products:
+        by_shape.setdefault(product.shape, []).append(product)
+    for alike in by_shape.values():
+        if _can_pack(alike[0].weight):
+            for product in alike:
+                product.pack()
+    if not works():
+        for product in products:
+            product.unpack()
+    for product in {(product.shape, product.bias is None): product for product in products}.values():
+        product.compile()
+    return sum(product.packed_bytes for product in products)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether a weight's packed product gives the plain one's numbers."""
+    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE:
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    rows = made_up_rows(weight.device, weight.dtype, 9, weight.shape[1])
+    try:
+        packed = _onednn_linear(rows, _reorder(weight))
+    except (AttributeError, RuntimeError):  # an operator that this torch or this processor lacks
+        return False
+    plain = linear(rows, weight)
+    return bool((plain - packed).abs().max() <= _TOLERANCE[weight.dtype] * plain.abs().max())
+
+
+def _reorder(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's own layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
+    return packed
+
+
+def _onednn_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return result
+
+
+def _in_sizes(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of [..., in], run with numbers of rows of `SIZES` only."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    parts = [_in_size(product, part, weight, bias) for part in torch.split(flat, SIZES[-1])]
+    num_columns = parts[0].shape[1]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*rows.shape[:-1], num_columns)
+
+
+def _in_size(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    missing = SIZE_OF[len(rows)] - len(rows)
+    if not missing:
+        return product(rows, weight, bias)
+    return product(pad(rows, (0, 0, 0, missing)), weight, bias).narrow(0, 0, len(rows))

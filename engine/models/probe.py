@@ -1,0 +1,289 @@
+"""Compares the hook path with a plain transformers forward before a model is served.
+
+The probe runs a short prompt in two chunks, a small tree, an acceptance with compaction and one
+more token through the paged path, and every root-to-leaf path through the untouched model with
+its own eager attention. A difference means that the model would be served wrongly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from engine.attention.attention import HOOK
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.tensors import KVShape
+from engine.config import ModelConfig
+from engine.errors import ConfigError, LoadError
+from engine.models.backend import Backend, TransformersBackend
+from engine.models.kinds import is_decoder, is_lean
+from engine.models.lean import LeanDecoder
+from engine.models.loading import LoadedModel, arithmetic_dtype
+from engine.models.runner import ModelRunner
+from engine.speculation.topology import merge_chains
+
+log = logging.getLogger("polydraft")
+
+# Largest allowed difference of a logit row, as a share of the row's standard deviation.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+# And as units in the last place of the largest logit.
+_LAST_PLACES = 1.5
+_BLOCK_SIZE = 16
+# Numbers of a vector: on processors without AVX2 the CPU's decoder has given wrong numbers now and then.
+_LEAST_LANES = 8
+_PROMPT_LENGTH = 20
+_LONG_PROMPT = 140
+
+
+class BackendChoice(NamedTuple):
+    """How a model is run."""
+
+    backend: Backend
+    paged: bool
+    """Whether the Triton kernel attends."""
+
+
+class _Kind(NamedTuple):
+    """A backend that there is."""
+
+    name: str
+    takes: Callable[[Any], bool]
+    make: Callable[[Any, ModelConfig], Backend]
+
+
+def _is_cpu_decoder(model: Any) -> bool:
+    if torch.device(model.device).type != "cpu" or not is_decoder(model) or find_spec("numba") is None:
+        return False
+    from engine.models.numba_product import LANES  # Numba is there
+
+    return LANES >= _LEAST_LANES
+
+
+def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
+    from engine.models.cpu_decoder import CpuDecoder  # Numba is there
+
+    kv_dtype = torch.bfloat16 if config.kv_dtype == "bfloat16" else torch.float32
+    return CpuDecoder(model, 8 if config.weights == "int8" else 16, kv_dtype)
+
+
+BACKENDS = (
+    _Kind("CPU decoder", _is_cpu_decoder, _cpu_decoder),
+    _Kind("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
+    _Kind("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
+)
+"""The fastest first; the last takes any model."""
+
+
+def find_kv_shape(loaded: LoadedModel) -> KVShape:
+    """Shape of the K and V the model hands to the hook, seen by calling it once."""
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        seen[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(f"{HOOK}_shape", record)
+    with _attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
+        _plain_forward(loaded.model, [1, 2])
+    shapes = set(seen.values())
+    if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
+        raise LoadError(
+            f"{loaded.name}: its layers do not all keep K and V of one shape ({sorted(shapes)}); not supported"
+        )
+    heads, key_dim, value_dim = shapes.pop()
+    return KVShape(len(seen), heads, key_dim, value_dim)
+
+
+def probe_ways(
+    loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE, config: ModelConfig | None = None
+) -> BackendChoice:
+    """The fastest way to run the model that gives its numbers; raises LoadError when there is none.
+
+    block_size: tokens of a block while serving, for which kernels are compiled; config: what numbers are asked for.
+    """
+    config = config or ModelConfig(target=loaded.name)
+    device = torch.device(loaded.model.device)
+    kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
+    attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
+    ways = [(kind, paged) for paged in attends for kind in kinds]
+    for kind, paged in ways:
+        try:
+            if kind.make is not _cpu_decoder:
+                _compute_as(loaded, config, device)
+            way = BackendChoice(kind.make(loaded.model, config), paged)
+            probe(loaded, shape, way.backend, paged, block_size=block_size)
+            if paged and loaded.max_positions > 2 * _LONG_PROMPT:
+                # Tiles as large as any: a device may lack the memory for them.
+                probe(loaded, shape, way.backend, paged, _LONG_PROMPT, block_size)
+            return way
+        except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
+            if (kind, paged) == ways[-1]:
+                raise
+            without = "attention kernel" if paged else kind.name
+            log.warning("%s: runs without the %s: %s", loaded.name, without, error)
+    raise AssertionError("the last way works or raises")
+
+
+def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
+    """Have the model itself compute in the type of the device's arithmetic; raises ConfigError for other numbers."""
+    if config.weights != "auto" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+        raise ConfigError(
+            f"{loaded.name}: --weights and --kv-cache-dtype are for models of the Llama kind on a CPU "
+            "(docs/models.md); leave them out for this one"
+        )
+    dtype = arithmetic_dtype(config.dtype, device)
+    if device.type == "cpu" and dtype is not None and loaded.model.dtype in (torch.bfloat16, torch.float16):
+        loaded.model.to(dtype)
+
+
+def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
+    """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
+    try:
+        probe(loaded, shape, way.backend, way.paged, block_size=block_size)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel can run here."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def is_replayed(loaded: LoadedModel, paged: bool) -> bool:
+    """Whether steps of a model are recorded and replayed as CUDA graphs.
+
+    A share of a split model is not: what ranks exchange in a pass is not recorded. All ranks must decide alike, as they
+    make the same passes together.
+    """
+    return paged and loaded.model.device.type == "cuda" and not loaded.is_share
+
+
+def probe(
+    loaded: LoadedModel,
+    shape: KVShape,
+    backend: Backend | None = None,
+    paged: bool = False,
+    prompt_length: int = _PROMPT_LENGTH,
+    block_size: int = _BLOCK_SIZE,
+) -> float:
+    """Largest logit difference between the way a model is to be run and plain transformers, as a share of what its
+    dtype allows (`distance`).
+
+    Raises LoadError when it is larger than that.
+    """
+    tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
+    prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
+    chains = [rest[:3], [rest[0], rest[3], rest[4]]]
+    num_blocks = prompt_length // block_size + 6
+    sizes = num_blocks, block_size, loaded.vocab_size
+    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged=paged)
+    computed = _paged_logits(runner, prompt, chains, rest[5])
+    dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
+    with _attention(loaded.model, "eager"), _weights(loaded.model, runner.backend), torch.inference_mode():
+        distances = [
+            distance(logits_NV, _plain_forward(loaded.model, path)[-len(logits_NV) :, : loaded.vocab_size], dtype)
+            for path, logits_NV in computed
+        ]
+    worst = float(np.max(distances))  # NaN if one of them is, unlike Python's own
+    if not worst <= 1:
+        raise LoadError(
+            f"{loaded.name}: logits through the paged path differ from plain transformers by {worst:.2g} times of what "
+            f"rounding of {dtype} explains; this architecture cannot be served exactly"
+        )
+    return worst
+
+
+def distance(logits_NV: Tensor, plain_NV: Tensor, dtype: torch.dtype) -> float:
+    """Largest difference of two ways to compute the same logits, as a share of what is allowed.
+
+    Allowed is a share of the rows' standard deviation; where logits are large for it, some units in their last place:
+    the last product alone rounds to the model's dtype, whatever the way.
+    """
+    allowed = max(
+        _TOLERANCE[dtype] * float(plain_NV.std(-1).min().clamp(min=1e-6)),
+        _LAST_PLACES * torch.finfo(dtype).eps * float(plain_NV.abs().max()),
+    )
+    return float((plain_NV - logits_NV).abs().max()) / allowed
+
+
+def _paged_logits(
+    runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
+) -> list[tuple[list[int], Tensor]]:
+    """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
+    size = runner.block_size
+    num_blocks = len(prompt) // size + 6
+    # Out of order, the last one of the pool among them.
+    blocks = [num_blocks - 1, 0, *range(1, num_blocks - 1)]
+    cut = len(prompt) // 2
+    runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
+    tree = merge_chains(chains)
+    nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+    num_rest = len(prompt) - cut
+    logits_NV = runner.forward(
+        [SequenceInput(prompt[cut:], cut, blocks, nodes, slice(num_rest - 1, num_rest + tree.num_nodes))]
+    )
+    results = [
+        (prompt + chain, logits_NV[torch.tensor(path, device=logits_NV.device)])
+        for chain, path in zip(chains, tree.paths, strict=True)
+    ]
+    # Accept the second chain: its nodes move behind the prompt, then one more token is run.
+    slot = [block * size + place for block in blocks for place in range(size)]
+    runner.keep(
+        [[(slot[len(prompt) + node - 1], slot[len(prompt) + depth]) for depth, node in enumerate(tree.paths[1][1:])]]
+    )
+    text = prompt + chains[1]
+    after_NV = runner.forward([SequenceInput([last], len(text), blocks, NO_NODES, slice(0, 1))])
+    return [*results, ([*text, last], after_NV)]
+
+
+def _plain_forward(model: Any, tokens: list[int]) -> Tensor:
+    ids = torch.tensor([tokens], device=model.device)
+    positions = torch.arange(len(tokens), device=model.device).unsqueeze(0)
+    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+    return logits
+
+
+@contextmanager
+def _attention(model: Any, implementation: str) -> Iterator[None]:
+    """A model with another attention implementation than the hook."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(HOOK)
+
+
+@contextmanager
+def _weights(model: Any, backend: Backend) -> Iterator[None]:
+    """A model whose linear layers and embeddings compute with the numbers that a backend uses for theirs."""
+    changed = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and backend.weight_used(module.weight) is not module.weight
+    ]
+    for module in changed:
+        module.forward = partial(_computed, module, backend)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _computed(module: nn.Linear | nn.Embedding, backend: Backend, inputs: Tensor) -> Tensor:
+    weight = backend.weight_used(module.weight)
+    if isinstance(module, nn.Embedding):
+        return embedding(inputs, weight)
+    return linear(inputs, weight, None if module.bias is None else module.bias.to(weight.dtype))

@@ -1,0 +1,63 @@
+"""The process of one rank of a split target: loads its share, then repeats what rank 0's runner does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+import signal
+import sys
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+
+from engine.config import ModelConfig
+from engine.kernels.choosing import choose
+from engine.models.host import cpu_threads, keep_freed_memory
+from engine.models.loading import choose_device, load
+from engine.models.parallel import join
+from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.runner import ModelRunner
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process when the engine ends, also where it waits for others and reads nothing."""
+    die_with_parent = 1
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
+
+
+def main() -> NoReturn:
+    """Run until the standard input ends; the engine first says "probe", then "runner", then what its runner does."""
+    end_with_parent()
+    calls = sys.stdin.buffer
+    config, store = pickle.load(calls)
+    assert isinstance(config, ModelConfig)
+    keep_freed_memory()
+    torch.set_num_threads(cpu_threads(config))
+    device = join(store, choose_device(config.device))
+    loaded = load(config.target, config.revision, config.dtype, device, split=True)
+    _probe, block_size = next_call(calls)
+    shape = find_kv_shape(loaded)
+    way = probe_ways(loaded, shape, block_size)
+    _runner, num_blocks, block_size, vocab_size = next_call(calls)
+    runner = ModelRunner(
+        loaded.model, shape, num_blocks, block_size, vocab_size, way.backend, paged=way.paged, kernels=choose(device)
+    )
+    while True:
+        name, *arguments = next_call(calls)  # forward, keep or wipe
+        getattr(runner, name)(*arguments)
+
+
+def next_call(calls: BinaryIO) -> tuple[Any, ...]:
+    """What rank 0 says next; ends this process where the engine has ended."""
+    try:
+        call: tuple[Any, ...] = pickle.load(calls)
+    except EOFError:
+        torch.distributed.destroy_process_group()
+        sys.exit(0)
+    return call
+
+
+if __name__ == "__main__":
+    main()

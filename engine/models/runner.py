@@ -1,0 +1,188 @@
+"""Runs one model over flat batches against its paged K/V.
+
+The runner owns the model's K/V tensors; which slots hold what is the scheduler's accounting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.attention import AttentionMetadata
+from engine.attention.groups import groups_of
+from engine.attention.inputs import NO_NODES, Ints, PassInput, SequenceInput, build, build_all
+from engine.attention.paged import Paged, pages_of
+from engine.attention.tensors import KVShape, KVTensors
+from engine.kernels.protocol import Kernels, KVMoves
+from engine.kernels.torch_kernels import TORCH
+from engine.kernels.transfer import to_device
+from engine.models.backend import Backend, TransformersBackend
+from engine.models.parallel import Ranks
+
+
+class Pass(NamedTuple):
+    """A pass that is about to run."""
+
+    batch: PassInput
+    metadata: AttentionMetadata
+
+
+class ModelRunner:
+    """A transformers causal LM behind the attention hook.
+
+    `vocab_size` is the width of the laws made from its logits: a draft model whose output head is
+    padded differently is cut to it, or filled up with tokens it never proposes. Tokens it has no
+    embedding for are read as token 0, which only changes what it proposes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        backend: Backend | None = None,
+        ranks: Ranks | None = None,
+        paged: bool = False,
+        has_spare_block: bool = False,
+        kernels: Kernels = TORCH,
+    ) -> None:
+        """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
+        paged: attend by the Triton kernel; has_spare_block: a block more than the pool has, for the K/V of padding;
+        kernels: used on laws, chains and K/V."""
+        self._paged = paged
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.tell("runner", num_blocks, block_size, vocab_size)
+        self.model = model
+        self.backend = backend or TransformersBackend(model)
+        self.device = torch.device(model.device)
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.kernels = kernels
+        self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
+        """Tokens that the model can read."""
+        kv_dtype = self.backend.kv_dtype
+        self._layer_bytes = shape.layer_bytes(kv_dtype)
+        num_slots = (num_blocks + has_spare_block) * block_size
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
+
+    @property
+    def fast_ways(self) -> dict[str, bool]:
+        """By name, whether each way to be faster than the plain one is used."""
+        return {
+            "fast decoder": not isinstance(self.backend, TransformersBackend),
+            "paged attention": self._paged,
+        }
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other processes hold parts of the model; they need all tokens on the host."""
+        return self._ranks is not None
+
+    def forward(self, sequences: Sequence[SequenceInput], drawn_M: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order.
+
+        drawn_M: the tokens of all nodes that have none on the host, in order.
+        """
+        if self._ranks is not None:
+            assert drawn_M is None, "what is drawn on this device is not known to the other ranks"
+            self._ranks.tell("forward", sequences)
+        return self.run(self._prepared(build(sequences, self.block_size)), drawn_M)
+
+    def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
+        """Several passes, for `run`."""
+        assert not self.is_split, "what is drawn on this device is not known to the other ranks"
+        return [self._prepared(batch) for batch in build_all(passes, self.block_size)]
+
+    @torch.inference_mode()
+    def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
+        """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that the device alone knows."""
+        batch = prepared.batch
+        if self.num_embeddings < self.vocab_size:
+            batch.token_ids_T[batch.token_ids_T >= self.num_embeddings] = 0
+            drawn_M = None if drawn_M is None else torch.where(drawn_M < self.num_embeddings, drawn_M, 0)
+        token_ids = self._token_ids(batch, drawn_M)
+        positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
+        return self._compute(token_ids, positions, prepared.metadata, wanted)
+
+    def run_on_device(
+        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
+    ) -> Tensor:
+        """Logits [N, V] (float32) of a pass whose numbers are all on the device."""
+        if self.num_embeddings < self.vocab_size:
+            token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
+        return self._compute(token_ids_T, positions_T, metadata, wanted_N)
+
+    def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:
+        """[T] all tokens of a pass."""
+        if drawn_M is None:
+            return to_device(batch.token_ids_T, self.device)
+        if len(batch.drawn_M) == len(batch.token_ids_T):
+            return drawn_M
+        known_T = to_device(batch.token_ids_T, self.device)
+        return known_T.index_copy(0, to_device(batch.drawn_M, self.device), drawn_M)
+
+    def _compute(
+        self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
+    ) -> Tensor:
+        """[N, V] logits at the wanted tokens of a flat pass."""
+        logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
+        missing = self.vocab_size - logits_NV.shape[-1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
+        return logits_NV[:, : self.vocab_size]
+
+    def keep(self, moves: Sequence[KVMoves]) -> None:
+        """Move K/V to where they stay (`KVTensors.keep`)."""
+        if self._ranks is not None:
+            self._ranks.tell("keep", moves)
+        with torch.inference_mode():
+            self.storage.keep(moves)
+
+    def wipe(self, block_ids: Sequence[int]) -> None:
+        """Forget the K/V of blocks."""
+        if self._ranks is not None:
+            self._ranks.tell("wipe", block_ids)
+        slots = torch.tensor(block_ids, dtype=torch.int64).unsqueeze(1) * self.block_size + torch.arange(
+            self.block_size
+        )
+        with torch.inference_mode():
+            self.storage.wipe(slots.flatten().to(self.device))
+
+    def tune(self, most_cores: int) -> None:
+        """Measure on how many cores passes are fastest; needs a pool that nobody uses yet."""
+        num_slots = self.storage.keys.shape[1]
+
+        def run(num_rows: int) -> Tensor:
+            num_rows = min(num_rows, num_slots)
+            blocks = range(-(-num_rows // self.block_size))
+            return self.forward([SequenceInput([0] * num_rows, 0, blocks, NO_NODES, slice(0, None))])
+
+        with torch.inference_mode():
+            self.backend.tune(run, most_cores)
+
+    def _prepared(self, batch: PassInput) -> Pass:
+        if self.backend.reads_pages:
+            slots_T, pages = torch.from_numpy(batch.slots_T), pages_of(batch)
+            return Pass(batch, AttentionMetadata(self.storage, slots_T, pages=pages, page_size=self.block_size))
+        if self._paged:
+            paged = Paged.of(pages_of(batch), self.block_size, self.device)
+            slots_T = to_device(batch.slots_T, self.device)
+            return Pass(batch, AttentionMetadata(self.storage, slots_T, paged=paged))
+        slots = _as_slice(batch.slots_T)
+        groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
+        own = to_device(batch.slots_T, self.device) if slots is None else slots
+        return Pass(batch, AttentionMetadata(self.storage, own, groups))
+
+
+def _as_slice(slots_T: Ints) -> slice | None:
+    """Slots as a slice, where they follow each other."""
+    first, count = int(slots_T[0]), len(slots_T)
+    follow = slots_T[-1] - first == count - 1 and (count < 3 or bool((np.diff(slots_T) == 1).all()))
+    return slice(first, first + count) if follow else None

@@ -1,0 +1,58 @@
+"""Hidden states of a transformers model, stored while it runs: hooks on the layers that its taps name.
+
+The storage says which taps there are (`engine.attention.tensors`). Not for: decoders that are not transformers' own,
+which call `KVTensors.store` themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.attention.attention import AttentionMetadata
+from engine.attention.tensors import NORMED
+from engine.errors import LoadError
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers of a model; raises LoadError if they cannot be found."""
+    count = model.config.get_text_config().num_hidden_layers
+    found = [one for one in model.base_model.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
+    if not found:
+        raise LoadError(f"{model.config.model_type}: its layers are not found, so that no head can read their states")
+    return found[0]
+
+
+@contextlib.contextmanager
+def storing(model: Any, metadata: AttentionMetadata) -> Iterator[None]:
+    """Store the hidden states of a pass that runs meanwhile, at the taps of its storage."""
+    taps = metadata.storage.taps
+    if not taps:
+        yield
+        return
+    store = partial(metadata.storage.store, slots=metadata.slots_T)
+    with contextlib.ExitStack() as hooks:
+        for tap in taps:
+            hooks.callback(_hook(model, tap, partial(store, tap)).remove)
+        yield
+
+
+def _hook(model: Any, tap: int, store: Any) -> Any:
+    """Store one tap's states in every pass until the hook is removed."""
+
+    def entering(_module: Any, inputs: Any, named: Any) -> None:
+        store(state_TD=(inputs[0] if inputs else named["hidden_states"])[0])
+
+    def leaving(_module: Any, _inputs: Any, output: Any) -> None:
+        store(state_TD=(output if isinstance(output, Tensor) else output[0])[0])
+
+    if tap == NORMED:
+        return model.base_model.register_forward_hook(leaving)
+    layers = layers_of(model)
+    if tap == len(layers):
+        return layers[-1].register_forward_hook(leaving)
+    return layers[tap].register_forward_pre_hook(entering, with_kwargs=True)

@@ -1,0 +1,305 @@
+"""What the engine accepts: one check, made by the server before it answers and again at the engine's door.
+
+No torch: the server imports it through `engine.api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from engine.config import MODEL, PREDICTION, EngineFacts, RuleFacts, SpeculationConfig
+from engine.errors import NO_END_TOKEN, NOTHING_LEFT, ConfigError, RequestError
+from engine.request import Request, Speculation
+from engine.scheduling.text_drafters import TEXT_DRAFTERS
+
+MAX_LOGPROBS = 20
+"""Most alternatives reported beside a token."""
+
+_SEED_SHAPE_ON_CPU = (1, 4)
+# Draft methods that are made for so many children of a node only.
+_MOST_CHILDREN_OF_METHOD = {"spechub": 2}
+
+
+def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise RequestError where the engine cannot serve the requests of one call as asked.
+
+    Lists that several of them share, as the same object, are read once.
+    """
+    for request in requests:
+        _check_lengths(request, facts)
+        _check_edits(request, facts)
+        check_speculation(request.speculation, facts, limits)
+        _check_copies(request, facts)
+    lists = {
+        id(tokens): (name, tokens)
+        for request in requests
+        for name, tokens in (("prompt", request.prompt_token_ids), ("prediction", request.prediction))
+    }
+    for name, tokens in lists.values():
+        _check_tokens(name, tokens, facts)
+    for request in {_mask_key(request): request for request in requests}.values():
+        _check_masks(request, facts)
+
+
+def _check_lengths(request: Request, facts: EngineFacts) -> None:
+    prompt, answer = len(request.prompt_token_ids), request.limits.max_tokens
+    if prompt == 0:
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
+    if answer < 0:
+        raise RequestError(f"max_tokens must be at least 0, not {answer}", "max_tokens")
+    if prompt + answer > facts.max_model_len:
+        raise RequestError(
+            f"This model's maximum context length is {facts.max_model_len} tokens, but the prompt has {prompt} "
+            f"and the answer may have {answer}; shorten the prompt or lower max_tokens",
+            "max_tokens" if prompt < facts.max_model_len else "prompt",
+            "context_length_exceeded",
+        )
+
+
+def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= facts.vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < facts.vocab_size)
+        raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {facts.vocab_size}", name)
+
+
+def _check_copies(request: Request, facts: EngineFacts) -> None:
+    """Drafts that are not drawn: known sources, and a rule that they go with."""
+    speculation = request.speculation
+    known = (MODEL, *TEXT_DRAFTERS)
+    if unknown := [name for name in speculation.drafters if name not in known]:
+        raise RequestError(
+            f"unknown drafter {unknown[0]!r}; choose from {', '.join(sorted(known))}", "speculation.drafters"
+        )
+    if request.prediction and PREDICTION not in speculation.drafters:
+        raise RequestError(
+            "prediction: speculation is off for this request, or its drafters leave the prediction out", "prediction"
+        )
+    if len(request.prediction) > facts.max_model_len:
+        raise RequestError(
+            f"the prediction has {len(request.prediction)} tokens, more than the context of {facts.max_model_len}",
+            "prediction",
+        )
+    if not speculation.copies:
+        return
+    if not facts.max_copied_tokens:
+        raise RequestError(
+            "the operator has switched prompt lookup and predictions off (--max-copied-tokens 0)",
+            "prediction" if request.prediction else "speculation.drafters",
+        )
+    if speculation.num_drafts and facts.rules[speculation.rule].changes_targets:
+        raise RequestError(
+            f"rule {speculation.rule!r} changes the targets of later positions and does not go with "
+            f"{' and '.join(name for name in speculation.drafters if name != MODEL)}; choose bv_race",
+            "speculation.rule",
+        )
+
+
+def _check_edits(request: Request, facts: EngineFacts) -> None:
+    """The fields that change logits: numbers in their bounds, which fit together."""
+    sampling, limits = request.sampling, request.limits
+    if limits.min_tokens > limits.max_tokens:
+        raise RequestError(
+            f"min_tokens must be at most max_tokens = {limits.max_tokens}, not {limits.min_tokens}", "min_tokens"
+        )
+    if sampling.seed_stable and request.speculation.over_acceptance:
+        raise RequestError("seed_stable is exact and does not go with over_acceptance", "speculation.over_acceptance")
+    if sampling.grammar and limits.ignore_eos:
+        raise RequestError(
+            "ignore_eos cannot be combined with structured output, whose grammar ends the answer", "ignore_eos"
+        )
+    if sampling.grammar and not facts.eos_token_ids:
+        raise RequestError("structured output cannot end: this model's files name no end token", code=NO_END_TOKEN)
+    for name, count in (("logprobs", request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"{name}: between 0 and {MAX_LOGPROBS} alternatives, not {count}", name)
+    if not 0.01 <= sampling.repetition_penalty <= 10:
+        raise RequestError(
+            f"repetition_penalty must be from 0.01 to 10, not {sampling.repetition_penalty}", "repetition_penalty"
+        )
+
+
+def _mask_key(request: Request) -> tuple[int, ...]:
+    sampling, limits = request.sampling, request.limits
+    lists = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, limits.stop_token_ids
+    return (*map(id, lists), limits.min_tokens)
+
+
+def _check_masks(request: Request, facts: EngineFacts) -> None:
+    """Masks and biases: tokens of the vocabulary, of which some token is left."""
+    sampling, limits = request.sampling, request.limits
+    _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], facts)
+    _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
+    _check_tokens("bad_words", [token for word in sampling.bad_words for token in word], facts)
+    if thinking := sampling.thinking:
+        _check_tokens("thinking", [thinking.opens, thinking.closes], facts)
+    masked = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if limits.min_tokens and not sampling.grammar:
+        masked |= set(limits.stop_token_ids)
+        masked |= set() if limits.ignore_eos else set(facts.eos_token_ids)
+    allowed = sampling.allowed_token_ids or range(facts.vocab_size)
+    if masked and masked.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids, bad_words and the ends that min_tokens holds back leave no token; allow more",
+            "allowed_token_ids" if sampling.allowed_token_ids else "bad_words",
+            NOTHING_LEFT,
+        )
+
+
+def served_rules(facts: EngineFacts) -> list[str]:
+    """Names of the rules that this model can be served with."""
+    return [name for name, rule in facts.rules.items() if facts.vocab_size <= (rule.max_vocabulary or facts.vocab_size)]
+
+
+def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
+    """The refusal of a rule that does not exist."""
+    offered = ", ".join(served_rules(facts))
+    return RequestError(f"unknown rule {rule!r}; choose off or one of {offered}", "speculation.rule")
+
+
+def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Speculation:
+    """What a request gets that names nothing; plain decoding where the default rule is `off`, or nothing drafts."""
+    drafters = tuple(name for name in limits.drafters if facts.has_draft or name != MODEL)
+    if limits.rule == "off" or not drafters:
+        return Speculation()
+    if MODEL not in drafters:
+        return Speculation(rule=limits.rule, drafters=drafters)
+    most = facts.rules[limits.rule].max_drafts
+    num_drafts = prod(limits.tree) if limits.tree else min(limits.num_drafts, most or limits.num_drafts)
+    return Speculation(
+        rule=limits.rule,
+        num_drafts=num_drafts,
+        draft_length=len(limits.tree) or limits.draft_length,
+        draft_method=limits.draft_method,
+        tree=limits.tree,
+        drafters=drafters,
+        adaptive=may_adapt(limits.rule, limits.tree, limits, facts),
+    )
+
+
+def with_kept_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
+    """What a request with a seed drafts instead of shapes that change: a seed means the same answer under any load.
+
+    On a CPU one short chain, which pays at any load; elsewhere the most that would be drafted.
+    """
+    by_device = _SEED_SHAPE_ON_CPU if device.startswith("cpu") else (speculation.num_drafts, speculation.draft_length)
+    num_drafts, draft_length = limits.seed_shape or by_device
+    return msgspec.structs.replace(
+        speculation,
+        num_drafts=min(num_drafts, speculation.num_drafts),
+        draft_length=min(draft_length, speculation.draft_length),
+        adaptive=False,
+    )
+
+
+def may_adapt(rule: str, tree: tuple[int, ...], limits: SpeculationConfig, facts: EngineFacts) -> bool:
+    """Whether shapes may change from step to step: not for trees, nor where a rule's steps reach into later ones or
+    its drafts come in twos."""
+    method = limits.draft_method or facts.rules[rule].draft_methods[0]
+    return limits.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
+
+
+def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise ConfigError where the default speculation would be refused, or would be biased."""
+    try:
+        speculation = default_speculation(limits, facts)
+        check_speculation(speculation, facts, limits)
+        _check_copies(Request(request_id="", prompt_token_ids=(), speculation=speculation), facts)
+    except RequestError as error:
+        flags = f"--spec-rule {limits.rule}"
+        flags += f" --spec-drafters {','.join(limits.drafters)}" if limits.drafters != (MODEL,) else ""
+        flags += f" --draft-method {limits.draft_method}" if limits.draft_method else ""
+        flags += f" --draft-tree {','.join(map(str, limits.tree))}" if limits.tree else ""
+        raise ConfigError(f"{flags}: {error}") from error
+
+
+def check_speculation(speculation: Speculation, facts: EngineFacts, limits: SpeculationConfig) -> None:
+    """Raise RequestError for speculation that cannot be served, or would change what the model says."""
+    if not speculation.num_drafts:
+        return
+    if not facts.has_draft:
+        raise RequestError(
+            "the server runs without a draft model; only prompt_lookup and predictions can draft", "speculation"
+        )
+    rules = facts.rules
+    if speculation.rule not in rules:
+        raise unknown_rule(speculation.rule, facts)
+    for name, value, most in (
+        ("num_drafts", speculation.num_drafts, limits.max_num_drafts),
+        ("draft_length", speculation.draft_length, limits.max_draft_length),
+    ):
+        if not 1 <= value <= most:
+            raise RequestError(f"{name} must be between 1 and {most}, not {value}", f"speculation.{name}")
+    known = rules[speculation.rule]
+    if known.max_vocabulary is not None and facts.vocab_size > known.max_vocabulary:
+        raise RequestError(
+            f"rule {speculation.rule!r} can be computed for vocabularies up to {known.max_vocabulary}, this model has "
+            f"{facts.vocab_size}; weighted_race reaches the same acceptance",
+            "speculation.rule",
+        )
+    _check_tree(speculation, known)
+    _check_method(speculation, known, facts)
+    _check_over_acceptance(speculation, limits)
+
+
+def _check_tree(speculation: Speculation, known: RuleFacts) -> None:
+    tree = speculation.tree
+    if not tree:
+        return
+    if min(tree) < 1 or len(tree) != speculation.draft_length or prod(tree) != speculation.num_drafts:
+        raise RequestError(
+            f"tree {list(tree)} must have draft_length = {speculation.draft_length} entries of at least 1, with "
+            f"product num_drafts = {speculation.num_drafts}; leave the two out, they follow from the tree",
+            "speculation.tree",
+        )
+    if max(tree[1:], default=1) > 1 and not known.trees:
+        raise RequestError(
+            f"rule {speculation.rule!r} would be biased with chains that share drafted tokens, as this tree's do; let "
+            "it branch at the root only, or choose traversal or a rule that decides position by position",
+            "speculation.tree",
+        )
+
+
+def _check_method(speculation: Speculation, known: RuleFacts, facts: EngineFacts) -> None:
+    method = speculation.draft_method or known.draft_methods[0]
+    if method not in known.draft_methods:
+        raise RequestError(
+            f"rule {speculation.rule!r} would be biased with drafts drawn by {method!r}; it is exact for "
+            f"{', '.join(known.draft_methods)}",
+            "speculation.draft_method",
+        )
+    widest = max(speculation.fanout)
+    most = _MOST_CHILDREN_OF_METHOD.get(method, known.max_drafts)
+    if most is not None and widest > most:
+        raise RequestError(
+            f"rule {speculation.rule!r} with drafts drawn by {method!r} takes at most {most} drafts below one "
+            f"position, not {widest}; lower num_drafts or choose bv_race",
+            "speculation.num_drafts",
+        )
+    if widest > facts.vocab_size:
+        raise RequestError(
+            f"{widest} drafts at one position are more than the vocabulary of {facts.vocab_size}",
+            "speculation.num_drafts",
+        )
+
+
+def _check_over_acceptance(speculation: Speculation, limits: SpeculationConfig) -> None:
+    epsilon = speculation.over_acceptance
+    if epsilon == 0:
+        return
+    if limits.max_over_acceptance == 0:
+        raise RequestError(
+            "over_acceptance changes what the model says; the operator has not allowed it (--max-over-acceptance)",
+            "speculation.over_acceptance",
+        )
+    if not 0 < epsilon <= limits.max_over_acceptance:
+        raise RequestError(
+            f"over_acceptance must be between 0 and {limits.max_over_acceptance}, not {epsilon}",
+            "speculation.over_acceptance",
+        )
+    if speculation.rule != "token":
+        raise RequestError(
+            f"over_acceptance is a variant of rule 'token', not of {speculation.rule!r}", "speculation.over_acceptance"
+        )

@@ -1,0 +1,249 @@
+"""Builds an engine from a configuration: loading, probing, the memory plan, the pool.
+
+Not for: running it (`process.py`), or measuring it (`calibration.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import torch
+
+from engine.attention.tensors import KVShape
+from engine.config import EngineConfig, EngineFacts
+from engine.config_check import check_settings, early_facts
+from engine.control.controller import menu
+from engine.control.step_time import PLAIN, Shape
+from engine.drafting.drafter import DrafterKind
+from engine.drafting.eagle import EagleDrafter
+from engine.drafting.model import ModelDrafter
+from engine.drafting.one_pass import BlockDrafter, MaskDrafter
+from engine.errors import ConfigError
+from engine.grammar.grammar import Grammars
+from engine.kernels.choosing import choose
+from engine.models.backend import TransformersBackend
+from engine.models.heads.head import Head
+from engine.models.heads.runner import HeadRunner
+from engine.models.host import most_cores
+from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
+from engine.models.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
+from engine.models.runner import ModelRunner
+from engine.scheduling.admission import check_defaults
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.store import BlockStore
+from engine.speculation.verification import RULES
+from engine.step.engine import Engine
+from engine.step.memory import plan_memory
+from engine.step.recorded.inputs import RECORDED_RULES
+from engine.step.recorded.steps import buffer_bytes
+
+log = logging.getLogger("polydraft")
+
+# Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
+_CPU_PROMPT_TOKENS = 512
+_HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDrafter, "peagle": MaskDrafter}
+"""Drafters of heads, by type; `BlockDrafter` drafts with the others."""
+
+
+def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
+    """Load what the configuration names; raises ConfigError or LoadError with one clear line.
+
+    What can be found wrong without the weights is found before they are read.
+    """
+    check_settings(config)
+    check_outlines(config, outline_pair(config.model))
+    ends = end_tokens(config.model, progress)
+    target, draft = load_pair(config.model, progress)
+    return assemble(config, replace(target, eos_token_ids=ends), draft, progress, is_owner=True)
+
+
+def assemble(
+    config: EngineConfig,
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    progress: Progress = lambda _: None,
+    kind: DrafterKind | None = None,
+    is_owner: bool = False,
+) -> Engine:
+    """An engine around models that are already loaded behind the hook.
+
+    kind: what drafts with the draft model, where that is not seen from the model; is_owner: whether the models' own
+    weights may be given up, because nobody else uses them.
+    """
+    check_settings(config := _limited(config, draft))
+    if target.ranks is not None:
+        target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
+    models = [target] if draft is None else [target, draft]
+    shapes = [kv_shape_of(model) for model in models]
+    kind = None if draft is None else kind or kind_of(draft, shapes[0].num_layers)
+    if kind is not None and kind.taps:
+        width = target.model.config.get_text_config().hidden_size
+        shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
+    ways, weight_bytes = [], []
+    for model, shape in zip(models, shapes, strict=True):
+        way, num_bytes = _prepare(model, shape, config, progress, is_owner)
+        ways.append(way)
+        weight_bytes.append(num_bytes)
+    facts = _facts(config, models)
+    drafts = _drafts(config, draft)
+    most_sequences = config.scheduler.max_num_seqs
+    is_head = kind is not None and kind.is_head
+    is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
+    recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
+    token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
+    memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
+    _report_context(config, models, memory.max_model_len)
+    progress("trying the kernels of laws and verdicts")
+    kernels = choose(torch.device(target.model.device))
+    runners = [
+        (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
+            model.model,
+            shape,
+            memory.num_blocks + _spare_blocks(model, config),
+            config.cache.block_size,
+            target.vocab_size,
+            way.backend,
+            model.ranks,
+            way.paged,
+            is_recorded,
+            kernels,
+        )
+        for model, shape, way in zip(models, shapes, ways, strict=True)
+    ]
+    progress("choosing the cores of passes")
+    for runner in runners:
+        runner.tune(most_cores(config.model))
+    if all(way.backend.reads_pages for way in ways):
+        # What torch still computes is small, and its waiting threads would keep cores from those of the passes.
+        torch.set_num_threads(1)
+    facts = msgspec.structs.replace(
+        facts,
+        num_blocks=memory.num_blocks,
+        max_model_len=memory.max_model_len,
+        eos_token_ids=sorted(target.eos_token_ids),
+        device=str(target.model.device),
+        dtype=str(target.model.dtype).removeprefix("torch."),
+        memory_plan={
+            "weights": weight_bytes[0],
+            "draft_weights": sum(weight_bytes[1:]),
+            "kv_cache": memory.pool_bytes[0],
+            "draft_kv_cache": sum(memory.pool_bytes[1:]),
+            **memory.kept_back,
+        },
+    )
+    check_defaults(facts, config.speculation)
+    drafter = kind.make(runners[1], runners[0]) if kind is not None else None
+    tokenizer, revision = config.model.tokenizer_source
+    grammars = Grammars(tokenizer, target.vocab_size, facts.eos_token_ids, revision, config.grammars)
+    scheduler = _scheduler(config, target, memory.num_blocks, is_head)
+    engine = Engine(runners[0], drafter, scheduler, facts, config.speculation, grammars)
+    if is_recorded and isinstance(drafter, ModelDrafter | None):
+        most = most_sequences, memory.most_blocks
+        engine.recorded.record(engine.target, engine.draft_runner, drafts, *most, progress)
+    return engine
+
+
+def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
+    """Return how a draft model drafts: a language model drafts from its own logits, a head from the target's states.
+
+    num_layers: of the target.
+    """
+    if isinstance(draft.model, Head):
+        config = draft.model.config
+        return DrafterKind(_HEAD_DRAFTERS.get(config.kind, BlockDrafter), config.taps_of(num_layers), is_head=True)
+    return DrafterKind(lambda runner, _: ModelDrafter(runner))
+
+
+def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:
+    """Blocks besides the pool, for what a head computes behind texts and nobody reads again."""
+    block = model.model.config.block if isinstance(model.model, Head) else None
+    return 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // config.cache.block_size)
+
+
+def kv_shape_of(model: LoadedModel) -> KVShape:
+    """Shape of one token's K and V."""
+    return model.model.kv_shape if isinstance(model.model, Head) else find_kv_shape(model)
+
+
+def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
+    """What steps are recorded for: plain decoding, what is configured, and what the controller chooses from."""
+    wanted = config.speculation
+    is_recorded = wanted.rule in RECORDED_RULES and wanted.draft_method in ("", "iid") and set(wanted.tree[1:]) <= {1}
+    if draft is None or not is_recorded:
+        return [PLAIN]
+    num_drafts = min(wanted.num_drafts, RULES[wanted.rule].max_drafts or wanted.num_drafts)
+    return [PLAIN, *menu(num_drafts, wanted.draft_length, wanted.max_draft_length)]
+
+
+def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_head: bool) -> Scheduler:
+    blocks = BlockStore(num_blocks, config.cache.block_size, config.cache.prefix_caching)
+    limits = config.scheduler
+    if not limits.max_prompt_tokens and target.model.device.type == "cpu":
+        limits = msgspec.structs.replace(limits, max_prompt_tokens=_CPU_PROMPT_TOKENS)
+    return Scheduler(limits, blocks, target.eos_token_ids, config.speculation.draft_window, by_head)
+
+
+def _prepare(
+    loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress, is_owner: bool
+) -> tuple[BackendChoice, int]:
+    """(how a model is run, the memory its weights then take)."""
+    if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
+        has_paged_kernel = has_kernel(torch.device(loaded.model.device))
+        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), loaded.weight_bytes
+    progress(f"probing {loaded.name}")
+    way = probe_ways(loaded, shape, config.cache.block_size, config.model)
+    if loaded.ranks is not None or not is_owner:  # what is not split would be tried on this rank alone
+        return way, loaded.weight_bytes
+    progress(f"laying out the weights of {loaded.name}")
+    laid_out_bytes = way.backend.prepare(partial(runs, loaded, shape, way, config.cache.block_size))
+    return way, laid_out_bytes + loaded.weight_bytes
+
+
+def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
+    """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
+    check_defaults(_facts(config, outlines), config.speculation)
+    length = len(config.speculation.tree) or config.speculation.draft_length
+    for outline in outlines[1:]:
+        if length > (outline.most_drafts or length):
+            raise ConfigError(
+                f"--draft-length {length}: {outline.name} drafts at most {outline.most_drafts} tokens; lower it"
+            )
+
+
+def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
+    """The configuration in which requests ask for no longer chains than a head drafts."""
+    most, wanted = None if draft is None else draft.most_drafts, config.speculation
+    if most is None or wanted.max_draft_length <= most:
+        return config
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(wanted, max_draft_length=most))
+
+
+def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:
+    """Return what is known of an engine before its weights are read."""
+    return early_facts(config, models[0].vocab_size, _max_model_len(config, models), models[0].model_type)
+
+
+def _max_model_len(config: EngineConfig, models: Sequence[Outline]) -> int:
+    shortest = min(models, key=lambda model: model.max_positions)
+    longest = shortest.max_positions
+    wanted = config.scheduler.max_model_len
+    if wanted > longest:
+        raise ConfigError(
+            f"--max-model-len {wanted}: {shortest.name} reaches {longest} positions; lower it to {longest}"
+        )
+    return wanted or longest
+
+
+def _report_context(config: EngineConfig, models: Sequence[Outline], context: int) -> None:
+    """Log a context that is shorter than the target's, if the operator has not chosen it."""
+    reach, shortest = models[0].max_positions, min(models, key=lambda model: model.max_positions)
+    if config.scheduler.max_model_len or context == reach:
+        return
+    reason = f"the draft model {shortest.name} reaches {context} positions; choose another"
+    if context < shortest.max_positions:
+        reason = "the K/V cache has no room for more; give it memory (--kv-cache-memory-bytes)"
+    log.warning("context %d of the model's %d: %s, or set --max-model-len", context, reach, reason)

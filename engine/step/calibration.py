@@ -1,0 +1,278 @@
+"""Measures steps of many sizes at start: what the model of step times is fitted to.
+
+Runs the engine's own step on made-up plans. The K/V pool holds nothing yet, so what the steps read and overwrite does
+not matter. The measurements are kept in a file; the next start of the same engine on the same machine uses them if
+plain steps still take the same time, up to one common factor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from engine.config import EngineConfig
+from engine.control.step_time import NUM_TERMS, Point, StepTimes, Work
+from engine.models.loading import Progress
+from engine.plan import Plan, Row, level_widths
+from engine.request import Sampling, Speculation
+from engine.step.engine import Engine
+from engine.step.kept import NOWHERE, keep, kept_file, read_kept
+
+_NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_CONTEXTS = (32, 256, 1024, 4096, 16384)
+"""Tokens of texts."""
+_WITH_LONGER_TEXTS = (1, 4, 16)
+"""Numbers of requests whose plain steps are measured behind the first, the second and the longest of these texts, not
+the first alone."""
+_TEXT = 256
+"""Tokens of the texts of steps that are not about longer ones."""
+_PROMPT_CHUNKS = (32, 128)
+_LONG_PROMPT = 4096
+"""Most tokens before a chunk of a prompt that is measured: what a token more costs behind longer texts is known from
+there."""
+_MOST_NODES = 256
+"""Drafted tokens of a step: beyond this, time grows in proportion."""
+_BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
+"""Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
+_NUM_WARM, _NUM_TIMED = 4, 3
+"""A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
+_WARM_UP_BELOW_S = 0.03
+"""Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
+_SAME, _MOST_CHANGED = 0.15, 3.0
+"""Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
+this share), and by no more than this factor."""
+_FORMAT = 17
+"""Of the file: higher where the engine's steps, or what is measured of them, have changed."""
+_PLAIN = Speculation()
+
+
+class Measured(NamedTuple):
+    """Content of the file."""
+
+    points: list[Point]
+    rates: list[float]
+    """Fitted to them (`StepTimes.rates`)."""
+
+
+Tell = Callable[[float], None]
+"""Called with the share of a measurement that is done."""
+
+
+def measure(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> StepTimes:
+    """The times of this engine's steps: from the file of an earlier start, or measured now."""
+    window = engine.scheduler.draft_prefill.draft_window
+    file, why = None, "nothing is kept, as --profile-cache says"
+    if config.profile_cache != NOWHERE:
+        file = _file(engine, config, speculation, progress)
+        found = _kept_times(engine, file, window)
+        if isinstance(found, StepTimes):
+            progress("using the measurements of an earlier start")
+            return found
+        why = found
+    progress(f"measuring steps ({why})")
+    points = measure_points(engine, speculation, _say_every(2.0, progress))
+    times = StepTimes(points, window)
+    keep(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
+    return times
+
+
+def _say_every(seconds: float, progress: Progress) -> Tell:
+    said_s = time.monotonic()
+
+    def tell(share: float) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s > seconds:
+            said_s = time.monotonic()
+            progress(f"measuring steps: {share:.0%}")
+
+    return tell
+
+
+def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> Path | None:
+    """Where measurements of such an engine on such a machine are kept; None where there is no such place."""
+    model = engine.target.model
+    runner = engine.draft_runner
+    described = {
+        "target": model.config.to_dict(),
+        "draft": runner.model.config.to_dict() if runner is not None else None,
+        "engine": [engine.facts.max_model_len, engine.facts.block_size, engine.facts.dtype],
+        "model": msgspec.to_builtins(config.model),
+        "scheduler": msgspec.to_builtins(config.scheduler),
+        "speculation": [msgspec.to_builtins(speculation), config.speculation.draft_window],
+        "runs on": [torch.get_num_threads(), str(model.device)],
+        "versions": [_FORMAT, torch.__version__, version("transformers")],
+    }
+    return kept_file(config.profile_cache, described, progress)
+
+
+def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
+    """The times that an earlier start has measured, scaled to what plain steps take now; or why they do not hold."""
+    if file is None or not file.exists():
+        return "there are no measurements of this pair, these settings and this machine yet"
+    try:
+        points, rates = msgspec.convert(read_kept(file), Measured)
+        shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
+        are_usable = len(rates) == NUM_TERMS and all(rate >= 0 for rate in rates)
+        if 1 not in shortest_s or not are_usable or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):
+            raise ValueError
+    except ValueError:
+        return f"{file} cannot be read"
+    middle = sorted(shortest_s)[len(shortest_s) // 2]
+    factors = {rows: _plain_s_now(engine, rows) / shortest_s[rows] for rows in (1, middle)}
+    said = ", ".join(f"{factor:.2f} times as long for {rows} at once" for rows, factor in factors.items())
+    fewest, most = min(factors.values()), max(factors.values())
+    if most > (1 + _SAME) * fewest:
+        return f"by number of requests plain steps have changed differently: {said}"
+    if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
+        return f"plain steps have changed too much: {said}"
+    times = StepTimes(points, window, rates=rates)
+    times.scale(sum(factors.values()) / len(factors))
+    return times
+
+
+def _plain_s_now(engine: Engine, num_rows: int) -> float:
+    """A plain step of so many requests with short texts."""
+    return usual_s(engine, made_up_plan(engine, num_rows, next(_contexts(engine, num_rows))))
+
+
+def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:
+    """Steps of many sizes: plain ones, with prompts, and with the drafts that requests may have."""
+    plans = list(_plans(engine, speculation))
+    steps = middle_steps(engine, plans, tell)
+    return [
+        (Work.of(plan), phases_s["draft"], wall_s - phases_s["draft"])
+        for plan, (wall_s, phases_s) in zip(plans, steps, strict=True)
+    ]
+
+
+def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
+    """The steps that are measured."""
+    config = engine.scheduler.config
+    numbers = [n for n in _NUM_ROWS if n < config.max_num_seqs] + [config.max_num_seqs]
+    # The fewest requests last: behind steps of another kind, plain steps are slow until the caches hold their weights.
+    for num_rows in reversed(numbers):
+        contexts = list(_contexts(engine, num_rows))
+        texts = [*contexts[:2], contexts[-1]] if num_rows in _WITH_LONGER_TEXTS else contexts[:1]
+        for text in dict.fromkeys(texts):
+            yield made_up_plan(engine, num_rows, text)
+    usual = min(_TEXT, engine.facts.max_model_len // 2)
+    room = min(_MOST_NODES, config.max_num_batched_tokens // 2)
+    for chunk in _PROMPT_CHUNKS:
+        if chunk <= min(room, usual):
+            yield made_up_plan(engine, 1, usual, num_prompt=chunk)
+    long = max(context for context in _contexts(engine, 2) if context <= _LONG_PROMPT)
+    if long > usual:
+        yield made_up_plan(engine, 1, long, num_prompt=_PROMPT_CHUNKS[0])
+    if not speculation.num_drafts:
+        return
+    length = min(3, speculation.draft_length)
+    shapes = dict.fromkeys([(1, length), (min(4, speculation.num_drafts), length)])
+    ends = dict.fromkeys(
+        [*shapes, (1, 1), (1, speculation.draft_length), (speculation.num_drafts, speculation.draft_length)]
+    )
+    for num_rows in dict.fromkeys(min(n, config.max_num_seqs) for n in (1, 4, 16)):
+        for num_drafts, of_chain in ends if num_rows == 1 else shapes:
+            if num_rows == 1 or num_rows * (1 + num_drafts * of_chain) <= room:
+                chains = msgspec.structs.replace(speculation, num_drafts=num_drafts, draft_length=of_chain, tree=())
+                yield made_up_plan(engine, num_rows, usual, chains)
+                longer = min(4 * usual, engine.facts.max_model_len - of_chain - 2)
+                if num_rows in (1, 4) and of_chain == length and longer >= 2 * usual:
+                    yield made_up_plan(engine, num_rows, longer, chains)
+    one_chain = msgspec.structs.replace(speculation, num_drafts=1, draft_length=length, tree=())
+    yield made_up_plan(engine, 1, usual, one_chain, num_read=usual)
+
+
+def _contexts(engine: Engine, num_rows: int) -> Iterator[int]:
+    """Lengths of texts for so many requests that fit the pool; at least one."""
+    room = engine.facts.num_blocks * engine.facts.block_size // 2
+    longest = min(engine.facts.max_model_len - 2, room)
+    fitting = [context for context in _CONTEXTS if context < longest and context * num_rows <= room]
+    yield from fitting or [min(_CONTEXTS[0], longest)]
+
+
+def made_up_plan(
+    engine: Engine,
+    num_rows: int,
+    context: int,
+    speculation: Speculation = _PLAIN,
+    num_prompt: int = 0,
+    num_read: int = 1,
+) -> Plan:
+    """A decode step of `num_rows` rows behind `context` tokens each; the blocks of the pool are used as they come.
+
+    num_prompt: tokens of a prompt that is computed beside them; num_read: tokens that the draft model computes.
+    """
+    fanout = speculation.fanout
+    longest = context + max(sum(level_widths(fanout)), num_prompt)
+    blocks_per_row = min(longest // engine.facts.block_size + 2, engine.facts.num_blocks)
+    rows = []
+    for number in range(num_rows + bool(num_prompt)):
+        is_prompt = number == num_rows
+        first = number * blocks_per_row % max(1, engine.facts.num_blocks - blocks_per_row + 1)
+        rows.append(
+            Row(
+                sequence_id=number,
+                input_ids=(0,) * num_prompt if is_prompt else (0,),
+                first_index=context,
+                draft_input_ids=(0,) * num_read if fanout else (),
+                draft_first_index=context + 1 - num_read,
+                block_ids=tuple(range(first, first + blocks_per_row)),
+                emits=not is_prompt,
+                sampling=Sampling(seed=number),
+                speculation=speculation,
+                fanout=fanout,
+            )
+        )
+    return Plan(tuple(rows))
+
+
+def usual_s(engine: Engine, plan: Plan) -> float:
+    """Duration of a step that carries out the plan: the mean of the middle half of several."""
+    return middle_steps(engine, [plan])[0][0]
+
+
+def middle_steps(
+    engine: Engine, plans: Sequence[Plan], tell: Tell = lambda _: None
+) -> list[tuple[float, dict[str, float]]]:
+    """(duration, durations by phase) of each plan's steps: the mean of the middle half of them.
+
+    The plans take turns, so that a time in which the machine is busy meets all of them.
+    """
+    runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
+    for turn in range(_MOST_TURNS):
+        for plan, of_plan in zip(plans, runs, strict=True):
+            if len(of_plan) < _LEAST_REPEATS or sum(wall_s for wall_s, _ in of_plan) < _BUDGET_S:
+                of_plan += _turn(engine, plan, is_first=not of_plan)
+        done_s = [_BUDGET_S if turn + 1 == _MOST_TURNS else sum(wall_s for wall_s, _ in of_plan) for of_plan in runs]
+        tell(sum(min(1.0, one_s / _BUDGET_S) for one_s in done_s) / len(plans))
+    return [_middle(of_plan) for of_plan in runs]
+
+
+def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
+    """Several steps of a plan if they are short, else one; the very first step of a plan never counts."""
+    step = _timed(engine, plan)
+    if step[0] >= _WARM_UP_BELOW_S:
+        return [_timed(engine, plan) if is_first else step]
+    for _ in range(_NUM_WARM - 1):
+        engine.carry_out(plan)
+    return [_timed(engine, plan) for _ in range(_NUM_TIMED)]
+
+
+def _timed(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
+    engine.telemetry.stopwatch.start()
+    engine.carry_out(plan)
+    return engine.telemetry.stopwatch.stop()
+
+
+def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
+    """The mean of the middle half by duration; of three runs, the one in the middle."""
+    left_out = (len(runs) + 1) // 4
+    half = sorted(runs, key=lambda run: run[0])[left_out : len(runs) - left_out]
+    phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}
+    return sum(wall_s for wall_s, _ in half) / len(half), phases_s

@@ -1,0 +1,244 @@
+"""`Engine.step`: the table of contents of the project.
+
+Holds no algorithm of its own: it wires the parts together and checks requests at the door. One thread calls it; nothing
+here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.tensors import slot_moves
+from engine.config import EngineFacts, SpeculationConfig
+from engine.drafting.chains import draw_chains
+from engine.drafting.draft import MOST_UNMERGED, Draft
+from engine.drafting.drafter import Drafter
+from engine.errors import RequestError
+from engine.grammar.following import FollowedGrammar, Following, GrammarSource
+from engine.grammar.thinking import FollowedThoughts
+from engine.kernels.protocol import KVMoves
+from engine.models.runner import ModelRunner
+from engine.plan import Emission, Plan, Verdict
+from engine.request import Request
+from engine.sampling.edits import MASKED, has_dead_end
+from engine.scheduling.admission import check_requests
+from engine.scheduling.outcome import Outcome, StepStats
+from engine.scheduling.scheduler import Scheduler
+from engine.step.recorded.steps import RecordedSteps
+from engine.step.reporting import observe_gap, split_prompts
+from engine.step.telemetry import Telemetry
+from engine.step.verdicts import BROKEN, broken_rows
+from engine.step.verifying import verify_chains
+
+Failures = Sequence[tuple[str, RequestError]]
+"""Requests (by id) that have ended with an error."""
+
+# Grammars are followed for the requests that run, and for as many that are next.
+_GRAMMARS_PER_SEAT = 2
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, and what it took."""
+
+    outcomes: list[Outcome]
+    stats: StepStats
+    failed: Failures = ()
+    """Requests that could not go on."""
+
+
+class Engine:
+    """Target, drafter and scheduler as one machine that advances in steps."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter | None,
+        scheduler: Scheduler,
+        facts: EngineFacts,
+        limits: SpeculationConfig,
+        grammars: GrammarSource,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.scheduler = scheduler
+        self.facts = facts
+        self.limits = limits
+        num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
+        self.following = Following(grammars, num_followed, self._after_thoughts)
+        self.telemetry = Telemetry(scheduler, target.device)
+        self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
+        """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
+        drafted tokens (`drafters.draft.trees_of`); 0 always merges."""
+        self.recorded = RecordedSteps()
+        self._ended: list[tuple[str, RequestError]] = []
+        """Requests that could not go on in this step."""
+
+    def step(self) -> list[Outcome]:
+        """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
+        plan = self.scheduler.plan()  # who, how many tokens, which blocks
+        with self.telemetry.phase("parts"):
+            verdict = self.carry_out(plan)
+        outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
+        self._end_broken(plan, verdict)
+        self._end_masked(plan, verdict, outcomes)
+        return outcomes
+
+    @torch.inference_mode()
+    def carry_out(self, plan: Plan) -> Verdict:
+        """Carry out a plan on the device, whoever made it (the scheduler, or a measurement).
+
+        A plan of a recorded shape is replayed; the parts of any other are launched operation by operation.
+        """
+        phase, recorded = self.telemetry.phase, self.recorded.find(plan)
+        with phase("draft"):  # chains, and the law each token was drawn from
+            draft = self._draw(plan) if recorded is None else recorded.draw(plan)
+        with phase("target"):  # one pass over every drafted node
+            logits_NV = self._forward(plan, draft) if recorded is None else recorded.forward()
+        prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
+        with phase("verify"):  # the exact rule of each request
+            emissions, largest = verify_chains(plan, draft, logits_NV, recorded)
+        with phase("keep"):  # move the accepted paths' K/V to where it stays
+            if any(moves := target_moves(plan, draft, emissions, self.facts.block_size)):
+                self.target.keep(moves)
+            if self.drafter is not None:
+                self.drafter.keep(plan, emissions)
+        verdict = Verdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
+        if verdict.broken:
+            return verdict
+        return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
+
+    def _draw(self, plan: Plan) -> Draft | None:
+        target = self.target
+        return draw_chains(plan, self.drafter, target.vocab_size, target.device, target.kernels, self.most_unmerged)
+
+    def _forward(self, plan: Plan, draft: Draft | None) -> Tensor:
+        drawn_M = None if draft is None else draft.tokens_M
+        return self.target.forward(target_inputs(plan, draft), drawn_M)
+
+    def run_step(self) -> StepResult:
+        """One step with its measurements."""
+        self.telemetry.begin_step()
+        outcomes = self.step()
+        failed = [*self._end_followed(outcomes), *self._ended]
+        self._ended = []
+        stats = self.telemetry.end_step(self.following.num_waiting)
+        gone = {request_id for request_id, _ in failed}
+        return StepResult([outcome for outcome in outcomes if outcome.request_id not in gone], stats, failed)
+
+    @property
+    def draft_runner(self) -> ModelRunner | None:
+        """Runs the draft model; None where there is none."""
+        return self.drafter.runner if self.drafter is not None else None
+
+    def stats(self) -> StepStats:
+        """The state between steps."""
+        return self.telemetry.stats(self.following.num_waiting)
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests; raises RequestError where one cannot be served as asked, and then queues none."""
+        check_requests(requests, self.facts, self.limits)
+        for request in requests:
+            if request.sampling.grammar:
+                self.following.add(request)
+            else:
+                thinking = request.sampling.thinking
+                self._queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
+
+    def queue_followed(self) -> tuple[list[str], Failures]:
+        """Queue the requests whose grammars have become ready; (their ids, those whose grammars cannot be followed)."""
+        ready, failed = self.following.ready()
+        for request, grammar in ready:
+            self._queue(request, grammar)
+        return [request.request_id for request, _ in ready], failed
+
+    def _after_thoughts(self, request: Request, grammar: FollowedGrammar) -> FollowedGrammar:
+        """A grammar that holds after the request's thoughts, if these are followed."""
+        thinking = request.sampling.thinking
+        return grammar if thinking is None else FollowedThoughts(thinking, self.facts, grammar)
+
+    def _queue(self, request: Request, grammar: FollowedGrammar | None) -> None:
+        speculation = request.speculation
+        drafts = bool(speculation.num_drafts)
+        self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its blocks; False when it has already ended."""
+        is_known = self.following.end(request_id) or self.scheduler.abort(request_id)
+        if not self.scheduler.has_work:
+            self.telemetry.pause()
+        return is_known
+
+    def _end_broken(self, plan: Plan, verdict: Verdict) -> None:
+        """End the requests whose numbers are not finite, and wipe their K/V before others get its blocks.
+
+        A block that another request holds is left as it is: with wrong K/V in it, that request would be broken too.
+        No new request gets such a block from the prefix cache.
+        """
+        if not verdict.broken:
+            return
+        rows = [row for row in plan.rows if row.sequence_id in verdict.broken]
+        for row in rows:
+            self._end(row.request_id, BROKEN)
+        free = self.scheduler.blocks.forget({block for row in rows for block in row.block_ids})
+        self.target.wipe(free)
+        if self.draft_runner is not None:
+            self.draft_runner.wipe(free)
+
+    def _end_masked(self, plan: Plan, verdict: Verdict, outcomes: Sequence[Outcome]) -> None:
+        """End the requests that emitted a token where their masks left nothing; it is not sent."""
+        rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if row.text is not None and has_dead_end(row.text, outcome.token_ids, self.facts.vocab_size):
+                self._end(row.request_id, MASKED)
+
+    def _end(self, request_id: str, error: RequestError) -> None:
+        self._ended.append((request_id, error))
+        self.abort(request_id)
+
+    def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
+        """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""
+        failed = self.following.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
+        for request_id, _ in failed:
+            self.scheduler.abort(request_id)
+        for outcome in outcomes:
+            if outcome.finish_reason is not None:
+                self.following.end(outcome.request_id)
+        return failed
+
+
+def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
+    """The target's pass: logits at the root and the nodes of every sampling row, and at prompt tokens if asked for."""
+    trees = iter(draft.trees if draft is not None else ())
+    parts = []
+    for row in plan.rows:
+        nodes, wanted = NO_NODES, slice(0, 0)
+        if row.emits:
+            tree = next(trees)
+            if tree.num_nodes:
+                nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+            wanted = slice(len(row.input_ids) - 1, None)
+        if row.prompt_next:
+            wanted = slice(0, None)
+        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
+    return parts
+
+
+def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:
+    """What makes the target's K/V of accepted paths contiguous, by row."""
+    if draft is None:
+        return []
+    moves: list[KVMoves] = []
+    for row, tree, emission in zip(plan.sampling_rows, draft.trees, emissions, strict=True):
+        if emission.rank == 0 or not emission.accepted:  # the first chain's nodes lie where its tokens will
+            moves.append([])
+            continue
+        path = tree.paths[emission.rank][1 : len(emission.accepted) + 1]
+        pairs = [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]
+        moves.append(slot_moves(pairs, row.block_ids, block_size))
+    return moves

@@ -1,0 +1,287 @@
+"""Checks the law of a running engine's output against the target's own, on the loaded pair.
+
+For a prompt the exact law of the first two tokens comes from one plain pass of the target; the engine answers the
+prompt many times, with different seeds, by the rule under test. The counts of the most likely pairs of tokens (the
+others in groups) must fit the law: a G-test. It says how large a bias it would find; and where the pair disagrees
+enough for it, the same test must reject over-acceptance, whose bias the engine reports. Runs on an idle engine; what
+it computes is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.optimize import brentq
+from scipy.stats import chi2, ncx2
+
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.errors import LoadError
+from engine.kernels.torch_kernels import TORCH
+from engine.models.runner import ModelRunner
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.sampling.law import LawParameters, law
+from engine.sampling.noise import Purpose, uniform
+from engine.step.draft_logits import drafts_by_head
+from engine.step.engine import Engine
+
+SIGNIFICANCE = 1e-5
+"""Below this p-value a rule fails (a right one fails once in 100,000 checks)."""
+
+_SMALLEST_CELL = 5.0
+_NUM_FIRST, _NUM_SECOND, _NUM_GROUPS = 12, 6, 8
+_OTHER, _GROUPED = -1, -2
+_OVER_ACCEPTANCE = 0.3
+
+Cell = tuple[int, int]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one rule on one prompt."""
+
+    name: str
+    p_value: float
+    num_cells: int
+    num_answers: int
+    tokens_per_step: float
+    reported_bias: float
+    """Mean bias that lossy acceptance allowed in an answer; 0 for exact rules."""
+
+    @property
+    def detectable_bias(self) -> float:
+        """Total variation that the test finds with probability 0.99, however it lies in the cells.
+
+        A bias d of the cells' law e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
+        """
+        if self.num_cells < 2:
+            return 1.0
+        degrees = self.num_cells - 1
+        critical = chi2.isf(SIGNIFICANCE, degrees)
+        noncentrality = brentq(lambda x: ncx2.sf(critical, degrees, x) - 0.99, 1e-6, 1e4)
+        return min(1.0, float(math.sqrt(noncentrality / (4 * self.num_answers))))
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the output does not have the target's law."""
+        return self.p_value < SIGNIFICANCE
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gave an answer."""
+
+    start: int
+    """Tokens of the answer before it."""
+    drafted: int
+    """Tokens in its longest chain; 0 in a plain step."""
+    accepted: int
+    emitted: int
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    """Steps in which it emitted tokens."""
+    num_nodes: int = 0
+    """Drafted nodes verified for it."""
+    bias: float = 0.0
+    """What lossy acceptance allowed."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it took, without those that read the prompt alone."""
+        return len(self.steps)
+
+
+def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+    """Answer all requests on an idle engine; admission's caps do not apply."""
+    answers = {request.request_id: Answer() for request in requests}
+    engine.scheduler.blocks.forget_all()  # passes beside the scheduler may have written anywhere
+    for request in requests:
+        engine.scheduler.submit(request)
+    while engine.scheduler.has_work:
+        for outcome in engine.run_step().outcomes:
+            answer = answers[outcome.request_id]
+            emitted = len(outcome.token_ids)
+            answer.steps.append(Step(len(answer.tokens), outcome.draft_length, outcome.num_accepted, emitted))
+            answer.tokens += outcome.token_ids
+            answer.num_nodes += outcome.num_nodes
+            answer.bias += outcome.bias
+    return answers
+
+
+def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
+    """A prompt in the model's own words: what the target says after an arbitrary token, up to where it is least sure.
+
+    Where the next token is nearly certain a test would see nothing.
+    """
+    first = int(uniform(seed, 0, Purpose.DRAFT)[0] * engine.facts.vocab_size)
+    length = min(length, engine.facts.max_model_len - 8)
+    request = Request(
+        request_id="prompt",
+        prompt_token_ids=(first,),
+        sampling=Sampling(seed=seed),
+        limits=Limits(max_tokens=length, ignore_eos=True),
+    )
+    text = (first, *run_to_end(engine, [request])["prompt"].tokens)
+    blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
+    logits_NV = engine.target.forward([SequenceInput(text, 0, blocks, NO_NODES, slice(0, None))])
+    entropy_N = torch.special.entr(logits_NV.softmax(-1)).sum(-1)
+    shortest = min(4, len(text) - 1)
+    return text[: shortest + 1 + int(entropy_N[shortest:].argmax())]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A partition of all pairs of tokens, with the exact probability of each part.
+
+    A likely first token is told apart by what follows (likely tokens, and the others pooled); the other first tokens
+    are pooled in groups of equal mass by how much likelier the draft makes them than the target, where bias shows.
+    """
+
+    expected: dict[Cell, float]
+    group_V: Ints
+    """Group of each first token; -1 where it is told apart."""
+
+    def of(self, first: int, second: int) -> Cell:
+        """The part that a pair belongs to."""
+        if self.group_V[first] >= 0:
+            return _GROUPED, int(self.group_V[first])
+        return (first, second) if (first, second) in self.expected else (first, _OTHER)
+
+
+def _laws(
+    runner: ModelRunner, engine: Engine, prompt: Sequence[int], after: Sequence[int], sampling: Sampling
+) -> torch.Tensor:
+    """[1 + N, V] a model's law after the prompt, and after each of N tokens more."""
+    count = len(after)
+    blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
+    nodes = Nodes(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
+    logits_NV = runner.forward([SequenceInput(prompt, 0, blocks, nodes, slice(len(prompt) - 1, None))])
+    return law(logits_NV, LawParameters.of([sampling] * (1 + count), logits_NV.device, TORCH)).double().cpu()
+
+
+def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:
+    """Cells for the two tokens after a prompt."""
+    assert engine.draft_runner is not None, "only a pair can be checked"
+    first_V = _laws(engine.target, engine, prompt, (), sampling)[0]
+    if drafts_by_head(engine):  # it does not draft the first token
+        draft_V = torch.ones_like(first_V)
+    else:
+        draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
+    first = torch.topk(first_V, min(_NUM_FIRST, len(first_V)))
+    second_NV = _laws(engine.target, engine, prompt, first.indices.tolist(), sampling)[1:]
+    cells: dict[Cell, float] = {}
+    for token, probability, row_V in zip(first.indices.tolist(), first.values.tolist(), second_NV, strict=True):
+        second = torch.topk(row_V, min(_NUM_SECOND, len(row_V)))
+        cells[token, _OTHER] = probability * max(0.0, 1.0 - float(second.values.sum()))
+        for following, share in zip(second.indices.tolist(), second.values.tolist(), strict=True):
+            cells[token, following] = probability * share
+    rest_V = first_V.scatter(0, first.indices, 0.0)
+    order = torch.argsort(torch.where(first_V > 0, draft_V / first_V, torch.inf))
+    before = rest_V[order].cumsum(0) / rest_V.sum().clamp(min=1e-12)
+    group_V = torch.zeros_like(order)
+    group_V[order] = (before * _NUM_GROUPS).long().clamp(max=_NUM_GROUPS - 1)
+    for group in range(_NUM_GROUPS):
+        cells[_GROUPED, group] = float(rest_V[group_V == group].sum())
+    group_V[first.indices] = -1
+    return Cells(cells, group_V.numpy())
+
+
+def g_test(counts: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, int]:
+    """(p-value, number of cells) of the counts; cells too small for the test are pooled."""
+    total = counts.total()
+    small = {cell for cell, probability in expected.items() if probability * total < _SMALLEST_CELL}
+    observed: list[float] = [counts[cell] for cell in expected if cell not in small]
+    wanted = [probability * total for cell, probability in expected.items() if cell not in small]
+    pooled = sum(expected[cell] for cell in small) * total
+    if pooled >= _SMALLEST_CELL:
+        observed.append(sum(counts[cell] for cell in small))
+        wanted.append(pooled)
+    elif wanted:
+        wanted[0] += pooled
+        observed[0] += sum(counts[cell] for cell in small)
+    if len(wanted) < 2:
+        return 1.0, len(wanted)
+    statistic = 2 * sum(o * math.log(o / w) for o, w in zip(observed, wanted, strict=True) if o > 0)
+    return float(chi2.sf(max(0.0, statistic), len(wanted) - 1)), len(wanted)
+
+
+def check_law(
+    engine: Engine,
+    name: str,
+    speculation: Speculation,
+    prompt: Sequence[int],
+    num_answers: int,
+    temperature: float,
+    max_tokens: int = 4,
+    **filters: Any,
+) -> Check:
+    """Answer a prompt many times and compare with the exact law; filters: fields of `Sampling`.
+
+    max_tokens: of an answer, of which the first two are compared.
+    """
+    sampling = Sampling(temperature=temperature, **filters)
+    cells = make_cells(engine, prompt, sampling)
+    counts: Counter[Cell] = Counter()
+    requests = [
+        Request(
+            request_id=str(seed),
+            prompt_token_ids=tuple(prompt),
+            sampling=Sampling(temperature=temperature, seed=seed, **filters),
+            limits=Limits(max_tokens=max_tokens, ignore_eos=True),
+            speculation=speculation,
+        )
+        for seed in range(num_answers)
+    ]
+    answers = run_to_end(engine, requests).values()
+    for answer in answers:
+        counts[cells.of(answer.tokens[0], answer.tokens[1])] += 1
+    tokens_per_step = sum(len(answer.tokens) for answer in answers) / sum(answer.num_steps for answer in answers)
+    p_value, num_cells = g_test(counts, cells.expected)
+    bias = sum(answer.bias for answer in answers) / num_answers
+    return Check(name, p_value, num_cells, num_answers, tokens_per_step, bias)
+
+
+def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, temperature: float) -> Check:
+    """The same test on a rule that is known to be biased: see `is_blind`."""
+    # Bias is reported of all drafted tokens. With a head only the second token of the two is drafted.
+    length, max_tokens = (1, 3) if drafts_by_head(engine) else (2, 4)
+    biased = Speculation(rule="token", num_drafts=1, draft_length=length, over_acceptance=_OVER_ACCEPTANCE)
+    return check_law(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)
+
+
+def is_blind(power: Check) -> bool:
+    """Whether the test missed a bias that is clearly larger than what it should find."""
+    return not power.rejected and power.reported_bias > 3 * power.detectable_bias
+
+
+def short_check(engine: Engine, speculation: Speculation, report: Callable[[str], None]) -> None:
+    """The check at start: the configured speculation on one prompt; raises LoadError when it fails."""
+    num_answers = 600
+    prompt = make_prompt(engine, seed=1)
+    report(f"self-check of rule {speculation.rule}")
+    check = check_law(engine, speculation.rule, speculation, prompt, num_answers, temperature=1.0)
+    power = check_power(engine, prompt, num_answers, temperature=1.0)
+    if check.rejected:
+        raise LoadError(
+            f"self-check failed: with rule {speculation.rule} the output does not have the target's law "
+            f"(p = {check.p_value:.2g} on {num_answers} answers); please report this, and serve with --spec-rule off"
+        )
+    if is_blind(power):
+        raise LoadError("self-check failed: it did not find a rule that is known to be biased; please report this")
+    report(
+        f"self-check passed: p = {check.p_value:.2g} on {num_answers} answers; "
+        f"a bias of {check.detectable_bias:.2f} would have been found"
+    )

@@ -1,0 +1,99 @@
+"""How a device's memory is shared out: weights, what steps need, and the K/V of as many blocks as the rest holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
+from engine.config_check import lookahead
+from engine.errors import ConfigError
+from engine.plan import level_widths
+from engine.scheduling.text_drafters import most_copied
+
+_DEFAULT_CPU_BYTES = 1 << 30
+# Of the memory that is free beside what is kept back; the rest is for a pass's activations.
+_DEFAULT_CUDA_SHARE = 0.9
+_LEAST_CONTEXT = 1024
+"""Tokens below which the context is not shortened to what the pool holds: a start with less is refused."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What memory the loaded models leave, and what it is for; sizes in bytes."""
+
+    num_blocks: int
+    """Of the pool that target and draft share."""
+    max_model_len: int
+    """Longest prompt plus answer in tokens, of which the pool holds at least one request."""
+    most_blocks: int
+    """Of the longest text with its drafts."""
+    pool_bytes: Sequence[int]
+    """K/V of each model."""
+    kept_back: Mapping[str, int]
+    """What steps need besides."""
+
+
+def plan_memory(
+    config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], recorded_bytes: int, device: torch.device
+) -> MemoryPlan:
+    """Share out what memory is left; raises ConfigError if it does not hold one request of the longest text.
+
+    A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
+    token_bytes: what each model keeps of a token; recorded_bytes: what recorded passes and steps write into.
+    """
+    kept_back = {
+        "workspace": _workspace_bytes(config, facts.vocab_size),
+        "graphs": recorded_bytes,
+    }
+    longest, block_size = facts.max_model_len, config.cache.block_size
+    block_bytes = [block_size * per_token for per_token in token_bytes]
+    most_blocks = -(-(longest + lookahead(config)) // block_size)
+    num_blocks = config.cache.num_blocks
+    if not num_blocks:
+        num_blocks = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
+        is_asked_for = config.cache.memory_bytes or config.cache.device_share
+        if not (is_asked_for and config.cache.prefix_caching):
+            # Further blocks could only hold prefixes of requests that have ended: where the operator gave a size.
+            num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
+    if num_blocks < most_blocks:
+        longest = num_blocks * block_size - lookahead(config)
+        if config.scheduler.max_model_len or longest < _LEAST_CONTEXT:
+            raise ConfigError(
+                f"the K/V cache has room for {num_blocks} blocks, but one request of {facts.max_model_len} tokens "
+                f"needs {most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
+            )
+        most_blocks = num_blocks
+    return MemoryPlan(num_blocks, longest, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
+
+
+def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
+    """Memory for K/V; kept_back: what steps need besides."""
+    if cache.device_share and device.type != "cuda":
+        raise ConfigError("--gpu-memory-utilization is for CUDA devices; on a CPU give --kv-cache-memory-bytes")
+    if cache.memory_bytes:
+        return cache.memory_bytes
+    if device.type == "cuda":
+        # An engine that is gone may still hold some, and so does torch of what probing has used.
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        if cache.device_share:
+            return max(0, int(cache.device_share * total) - (total - free) - kept_back)
+        return max(0, int((free - kept_back) * _DEFAULT_CUDA_SHARE))
+    return _DEFAULT_CPU_BYTES
+
+
+def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Laws of a full step of requests that name no shape: target and draft rows in float32, and the cumulative sums in
+    float64."""
+    wanted = config.speculation
+    drawn = sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
+    nodes = 1 + (drawn if config.model.draft else 0)
+    if wanted.drafters != (MODEL,):
+        nodes += most_copied(config.scheduler.max_copied_tokens)
+    rows = min(config.scheduler.max_num_seqs * nodes, config.scheduler.max_num_batched_tokens)
+    return rows * vocab_size * (4 + 4 + 8)

@@ -1,0 +1,400 @@
+"""The numbers of a recorded step, made on the host: what its passes and draws must know, in one array.
+
+Where a node's K/V lies, at which position, and what it sees follows from what a request drafts and from a few numbers
+of it. What follows from the shapes of the drafts alone is made once (`_Tables`); the rest is a handful of operations
+for all requests together.
+
+A request may draft less than the step has room for. Its own rows come first, in the places they have in every other
+step. The rows behind them see nothing, give numbers that nobody reads, and write K/V to a block that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.drafting.draft import Layout, method_of
+from engine.drafting.model import first_key, level_nodes
+from engine.drafting.numbers import SCORE_PART, draw_numbers
+from engine.plan import Plan, Row
+from engine.request import Sampling
+from engine.sampling.law import FILTERS
+from engine.speculation.topology import drawn_tree
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Array = npt.NDArray[Any]
+
+NUM_TEXT = 2
+"""Tokens of the text that the draft model may lack: the last accepted one, which it drafted but never read, and the
+one that the rule has added."""
+MOST_TOP_K = 64
+"""Requests with a larger top_k are not served by recorded steps: the number of tokens that are sorted is recorded."""
+
+
+class Laws(NamedTuple):
+    """How the laws of a step are made."""
+
+    greedy: Literal["none", "all", "some"]
+    """Which requests take the most likely token."""
+    filters: tuple[str, ...]
+    """Filters that change the law of any request."""
+
+    def can_make(self, other: Laws) -> bool:
+        """Whether the other laws can be made so: a filter changes nothing of a request that does not ask for it."""
+        return self.greedy in (other.greedy, "some") and set(self.filters) >= set(other.filters)
+
+
+LAWS = (Laws("none", ()), Laws("none", ("top_p",)), Laws("all", ()), Laws("some", ("min_p", "top_k", "top_p")))
+"""Steps are recorded for each of these; the last makes any law, with the most work."""
+_NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
+RECORDED_RULES = frozenset({"block", "bv_race"})
+"""Rules whose steps are recorded."""
+MOST_NODES = 64
+"""Of a request: a row's word has a bit for each."""
+
+
+class StepShape(NamedTuple):
+    """What a recorded step has room for."""
+
+    sequences: int
+    num_drafts: int
+    """Independent chains of each request; 0 in plain decoding."""
+    draft_length: int
+    laws: Laws
+
+    @property
+    def fanout(self) -> tuple[int, ...]:
+        """Children of every node by depth."""
+        return (self.num_drafts, *(1,) * (self.draft_length - 1)) if self.num_drafts else ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted tokens of each request."""
+        return self.num_drafts * self.draft_length
+
+    @property
+    def num_rows(self) -> int:
+        """Of the target's pass."""
+        return self.sequences * (1 + self.num_nodes)
+
+    @property
+    def num_laws(self) -> int:
+        """Draft laws: below every root and node from which something is drawn."""
+        return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
+
+    def has_room(self, other: StepShape) -> bool:
+        """Whether a step of the other shape can run as one of this."""
+        is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
+        return is_enough and self.num_drafts >= other.num_drafts and self.laws.can_make(other.laws)
+
+
+def shape_of(plan: Plan) -> StepShape | None:
+    """The smallest shape that has room for a step; None where the step is of no kind that is recorded."""
+    rows = plan.rows
+    if not rows or not all(map(_is_usual, rows)):
+        return None
+    # Where the draft model only reads, its first pass is needed all the same.
+    least = int(any(row.draft_input_ids for row in rows))
+    num_drafts, draft_length = (
+        max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
+    )
+    return StepShape(len(rows), num_drafts, draft_length, _laws_of([row.sampling for row in rows]))
+
+
+def _laws_of(samplings: Sequence[Sampling]) -> Laws:
+    drawn = [one for one in samplings if not one.is_greedy]
+    filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
+    return Laws("all" if not drawn else "none" if len(drawn) == len(samplings) else "some", filters)
+
+
+def _is_usual(row: Row) -> bool:
+    """Whether everything that a row does follows from its logits and the numbers of a step."""
+    sampling, speculation = row.sampling, row.speculation
+    if not row.emits or len(row.input_ids) != 1 or row.copies or row.text or row.shifts or row.prompt_next:
+        return False
+    if sampling.seed_stable or sampling.top_k > MOST_TOP_K or len(row.draft_input_ids) > NUM_TEXT:
+        return False
+    if row.draft_input_ids and row.draft_first_index + len(row.draft_input_ids) != row.end:
+        return False  # the draft model reads on, and stays behind the text
+    if not row.fanout:
+        return True
+    is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
+    return is_exact and method_of(row) == "iid" and set(row.fanout[1:]) <= {1}
+
+
+class PassSize(NamedTuple):
+    """A pass: every sequence has as many rows."""
+
+    queries: int
+    """Rows of each sequence."""
+    is_text: bool
+    """Whether they are the last tokens of the text, as many as the sequence lacks."""
+
+
+def passes_of(shape: StepShape) -> list[PassSize]:
+    """The draft model's pass over the text, those over its nodes level by level, and the target's."""
+    drafting = [PassSize(NUM_TEXT, True), *[PassSize(shape.num_drafts, False)] * (shape.draft_length - 1)]
+    return [*(drafting if shape.num_drafts else ()), PassSize(1 + shape.num_nodes, False)]
+
+
+class _Rows(NamedTuple):
+    """A request's rows in one pass."""
+
+    is_used_Q: Bools
+    """Whether the request uses the row; the others are padding."""
+    offset_Q: Ints
+    """Where the row's token lies behind the end of the text (the root at -1)."""
+    depth_Q: Ints
+    """0 at the root."""
+    word_Q: Ints
+    """Which of the request's nodes the row sees: a bit for each."""
+    num_seen: int
+    """Nodes that are in the cache when the pass attends."""
+
+
+def _rows(queries: int, offsets: Ints, depths: Ints, seen_QN: Bools) -> _Rows:
+    """Rows of a pass: the given ones, and behind them those without use, up to `queries`."""
+    bits = np.zeros((queries, MOST_NODES), dtype=np.bool_)
+    bits[: len(offsets), : seen_QN.shape[1]] = seen_QN
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)[:, 0]
+    rest = (0, queries - len(offsets))
+    return _Rows(
+        np.arange(queries) < len(offsets), np.pad(offsets, rest), np.pad(depths, rest), words, seen_QN.shape[1]
+    )
+
+
+def _rows_of_passes(shape: StepShape, fanout: tuple[int, ...]) -> Iterator[_Rows]:
+    """The rows of a request that drafts `fanout`, pass by pass."""
+    for number, (queries, is_text) in enumerate(passes_of(shape)[:-1]):
+        if is_text:
+            text = np.arange(NUM_TEXT)
+            yield _rows(queries, text, 0 * text, np.zeros((NUM_TEXT, 0), dtype=np.bool_))
+        elif number >= len(fanout):
+            nothing = np.zeros(0, dtype=np.int64)
+            yield _rows(queries, nothing, nothing, np.zeros((0, 0), dtype=np.bool_))
+        else:
+            nodes = level_nodes(fanout[:number])
+            offsets = len(nodes.cached_depths) + np.arange(len(nodes.depths))
+            yield _rows(queries, offsets, np.array(nodes.depths), nodes.ancestry)
+    tree = drawn_tree(fanout)
+    seen_QN = np.concatenate([np.zeros((1, tree.num_nodes), dtype=np.bool_), tree.ancestry()])
+    yield _rows(1 + shape.num_nodes, np.arange(-1, tree.num_nodes), np.array([0, *tree.depths]), seen_QN)
+
+
+class _Tables(NamedTuple):
+    """What follows from the draft shapes of all requests of a step; each array [S, ...]."""
+
+    is_used: Bools
+    offsets: Ints
+    depths: Ints
+    words: Ints
+    """[S, rows of all passes]: see `_Rows`."""
+    num_seen: Ints
+    """[S, passes]."""
+    node_depths: Ints
+    """[S, 2, nodes] of the draft model's nodes, and of the target's."""
+    tokens: Ints
+    """[S, M] of each drafted token in the target's pass: its place among the tokens of all chains."""
+    nodes: Ints
+    """[S, K, L + 1] row of the target's pass below the first i tokens of each chain; the root beyond a chain's end."""
+    lengths: Ints
+    """[S, K] tokens of each chain."""
+    is_dead: Bools
+    """[S, K] chains that must not win. A request without drafts keeps chain 0, with length 0."""
+
+
+@lru_cache(maxsize=1024)
+def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
+    """Of one request, without the axis of requests."""
+    used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, fanout), strict=True)
+    tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
+    node_depths = np.zeros((2, MOST_NODES), dtype=np.int64)
+    node_depths[0, : tree.num_nodes] = np.repeat(np.arange(1, length + 1), num_drafts)
+    node_depths[1, : tree.num_nodes] = tree.depths
+    tokens = np.zeros(shape.num_nodes, dtype=np.int64)
+    chain_KL = np.arange(num_drafts)[:, None] * shape.draft_length + np.arange(length)
+    tokens[: tree.num_nodes] = chain_KL.ravel()
+    nodes = np.zeros((max(1, shape.num_drafts), shape.draft_length + 1), dtype=np.int64)
+    nodes[: len(tree.paths), : length + 1] = tree.paths
+    chain_K = np.arange(len(nodes))
+    return _Tables(
+        is_used=np.concatenate(used),
+        offsets=np.concatenate(offsets),
+        depths=np.concatenate(depths),
+        words=np.concatenate(words),
+        num_seen=np.array(num_seen),
+        node_depths=node_depths,
+        tokens=tokens,
+        nodes=nodes,
+        lengths=np.where(chain_K < num_drafts, length, 0),
+        is_dead=chain_K >= max(1, num_drafts),
+    )
+
+
+@lru_cache(maxsize=256)
+def _tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
+    """Of the requests of a step that draft these shapes; padding drafts nothing."""
+    padded = [*fanouts, *[()] * (shape.sequences - len(fanouts))]
+    return _Tables(*map(np.stack, zip(*(_table_of(shape, fanout) for fanout in padded), strict=True)))
+
+
+class Field(NamedTuple):
+    """An array of the numbers."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        """Its size in 64-bit words, to a multiple of 16 bytes: kernels are compiled for arrays that begin at one."""
+        return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
+
+
+class StepInputs:
+    """Makes the numbers of steps of one shape."""
+
+    def __init__(self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_block: int) -> None:
+        """layout: of the chains that all S requests draft; spare_block: where padding writes its K/V, in both models.
+
+        most_pages: of the longest text with its drafts.
+        """
+        self._shape, self._layout = shape, layout
+        self._block_size, self._spare_block = block_size, spare_block
+        self.passes = passes_of(shape)
+        self.fields = _fields(shape, self.passes, layout, most_pages)
+        self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
+        self._views = views(self._flat, self.fields)
+        self._filled = shape.sequences, most_pages
+        """(requests, blocks of the longest) in the table of pages."""
+
+    def of(self, rows: Sequence[Row]) -> Array:
+        """[words] the numbers of a step; until the next call."""
+        v, count = self._views, self._shape.sequences
+        count_S, first_S = (np.zeros(count, dtype=np.int64) for _ in range(2))
+        end_S = np.ones(count, dtype=np.int64)
+        self._clear_pages(rows)
+        for number, row in enumerate(rows):
+            end_S[number] = row.end
+            v["pages"][number, : len(row.block_ids)] = row.block_ids
+            v["root"][number] = row.input_ids[0]
+            if self._shape.num_drafts and row.draft_input_ids:
+                count_S[number], first_S[number] = len(row.draft_input_ids), first_key(row)
+                v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
+        tables = _tables_of(self._shape, tuple(row.fanout for row in rows))
+        self._fill_passes(tables, count_S, end_S)
+        v["ends"][:], v["first keys"][:] = end_S, first_S
+        v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
+        if self._shape.num_drafts:
+            v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
+        self._fill_chains(tables)
+        self._fill_laws(rows, end_S, tables.is_dead.ravel())
+        return self._flat
+
+    def _clear_pages(self, rows: Sequence[Row]) -> None:
+        """Take the last step's blocks out of the table, and make room for those of `rows`."""
+        count, width = self._filled
+        self._views["pages"][:count, :width] = self._spare_block
+        self._filled = len(rows), max((len(row.block_ids) for row in rows), default=0)
+
+    def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
+        """Positions, slots and what is seen, of all rows of all passes."""
+        v, size, end_S1 = self._views, self._block_size, end_S[:, None]
+        text = slice(0, NUM_TEXT if self._shape.num_drafts else 0)
+        is_used = tables.is_used.copy()
+        is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
+        index = end_S1 + tables.offsets
+        index[:, text] -= count_S[:, None]
+        index = np.where(is_used, index, end_S1 - 1)
+        page = np.take_along_axis(v["pages"], index // size, 1).astype(np.int64)
+        slots = np.where(is_used, page * size + index % size, self._spare_block * size)
+        positions = end_S1 - 1 + tables.depths
+        limits = np.broadcast_to(end_S1, index.shape).copy()
+        positions[:, text] = index[:, text]
+        limits[:, text] = np.where(is_used[:, text], index[:, text] + 1, 0)
+        start = 0
+        for number, one in enumerate(self.passes):
+            part = slice(start, start + one.queries)
+            start = part.stop
+            for name, values in (("slots", slots), ("limits", limits), ("words", tables.words)):
+                v[f"{name} {number}"][:] = values[:, part]
+            v[f"counts {number}"][:] = is_used[:, part].sum(1)
+            v[f"positions {number}"][:] = v[f"short positions {number}"][:] = positions[:, part]
+            v[f"num keys {number}"][:] = end_S + tables.num_seen[:, number]
+
+    def _fill_chains(self, tables: _Tables) -> None:
+        """Whose chains end where, and where the target's pass has their nodes."""
+        v, shape = self._views, self._shape
+        sequence_S1 = np.arange(shape.sequences)[:, None]
+        v["lengths"][:] = tables.lengths
+        v["nodes"][:] = tables.nodes + (1 + shape.num_nodes) * sequence_S1[:, :, None]
+        if shape.num_drafts:
+            v["tokens"][:] = tables.tokens + shape.num_nodes * sequence_S1
+
+    def _fill_laws(self, rows: Sequence[Row], end_S: Ints, is_dead_C: Bools) -> None:
+        """What laws and draws need of each request; padding gets what makes no trouble."""
+        v, layout = self._views, self._layout
+        v["temperature"][:] = 1.0
+        v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+        for name in self._shape.laws.filters:
+            v[name][:] = _NEUTRAL[name]
+            v[name][: len(rows)] = [getattr(row.sampling, name) for row in rows]
+        seed_S = np.zeros(self._shape.sequences, dtype=np.int64)
+        seed_S[: len(rows)] = [row.sampling.seed for row in rows]
+        chain_C = layout.request_C
+        v["noise"][:] = draw_numbers(seed_S[chain_C], end_S[chain_C], layout.rank_C, layout.max_length)
+        v["noise"][SCORE_PART, is_dead_C] = -np.inf  # their scores become the largest: they win no race
+
+
+def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_pages: int) -> list[Field]:
+    count, num_chains = shape.sequences, layout.num_chains
+    fields = [
+        Field("pages", np.int32, (count, most_pages)),
+        Field("ends", np.int32, (count,)),
+        Field("first keys", np.int32, (count,)),
+        Field("node positions", np.int32, (2, count, MOST_NODES)),
+        Field("root", np.int64, (count,)),
+        Field("lengths", np.int64, (count, num_chains // count)),
+        Field("nodes", np.int64, (count, num_chains // count, 1 + shape.draft_length)),
+        Field("noise", np.float64, (6, num_chains, max(1, layout.max_length))),
+        Field("temperature", np.float32, (count,)),
+        *(Field(name, np.int64 if name == "top_k" else np.float32, (count,)) for name in shape.laws.filters),
+    ]
+    if shape.num_drafts:
+        fields += [
+            Field("text", np.int64, (count, NUM_TEXT)),
+            Field("wanted", np.int64, (count,)),
+            Field("tokens", np.int64, (count, shape.num_nodes)),
+        ]
+    for number, one in enumerate(passes):
+        of_rows = (count, one.queries)
+        fields += [
+            Field(f"positions {number}", np.int64, of_rows),
+            Field(f"short positions {number}", np.int32, of_rows),
+            Field(f"slots {number}", np.int64, of_rows),
+            Field(f"limits {number}", np.int32, of_rows),
+            Field(f"words {number}", np.int64, of_rows),
+            Field(f"num keys {number}", np.int32, (count,)),
+            Field(f"counts {number}", np.int32, (count,)),
+        ]
+    return fields
+
+
+def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
+    """The arrays of a piece of memory, by name; flat: of 64-bit words, numpy's or torch's."""
+    found = {}
+    start = 0
+    for field in fields:
+        dtype = np.dtype(field.dtype)
+        part = flat[start : start + field.words]
+        part = part.view(dtype if isinstance(flat, np.ndarray) else getattr(torch, dtype.name))
+        found[field.name] = part[: prod(field.shape)].reshape(field.shape)
+        start += field.words
+    return found

@@ -1,0 +1,368 @@
+"""Decode steps replayed as two CUDA graphs, behind one copy of their numbers to the device.
+
+The first graph drafts: all passes of the draft model, with the law and the draw of every level. The second is the
+target's pass with the laws of all nodes and the verdict. A step runs as the smallest recorded shape that has room for
+its requests and for what each of them drafts. Steps of other kinds (with prompts, copied drafts, edited logits, other
+rules, or more rows than any shape has) are launched operation by operation.
+
+Passes, laws, draws and the rule are the same functions in both ways. Without CUDA nothing is recorded and the same work
+is computed on the same padded arrays: that is how this is tested.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.attention import AttentionMetadata
+from engine.attention.paged import Paged
+from engine.drafting.chains import draw_levels
+from engine.drafting.draft import ChainShape, Draft, layout_of, with_tokens
+from engine.drafting.numbers import noise_of
+from engine.kernels.protocol import Chains, Kernels, LawTable
+from engine.kernels.transfer import bits, fill, to_device
+from engine.models.runner import ModelRunner
+from engine.plan import Plan
+from engine.sampling.law import LawParameters, law
+from engine.speculation.topology import drawn_tree
+from engine.speculation.verification import RULES
+from engine.speculation.verification.longest_match import verify_certain
+from engine.step.recorded.inputs import LAWS, MOST_NODES, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
+from engine.step.recorded.recorder import recorder
+from engine.step.verdicts import HostVerdict
+
+log = logging.getLogger("polydraft")
+
+MOST_ROWS = 256
+"""Of the target's pass, in the largest step that is recorded."""
+_TOLD = 16
+"""Progress is reported after every so many recordings."""
+_LEAST_FREE = 0.6
+"""Recording stops when less than this share of the memory that was free before it is left."""
+
+
+class Found(NamedTuple):
+    """What a step has found, on the host."""
+
+    draft: Draft
+    """With its tokens."""
+    verdict: HostVerdict
+    largest_N: npt.NDArray[np.float64]
+    """`verdicts.largest_numbers`."""
+
+
+class _Shared(NamedTuple):
+    """What all recorded steps have in common: they run one after the other."""
+
+    target: ModelRunner
+    draft: ModelRunner | None
+    most_pages: int
+    logits_NV: Tensor
+    """Of the target, for as many rows as any step has."""
+    draft_law_NV: Tensor
+
+
+class RecordedStep:
+    """A step of one shape: its buffers, and what was recorded over them."""
+
+    def __init__(self, shape: StepShape, shared: _Shared) -> None:
+        self._shape, self._shared = shape, shared
+        target = shared.target
+        self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
+        spare_block = target.storage.keys.shape[1] // target.block_size - 1
+        self._inputs = StepInputs(shape, self._layout, target.block_size, shared.most_pages, spare_block)
+        self._numbers = torch.from_numpy(self._inputs.of([])).to(target.device, copy=True)
+        self._views = views(self._numbers, self._inputs.fields)
+        self._fixed = [self._fixed_of(number) for number in range(len(self._inputs.passes))]
+        self._parameters = self._parameters_of_rows()
+        self._uniform_LC, self._noise = noise_of(self._views["noise"], self._layout.max_length)
+        self._law_NV = shared.draft_law_NV[: self._layout.num_laws]
+        self._logits_NV = shared.logits_NV[: shape.num_rows]
+        size = self._layout.num_chains, self._layout.max_length
+        self._chains = Chains(
+            torch.zeros(size, dtype=torch.int64, device=target.device),
+            self._views["lengths"].view(-1),
+            self._layout.request,
+            LawTable(self._law_NV, self._layout.law_row_CL, target.kernels),
+            self._layout.leads_CL,
+            shape=self._layout.shape,
+        )
+        num_found = 3 * shape.sequences + prod(size) + shape.num_rows + self._layout.num_laws
+        self._result = torch.zeros(num_found, dtype=torch.int64, device=target.device)
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
+        """Record both parts."""
+        for name, work in (("draft", self._draft), ("verdict", self._verdict)):
+            if name == "verdict" or self._shape.fanout:
+                self._graphs[name] = record(work)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def draw(self, plan: Plan) -> Draft:
+        """Draft the plan's chains; their tokens stay on the device."""
+        fill(self._numbers, self._inputs.of(plan.sampling_rows))
+        if self._shape.fanout:
+            self._replay("draft", self._draft)
+        return self._draft_of(plan)
+
+    def forward(self) -> Tensor:
+        """[N, V] the target's logits at all roots and nodes; the verdict is made too."""
+        self._replay("verdict", self._verdict)
+        return self._logits_NV
+
+    def read(self, draft: Draft) -> Found:
+        """What the step has found: here it waits for the device."""
+        shape, num_rows = self._shape, len(draft.trees)
+        found = self._result.cpu().numpy()
+        verdict_3S, tokens_C, largest = np.split(
+            found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
+        )
+        chain_R, accepted_R, token_R = verdict_3S.reshape(3, -1)[:, :num_rows]
+        # Of numbers that are not finite any chain may win, also one that the request has not: its verdict is not used.
+        rank_R = chain_R % self._layout.shape[1]
+        chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
+        if shape.num_drafts:
+            tokens_SKL = tokens_C.reshape(shape.sequences, shape.num_drafts, shape.draft_length)
+            of_trees = [
+                token
+                for tree, token_KL in zip(draft.trees, tokens_SKL, strict=False)
+                for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
+            ]
+            draft = with_tokens(draft, of_trees)
+        verdict = HostVerdict(
+            chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), [0.0] * num_rows, [()] * num_rows
+        )
+        of_nodes, of_laws = np.split(largest.view(np.float64), [shape.num_rows])
+        return Found(draft, verdict, np.concatenate([of_nodes[: draft.starts[-1]], of_laws]))
+
+    def _replay(self, name: str, work: Callable[[], None]) -> None:
+        graph = self._graphs.get(name)
+        if graph is None:
+            work()
+        else:
+            graph.replay()
+
+    def _draft_of(self, plan: Plan) -> Draft:
+        """The draft, whose trees are those of the plan's rows; their tokens come with what `read` finds."""
+        trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
+        apart = 1 + self._shape.num_nodes
+        return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
+
+    # -- what is recorded ---------------------------------------------------------------------------------------------
+
+    def _draft(self) -> None:
+        """All levels, as every other step draws them."""
+        assert self._shared.draft is not None
+        v = self._views
+        root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"])
+        tokens_CL = draw_levels(
+            (), self._layout, self._parameters, self._uniform_LC, root_NV, self._below, self._law_NV
+        )
+        self._chains.tokens_CL.copy_(tokens_CL)
+
+    def _below(self, depth: int, token_N: Tensor) -> Tensor:
+        """[N, V] the draft model's logits below the nodes of a depth."""
+        assert self._shared.draft is not None
+        return self._logits(self._shared.draft, depth, token_N)
+
+    def _verdict(self) -> None:
+        """The target's pass, the law of every node, and the rule."""
+        shape, v = self._shape, self._views
+        token_ids = v["root"].unsqueeze(1)
+        if shape.num_drafts:
+            token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
+        self._logits_NV.copy_(self._logits(self._shared.target, len(self._fixed) - 1, token_ids.view(-1)))
+        row_N = self._fixed[-1].sequence_T
+        target = LawTable(
+            law(self._logits_NV, self._parameters.select(row_N)),
+            v["nodes"].view(len(self._chains.tokens_CL), -1),
+            self._parameters.kernels,
+        )
+        largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._law_NV) if len(one_NV))
+        found = [*self._decide(target), self._chains.tokens_CL.view(-1), *map(bits, largest)]
+        self._result.copy_(torch.cat(found))
+
+    def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
+        """[S] chain, accepted tokens, and the token behind them."""
+        if not self._shape.num_drafts:
+            token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
+            return self._layout.request, torch.zeros_like(token_S), token_S
+        # Where only some are certain the race serves them too: their chains are alike, and right or wrong as a whole.
+        verify = verify_certain if self._shape.laws.greedy == "all" else RULES["bv_race"].verify
+        found = verify(self._chains, target, self._noise)
+        return found.chain_B, found.accepted_B, found.next_token_B
+
+    def _logits(self, runner: ModelRunner, number: int, token_ids_T: Tensor, wanted_N: Tensor | None = None) -> Tensor:
+        """[N, V] logits of a pass, at all its rows where none are named."""
+        v, fixed = self._views, self._fixed[number]
+        is_target = runner is self._shared.target
+        one = self._inputs.passes[number]
+        paged = Paged(
+            pages=v["pages"],
+            starts=fixed.starts,
+            counts=v[f"counts {number}"],
+            first_keys=fixed.zeros if is_target else v["first keys"],
+            ends=v["ends"],
+            num_keys=v[f"num keys {number}"],
+            node_positions=v["node positions"][int(is_target)],
+            limits=v[f"limits {number}"].view(-1),
+            words=v[f"words {number}"].view(-1, 1),
+            positions=v[f"short positions {number}"].view(-1),
+            page_size=runner.block_size,
+            most_queries=one.queries,
+            most_keys=self._shared.most_pages * runner.block_size,
+            is_padded=True,
+        )
+        metadata = AttentionMetadata(runner.storage, v[f"slots {number}"].view(-1), paged=paged)
+        wanted_N = fixed.rows if wanted_N is None else wanted_N
+        return runner.run_on_device(token_ids_T, v[f"positions {number}"].view(-1), metadata, wanted_N)
+
+    def _fixed_of(self, number: int) -> _Fixed:
+        queries, count = self._inputs.passes[number].queries, self._shape.sequences
+        device = self._shared.target.device
+        return _Fixed(
+            starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
+            zeros=to_device(np.zeros(count, dtype=np.int32), device),
+            rows=to_device(np.arange(count * queries), device),
+            sequence_T=to_device(np.arange(count).repeat(queries), device),
+        )
+
+    def _parameters_of_rows(self) -> LawParameters:
+        """Of the S requests, in the buffer."""
+        greedy, filters = self._shape.laws
+        values = {name: self._views[name] for name in filters}
+        largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in filters}
+        kernels = self._shared.target.kernels
+        return LawParameters(self._views["temperature"], greedy != "none", greedy == "all", values, largest, kernels)
+
+
+class _Fixed(NamedTuple):
+    """Arrays of a pass that no step changes."""
+
+    starts: Tensor
+    zeros: Tensor
+    rows: Tensor
+    sequence_T: Tensor
+    """The sequence of each row."""
+
+
+class RecordedSteps:
+    """The recorded steps of an engine."""
+
+    def __init__(self) -> None:
+        self._steps: dict[StepShape, RecordedStep] = {}
+        self._chosen: dict[StepShape, RecordedStep | None] = {}
+        """By the smallest shape of a step, what carries it out."""
+        self._most_pages = 0
+        self.serves = True
+        """Whether steps run as recorded, where they have been."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Shapes that are replayed."""
+        return len(self._steps)
+
+    def find(self, plan: Plan) -> RecordedStep | None:
+        """What carries out a plan; None where it is of no recorded shape."""
+        if not self._steps or not self.serves:
+            return None
+        wanted = shape_of(plan)
+        if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
+            return None
+        if wanted not in self._chosen:
+            best = min((shape for shape in self._steps if shape.has_room(wanted)), key=_work, default=None)
+            self._chosen[wanted] = None if best is None else self._steps[best]
+        return self._chosen[wanted]
+
+    @torch.inference_mode()
+    def record(
+        self,
+        target: ModelRunner,
+        draft: ModelRunner | None,
+        drafts: Sequence[tuple[int, int]],
+        most_sequences: int,
+        most_pages: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Record steps of these shapes (`menu`), as far as memory reaches; where one cannot be recorded, none is."""
+        shapes = menu(drafts, most_sequences, _laws_on(target.device, target.kernels))
+        shared = _shared(target, draft, shapes, most_pages)
+        self._most_pages = most_pages
+        if not _on_cuda(target):
+            self._steps = {shape: RecordedStep(shape, shared) for shape in shapes}
+            return
+        least_free = _LEAST_FREE * torch.cuda.mem_get_info(target.device)[0]
+        try:
+            with recorder() as record:
+                for number, shape in enumerate(shapes):
+                    if number % _TOLD == 0:
+                        progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
+                    if torch.cuda.mem_get_info(target.device)[0] < least_free:
+                        log.info("recorded %d of %d shapes of steps: memory is short", number, len(shapes))
+                        break
+                    step = RecordedStep(shape, shared)
+                    step.record(record)
+                    self._steps[shape] = step
+        except torch.cuda.OutOfMemoryError:
+            log.warning("recorded %d of %d shapes of steps: memory is short", len(self._steps), len(shapes))
+        except Exception as error:  # an operation that cannot be recorded
+            self._steps.clear()
+            log.warning("steps run without CUDA graphs: %s", error)
+
+
+def _on_cuda(runner: ModelRunner) -> bool:
+    return runner.device.type == "cuda"
+
+
+def _work(shape: StepShape) -> tuple[int, int, int]:
+    """What orders the shapes that have room for a step."""
+    return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
+
+
+def _laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
+    """The laws that steps are recorded for: on a device without the kernel, top_p needs the host."""
+    if device.type != "cuda" or kernels.by_tiles:
+        return LAWS
+    return [laws for laws in LAWS if "top_p" not in laws.filters]
+
+
+def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[Laws] = LAWS) -> list[StepShape]:
+    """The shapes that are recorded, steps of few requests first: where launches weigh most.
+
+    drafts: (chains, their length); (0, 0) is plain decoding. Of each, powers of two of requests, and as many as there
+    are rows for.
+    """
+    shapes = []
+    for chains, length in drafts:
+        nodes = chains * length
+        most = min(most_sequences, MOST_ROWS // (1 + nodes)) if nodes <= MOST_NODES else 0
+        counts = {*(1 << power for power in range(most.bit_length())), most} if most else set()
+        shapes += [StepShape(count, chains, length, of_laws) for count in counts for of_laws in laws]
+    return sorted(shapes, key=lambda shape: (shape.sequences, *_work(shape)))
+
+
+def buffer_bytes(drafts: Sequence[tuple[int, int]], most_sequences: int, vocab_size: int) -> int:
+    """Memory of the logits and draft laws that all recorded steps share, and of the target laws that one makes."""
+    shapes = menu(drafts, most_sequences)
+    return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_laws for shape in shapes))
+
+
+def _shared(target: ModelRunner, draft: ModelRunner | None, shapes: Sequence[StepShape], most_pages: int) -> _Shared:
+    def rows_of_vocabulary(count: int) -> Tensor:
+        return torch.zeros((count, target.vocab_size), device=target.device)
+
+    return _Shared(
+        target,
+        draft,
+        most_pages,
+        rows_of_vocabulary(max(shape.num_rows for shape in shapes)),
+        rows_of_vocabulary(max(shape.num_laws for shape in shapes)),
+    )

@@ -1,0 +1,61 @@
+"""Serves synthetic requests at start, before the engine is announced. Not for: measuring steps (`calibration.py`)."""
+
+from __future__ import annotations
+
+import time
+
+from engine.api import Step, encode
+from engine.control.controller import Controller
+from engine.control.step_time import StepTimes
+from engine.request import Limits, Request, Sampling, Speculation
+from engine.scheduling.admission import with_kept_shape
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.store import BlockStore
+from engine.step.engine import Engine
+
+_REHEARSED_TOKENS, _REHEARSAL_S = 24, 0.25
+"""Tokens of a synthetic prompt and of its answer; time after which it is ended."""
+
+
+def rehearse(engine: Engine, speculation: Speculation) -> None:
+    """Serve synthetic requests to nobody, one with a seed and one without.
+
+    The first real request then finds its code and the caches warm, and its speedup is reported from times of served
+    steps, which take longer than measured ones. The K/V pool holds nothing yet; blocks, counts and what the controller
+    learns are thrown away.
+    """
+    seeded = with_kept_shape(speculation, engine.limits, engine.facts.device)
+    for times in (None, engine.scheduler.times):  # cold steps teach the model of step times nothing
+        rehearsed = _engine_around(engine, times)
+        for number, one in enumerate((seeded, speculation)):
+            began = time.perf_counter()
+            rehearsed.submit(_rehearsal(str(number), one, engine.facts.max_model_len // 4))
+            while rehearsed.scheduler.has_work and time.perf_counter() - began < _REHEARSAL_S:
+                result = rehearsed.run_step()
+                encode(Step(result.outcomes, result.stats))
+            rehearsed.abort(str(number))
+    engine.telemetry.overhead = rehearsed.telemetry.overhead
+
+
+def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
+    """Another engine around the models of one."""
+    own = engine.scheduler
+    blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
+    scheduler = Scheduler(own.config, blocks, own.eos_token_ids, own.draft_prefill.draft_window)
+    scheduler.times = times
+    if times is not None and own.controller is not None:
+        scheduler.controller = Controller(times, engine.limits.max_draft_length)
+    result = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
+    result.recorded = engine.recorded
+    return result
+
+
+def _rehearsal(request_id: str, speculation: Speculation, most_tokens: int) -> Request:
+    num_tokens = min(_REHEARSED_TOKENS, most_tokens)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=(0,) * num_tokens,
+        sampling=Sampling(seed=0),
+        limits=Limits(max_tokens=num_tokens, ignore_eos=True),
+        speculation=speculation,
+    )

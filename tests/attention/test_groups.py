@@ -1,0 +1,123 @@
+"""Sequences that attend together get the numbers they get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.models.probe import find_kv_shape
+from engine.models.runner import ModelRunner
+
+from engine.attention.groups import Group, _group, groups_of
+from engine.attention.inputs import NO_NODES, Nodes, PassInput, SequenceInput, build
+from engine.models import runner
+from engine.speculation.topology import merge_chains
+from tests.models.test_architectures import COMMON
+from tests.models.test_lean import randomised
+
+BLOCK_SIZE = 4
+Spoil = Callable[[Group], Group]
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**COMMON),
+    "window and softcap": transformers.Gemma2Config(
+        **COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+    ),
+    "window": transformers.MistralConfig(**COMMON, head_dim=8, sliding_window=6),
+    "sinks": transformers.GptOssConfig(
+        **COMMON, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
+    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and trees."""
+    chance = np.random.default_rng(seed)
+    blocks = chance.permutation(200).tolist()
+    lengths = [*chance.integers(14, 19, 7).tolist(), 50, 5]
+    prompts, steps = [], []
+    for number, length in enumerate(lengths):
+        mine = blocks[number * 20 : number * 20 + 20]
+        prompts.append(SequenceInput(chance.integers(3, 101, length).tolist(), 0, mine, NO_NODES, slice(0, 0)))
+        tree = merge_chains(chance.integers(3, 6, (number % 4, 3)).tolist())
+        nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry()) if number % 4 else NO_NODES
+        steps.append(SequenceInput([int(chance.integers(3, 101))], length, mine, nodes, slice(0, None)))
+    return prompts, steps
+
+
+def logits(
+    loaded: Any, alone: bool, monkeypatch: pytest.MonkeyPatch, spoil: Spoil = lambda group: group
+) -> torch.Tensor:
+    made: list[Group] = []
+
+    def grouped(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+        if alone:
+            return [_group(batch, np.array([number]), block_size, device) for number in range(len(batch.sequences))]
+        groups = groups_of(batch, block_size, token_bytes, device)
+        made.extend(group for group in groups if group.shape[0] > 1)
+        return [spoil(group) if group.shape[0] > 1 else group for group in groups]
+
+    monkeypatch.setattr(runner, "groups_of", grouped)
+    model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, BLOCK_SIZE, loaded.vocab_size)
+    prompts, steps = passes()
+    model.forward(prompts)
+    result = model.forward(steps)
+    assert bool(made) is not alone
+    return result
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attending_together_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = randomised(CONFIGS[name], seed=5)
+    alone = logits(loaded, True, monkeypatch)
+    together = logits(loaded, False, monkeypatch)
+    assert torch.allclose(alone, together, atol=1e-4, rtol=1e-4)
+
+
+def rolled(group: Group) -> Group:
+    assert isinstance(group.slots, torch.Tensor)
+    return replace(group, slots=group.slots.roll(group.shape[2]))
+
+
+WRONG: dict[str, Spoil] = {
+    "padding keys are seen": lambda group: replace(group, visible=None),
+    "slots of the neighbour": rolled,
+    "positions by index": lambda group: replace(
+        group, positions=lambda: (torch.arange(group.shape[1]).expand(group.shape[:2]), group.positions()[1])
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_comparison_has_teeth(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = randomised(CONFIGS["window"], seed=5)
+    alone = logits(loaded, True, monkeypatch)
+    assert not torch.allclose(alone, logits(loaded, False, monkeypatch, WRONG[wrong]), atol=1e-4, rtol=1e-4)
+
+
+def sequence(num_queries: int, num_keys: int) -> SequenceInput:
+    return SequenceInput([0] * num_queries, num_keys - num_queries, range(num_keys), NO_NODES, slice(0))
+
+
+def test_what_attends_together_is_alike_and_fits_the_buffer() -> None:
+    sizes = [(1, 100)] * 5 + [(1, 90), (1, 1000), (6, 100), (7, 100), (200, 300), (1, 40)]
+    sequences = [sequence(*size) for size in sizes]
+    found = groups_of(build(sequences, 1), 1, 8, torch.device("cpu"))
+    assert sorted(group.shape for group in found) == [(1, 1, 40), (1, 1, 1000), (1, 200, 300), (2, 7, 100), (6, 1, 100)]
+    found = groups_of(build(sequences[:5], 1), 1, (4 << 20) // 250, torch.device("cpu"))
+    assert sorted(group.shape[0] for group in found) == [1, 2, 2]
+
+
+def test_a_lone_sequence_is_read_where_it_lies() -> None:
+    nodes = Nodes((1, 1), (1, 2), (), np.tri(2, dtype=np.bool_))
+    for blocks, expected in (([3, 4, 5], slice(12, 21)), ([3, 5, 4], [12, 13, 14, 15, 20, 21, 22, 23, 16])):
+        batch = build([SequenceInput([1], 6, blocks, nodes, slice(0))], 4)
+        (group,) = groups_of(batch, 4, 8, torch.device("cpu"))
+        assert group.shape == (1, 3, 9)
+        assert group.rows == slice(0, 3)
+        slots = group.slots if isinstance(group.slots, slice) else group.slots.tolist()
+        assert slots == expected

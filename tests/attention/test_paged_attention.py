@@ -1,0 +1,234 @@
+"""The Triton kernel gives the numbers of the plain path: in Triton's interpreter on a CPU, compiled on a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+triton_attention = pytest.importorskip("engine.attention.triton_attention")
+
+from engine.models.probe import find_kv_shape, probe  # noqa: E402
+from engine.models.runner import ModelRunner  # noqa: E402
+
+from engine.attention.groups import _group  # noqa: E402
+from engine.attention.inputs import NO_NODES, Nodes, SequenceInput, build  # noqa: E402
+from engine.attention.paged import Paged, pages_of  # noqa: E402
+from engine.attention.scaled import Kind  # noqa: E402
+from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
+from engine.speculation.topology import merge_chains  # noqa: E402
+from tests.attention.test_groups import CONFIGS, passes  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from tests.grid import grid  # noqa: E402
+from tests.models.test_architectures import COMMON  # noqa: E402
+from tests.models.test_lean import randomised  # noqa: E402
+
+PAGE = 4
+CASES: dict[str, Any] = {
+    **CONFIGS,
+    "heads in threes": transformers.LlamaConfig(
+        **{**COMMON, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
+    ),
+    "one key head": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
+}
+
+
+def logits(loaded: Any, paged: bool) -> torch.Tensor:
+    model = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, paged=paged)
+    prompts, steps = passes()
+    model.forward(prompts)
+    return model.forward(steps)
+
+
+@pytest.mark.parametrize("name", grid(CASES, {"window and softcap", "heads in threes"}))
+def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
+    """Prompts, then single tokens and trees of nine sequences in scattered pages."""
+    loaded = randomised(CASES[name], seed=5)
+    assert torch.allclose(logits(loaded, False), logits(loaded, True), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
+    """It is compiled for blocks of a size."""
+    loaded = randomised(CASES["llama"], seed=5)
+    right, sizes = triton_attention.attend_paged, set()
+
+    def attend(paged: Paged, *operands: Any) -> torch.Tensor:
+        sizes.add(paged.page_size)
+        return right(paged, *operands)
+
+    with patch.object(triton_attention, "attend_paged", attend):
+        assert probe(loaded, find_kv_shape(loaded), paged=True, block_size=block_size) < 0.5
+    assert sizes == {block_size}
+
+
+@pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(None, 1), (50, 3)}))
+def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
+    window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not a number there would make the others none."""
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    count, known, clean = 90, 40, 64
+    blocks = list(range(-(-(known + count) // PAGE)))
+    part = SequenceInput(list(range(count)), known, blocks, NO_NODES, slice(0))
+    storage = KVTensors(KVShape(1, 2, 24, 40), len(blocks) * PAGE, torch.float32, tiny.DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    query = torch.randn((1, 6, count, 24), generator=generator).to(tiny.DEVICE)
+    expected = reference([part], storage, query, window, Kind())[:clean]
+    for tensor in (storage.keys, storage.values):
+        tensor[:, known + clean :] = torch.nan
+    paged = Paged.of(pages_of(build([part], PAGE)), PAGE, tiny.DEVICE)
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
+    assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
+    assert (found[:clean] - expected).abs().max() < 1e-5
+
+
+def operands(
+    dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
+) -> tuple[Any, ...]:
+    """A tree of more nodes than a word has bits behind a long text, and a chunk of a prompt beside it."""
+    chance = np.random.default_rng(1)
+    tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
+    blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
+    half = len(blocks) // 2
+    parts = [
+        SequenceInput(
+            [1], num_keys, blocks[:half], Nodes(tree.tokens, tree.depths, (), tree.ancestry()), slice(0), first_key
+        ),
+        SequenceInput(list(range(9)), num_keys - 20, blocks[half:], NO_NODES, slice(0), first_key),
+    ]
+    generator = torch.Generator().manual_seed(2)
+    shape = KVShape(1, 2, 24, 40)
+    storage = KVTensors(shape, len(blocks) * PAGE, dtype, tiny.DEVICE)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(dtype))
+    count = len(build(parts, PAGE).positions_T)
+    query = torch.randn((1, 6, count, 24), generator=generator).to(dtype).to(tiny.DEVICE)
+    return parts, storage, query, window
+
+
+def reference(parts: Any, storage: KVTensors, query: torch.Tensor, window: int | None, kind: Kind) -> torch.Tensor:
+    """In float64, with a mask for every pair of query and key."""
+    host = build(parts, PAGE)
+    outputs = []
+    for group in (_group(host, np.array([number]), PAGE, torch.device("cpu")) for number in range(len(parts))):
+        slots = torch.as_tensor(np.r_[group.slots] if isinstance(group.slots, slice) else group.slots)
+        keys, values = (t[0].cpu()[slots].double().repeat_interleave(3, 1) for t in (storage.keys, storage.values))
+        scores = torch.einsum("hqd,khd->hqk", query[0, :, group.rows].cpu().double(), keys) * 24**-0.5
+        if kind.softcap is not None:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool)
+        if group.visible is not None:
+            visible = group.visible[0]
+        if window is not None:
+            queries, keys = group.positions()
+            visible = visible & (queries[0, :, None] - keys[0] < window)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if kind.sinks is not None:
+            column = kind.sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., : len(slots)]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("parts", grid([1, 3], {3}))
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    grid(
+        [("float32", torch.float32, 1e-5), ("float16", torch.float16, 5e-3), ("bfloat16", torch.bfloat16, 3e-2)],
+        {("bfloat16", torch.bfloat16, 3e-2)},
+    ),
+)
+def test_numbers_of_every_type(
+    name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    check(operands(dtype, 150), Kind(), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "parts"),
+    grid(
+        [
+            *((kind, 5, parts) for kind in ("plain", "softcap", "sinks") for parts in (1, 3)),
+            *((kind, None, 3) for kind in ("softcap", "sinks", "both")),
+            ("plain", 100, 3),
+            ("both", 100, 1),
+        ],
+        {("both", None, 3), ("both", 100, 1)},
+    ),
+)
+def test_what_models_add_to_attention(
+    kind: str, window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
+    check(operands(torch.float32, 130, window), Kind(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
+
+
+def test_keys_before_the_first_are_not_seen() -> None:
+    check(operands(torch.float32, 130, first_key=77), Kind(), 1e-5)
+
+
+def check(case: tuple[Any, ...], kind: Kind, tolerance: float) -> None:
+    parts, storage, query, window = case
+    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
+    assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("wrong", ["words", "limits", "node_positions", "pages", "ends"])
+def test_the_comparison_has_teeth(wrong: str) -> None:
+    parts, storage, query, window = operands(torch.float32, 130, window=40)
+    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
+    spoilt = getattr(paged, wrong)
+    spoilt.copy_(spoilt.flip(-1) if wrong == "pages" else spoilt * 0 + (-1 if wrong == "words" else 3))
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
+    difference = (found - reference(parts, storage, query, window, Kind())).abs().max()
+    assert not difference < 1e-3
+
+
+def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
+    count = triton_attention.num_parts_of
+    assert count(100, 1) == 1
+    assert count(16_384, 8) == 16
+    assert count(16_384, 264) == 1
+    assert count(2048, 8) == 4
+    assert count(3000, 8) == 4
+
+
+def test_tiles_have_few_sizes() -> None:
+    """Each is compiled anew: three sizes of four heads that share keys, fewer rows in float32."""
+    sizes = {triton_attention.tile_queries_of(count, 4, torch.bfloat16) for count in range(1, 500)}
+    assert sizes == {4, 8, 16}
+    assert {triton_attention.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}
+    assert triton_attention.tile_queries_of(21, 128, torch.bfloat16) == 1
+    # Also of heads in groups whose number is no power of two.
+    for groups in (3, 5, 6, 7):
+        for dtype, rows in ((torch.bfloat16, 64), (torch.float32, 32)):
+            assert (
+                max(groups * triton_attention.tile_queries_of(count, groups, dtype) for count in range(1, 99)) <= rows
+            )
+
+
+def test_a_server_compiles_few_kernels() -> None:
+    """As Triton tells kinds of launches apart, over 400 steps of many sizes; no device is needed for that."""
+    script = Path(__file__).parent.parent / "kernel_kinds.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    attention, verification = map(int, done.stdout.split())
+    # For three sizes of tiles, whole or in parts, and what merges parts.
+    assert attention == 3 * 2 + 1
+    assert verification == 4, "one of each kernel"

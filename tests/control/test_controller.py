@@ -1,0 +1,418 @@
+"""The controller on made-up machines: never slower than plain decoding, near the best shape, soon and for any load."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.control.acceptance import Acceptance, with_chains
+from engine.control.controller import Controller, menu
+from engine.control.step_time import PLAIN, Shape, StepTimes
+from tests.grid import grid
+from tests.scheduling.machine import Machine, Server, rate_of, sequence
+
+FREE = {"node_s": 1e-6, "pass_s": 1e-5}
+DEAR = {"node_s": 0.05, "pass_s": 0.01}
+# Shapes differ little in what they give: drafting is a gain of a tenth.
+SMALL_GAIN = {"node_s": 0.004}
+
+
+def controller_of(**costs: object) -> Controller:
+    return Controller(StepTimes(Machine(**costs).points()), 16)  # type: ignore[arg-type]
+
+
+def mostly(shapes: list[Shape]) -> Shape:
+    return Counter(shapes).most_common(1)[0][0]
+
+
+# -- never slower, and near the best ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_requests", grid([1, 4, 16], {4}))
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("costs", [{}, SMALL_GAIN, {"node_s": 0.0002}, {"pass_s": 0.004}, DEAR])
+def test_it_is_never_slower_than_plain_decoding_and_near_the_best_shape(
+    costs: dict[str, float], acceptance: float, num_requests: int
+) -> None:
+    """Once it has seen some steps; trials among them, on a machine whose steps vary by a twentieth.
+
+    Here more chains are accepted no better than one, which the controller does not believe at once.
+    """
+    accepted = dict.fromkeys(range(num_requests), acceptance)
+    server = Server(Machine(noise=0.05, **costs), accepted)  # type: ignore[arg-type]
+    server.run(400)
+    rate = server.rate(2000)
+    assert rate > 0.98 * rate_of(PLAIN, Machine(**costs), accepted)  # type: ignore[arg-type]
+    best = max(rate_of(shape, Machine(**costs), accepted) for shape in menu(4, 5, 16))  # type: ignore[arg-type]
+    assert rate > 0.9 * best
+
+
+@pytest.mark.parametrize("slow", [3.0, 1.3])
+def test_drafting_that_is_slower_than_measured_costs_little(slow: float) -> None:
+    """Calibration met drafting when it was fast: it looked like a gain, and is a loss or little."""
+    machine = Machine(noise=0.05, **SMALL_GAIN)
+    server = Server(machine, {1: 0.5})
+    machine.drafting_times = slow
+    plain_rate = rate_of(PLAIN, Machine(**SMALL_GAIN), {1: 0.5})
+    server.run(300)
+    assert server.rate(4000) > 0.98 * plain_rate
+
+
+def test_many_requests_draft_less_than_few() -> None:
+    """Sixty-four requests fill the machine: further nodes are not worth their time. Then they leave, one by one."""
+    machine = Machine(row_s=0.0002)
+    server = Server(machine, dict.fromkeys(range(64), 0.7))
+    everybody, nodes = server.sequences, []
+    for num_requests in (1, 4, 64, 4, 1):
+        server.sequences = everybody[:num_requests]
+        server.run(64)
+        drafted = [server.step() for _ in range(64)]
+        nodes.append(sum(work.nodes / work.rows for work in drafted) / 64)
+    assert nodes[0] > 1.5
+    assert nodes[2] < 0.5
+    assert nodes[0] == pytest.approx(nodes[4], rel=0.3)
+    assert nodes[1] == pytest.approx(nodes[3], rel=0.3)
+
+
+# -- what is tried ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trial_share", [1 / 32, 0.0])
+def test_plain_steps_show_that_plain_decoding_is_faster_than_it_was(trial_share: float) -> None:
+    """All was measured on a busy machine, plain decoding most of all: speculation looked like a gain and is a loss.
+
+    The wrong variant trusts what was measured, as nothing contradicts it while it drafts.
+    """
+    machine = Machine(shape_times={PLAIN: 2.0}, **SMALL_GAIN)
+    controller = Controller(StepTimes(machine.points()), 16, trial_share=trial_share)
+    server = Server(machine, {1: 0.5}, controller)
+    machine.shape_times = {}
+    machine.drafting_times = 1.3
+    server.run(1000)
+    assert (mostly(server.run(400)) == PLAIN) == (trial_share > 0)
+
+
+@pytest.mark.parametrize("trial_share", [1 / 32, 0.0])
+def test_a_shape_that_met_a_busy_machine_is_tried_again(trial_share: float) -> None:
+    """The wrong variant never tries another shape than the one it takes for the best."""
+    machine = Machine()
+    controller = Controller(StepTimes(machine.points()), 16, trial_share=trial_share)
+    server = Server(machine, {1: 0.8}, controller)
+    best = mostly(server.run(100))
+    machine.shape_times = {best: 1.25}
+    assert mostly(server.run(300)[200:]) != best
+    machine.shape_times = {best: 0.85}
+    server.run(12000)
+    assert (mostly(server.run(400)) == best) == (trial_share > 0)
+
+
+def test_trials_are_few_and_short() -> None:
+    server = Server(Machine(noise=0.05), {1: 0.8})
+    shapes = server.run(4000)
+    best = max(rate_of(shape, Machine(), {1: 0.8}) for shape in shapes)
+    assert 0 < sum(rate_of(shape, Machine(), {1: 0.8}) < 0.9 * best for shape in shapes) < 4000 / 20
+    plain = [len(list(run)) for shape, run in groupby(shapes) if shape == PLAIN]
+    assert plain, "plain steps say what speedup is reported"
+    assert plain[0] == 8, "the first trial"
+    assert 8 + StepTimes.num_cold(0.011) <= max(plain) <= 8 + StepTimes.num_cold(0.009), (
+        "later ones wait for the caches"
+    )
+    assert sum(plain) < 4000 / 32
+
+
+def test_a_trial_of_plain_steps_goes_on_while_requests_come_and_go() -> None:
+    """Else the short answers of a lone client would end all of them before the caches are warm."""
+    server = Server(Machine(), {1: 0.8})
+    shapes = []
+    for number in range(400):
+        server.sequences = [sequence(number)]
+        server.accepted = {number: 0.8}
+        shapes += server.run(10)
+    assert max(len(list(run)) for shape, run in groupby(shapes) if shape == PLAIN) > 20
+
+
+def test_a_trial_of_plain_steps_ends_where_others_draft() -> None:
+    """Such steps would tell nothing of plain ones; and a burst of requests need not wait for the caches."""
+    for others, more in (([(1, 1)], []), ([], [sequence(1), sequence(2)])):
+        server = Server(Machine(), {0: 0.8})
+        while server.controller.choice.shape != PLAIN:
+            server.step()
+        server.controller.choose([*server.sequences, *more], others)
+        assert server.controller.choice.shape != PLAIN
+
+
+def test_steps_without_adaptive_requests_are_no_trial() -> None:
+    """The wrong variant counts them, and tries nothing for a long time afterwards."""
+    server = Server(Machine(), {0: 0.8})
+    while server.controller.choice.shape != PLAIN:
+        server.step()
+    for _ in range(1000):
+        server.controller.choose([])
+    assert server.run(3000).count(PLAIN) > 20
+
+
+def test_no_plain_step_is_tried_beside_requests_that_draft_in_any_case() -> None:
+    controller = controller_of()
+    one = sequence(1)
+    for _ in range(400):
+        controller.choose([one], [(1, 1, 1)], text_beside=1)
+        assert controller.fanout(one)
+
+
+# -- what it adapts to ------------------------------------------------------------------------------------------------
+
+
+def test_a_useless_drafter_is_given_up_soon_and_for_the_next_request_too() -> None:
+    server = Server(Machine(node_s=0.002), {1: 0.0, 2: 0.0})
+    everybody = server.sequences
+    server.sequences = everybody[:1]
+    first = server.run(64)
+    assert first[0] != PLAIN, "it is never tried"
+    assert sum(shape != PLAIN for shape in first) <= 24
+    assert mostly(first[32:]) == PLAIN
+    server.sequences = everybody[1:]
+    assert sum(shape != PLAIN for shape in server.run(64)) <= 4
+
+
+def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
+    server = Server(Machine(), {1: 0.9, 2: 0.0, 3: 0.9})
+    everybody = server.sequences
+    drafted = []
+    for one, num_steps in zip(everybody, (100, 100, 3000), strict=True):
+        server.sequences = [one]
+        drafted.append(sum(shape != PLAIN for shape in server.run(num_steps)))
+    assert drafted[0] > 80
+    assert drafted[2] > 1000
+
+
+def test_requests_whose_drafts_fail_decode_plainly_beside_others() -> None:
+    server = Server(Machine(), {1: 0.95, 2: 0.0})
+    server.run(80)
+    drafted = Counter[int]()
+    for _ in range(60):
+        server.step()
+        drafted.update(one.sequence_id for one in server.sequences if server.controller.fanout(one))
+    assert drafted[1] > 50
+    assert drafted[2] < 10
+
+
+def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_decoding() -> None:
+    machine = Machine()
+    server = Server(machine, {1: 0.8})
+    best = mostly(server.run(200))
+    machine.shape_times = {best: 1.4}
+    server.run(400)
+    assert mostly(server.run(200)) not in (best, PLAIN)
+
+
+def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long() -> None:
+    """Plain decoding seems faster at first, as nobody has seen it slow.
+
+    The wrong variant takes it that drafting alone has become slower.
+    """
+    num_plain = {}
+    for drift in (0.03, 0.0):
+        machine = Machine(node_s=0.003)
+        server = Server(machine, {1: 0.8}, Controller(StepTimes(machine.points(), drift=drift), 16, 0.0))
+        server.run(200)
+        machine.times = 2.5
+        num_plain[drift] = server.run(300).count(PLAIN)
+    assert num_plain[0.03] < 30
+    assert num_plain[0.03] <= num_plain[0.0] / 2
+
+
+def test_a_choice_is_kept_until_another_is_clearly_better() -> None:
+    server = Server(Machine(noise=0.02), {1: 0.8})
+    server.run(600)
+    shapes = server.run(400)
+    assert shapes.count(mostly(shapes)) > 320
+
+
+# -- requests and their surroundings ----------------------------------------------------------------------------------
+
+
+def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
+    for costs, drafts in ((FREE, True), (DEAR, False)):
+        controller = controller_of(**costs)
+        controller.choose([sequence(1)])
+        assert (controller.choice.shape != PLAIN) == drafts == bool(controller.fanout(sequence(1)))
+        assert controller.reads == drafts
+
+
+def with_acceptance(controller: Controller, accepted: dict[int, float]) -> Controller:
+    """The controller, having seen how often the first token of so many chains is accepted."""
+    for num_drafts, share in accepted.items():
+        for number in range(400):
+            controller.acceptance.observe(num_drafts, 1, int(number % 10 < 10 * share))
+    return controller
+
+
+def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
+    """Few nodes are free and more are not: alone a request drafts, beside neighbours' trees it does not.
+
+    The wrong variant counts the neighbours as requests without nodes, of which any number is free here.
+    """
+    chosen = []
+    for others in ([], [(4, 1, 1, 1, 1)] * 2, [()] * 2):
+        controller = with_acceptance(controller_of(node_s=0.01, free_tokens=32), {1: 0.4, 4: 0.8})
+        controller.choose([sequence(1, 1, 5)], others)
+        chosen.append(controller.choice.shape != PLAIN)
+    assert chosen == [True, False, True]
+
+
+def test_what_neighbours_gain_by_their_drafts_counts() -> None:
+    """A node more makes the step longer by nearly a fifth: too much where all wait for it, if a neighbour emits two
+    tokens a step. The wrong variant takes it to emit one."""
+    for accepted, drafts in ((1.0, False), (0.0, True)):
+        controller = with_acceptance(controller_of(row_s=1e-6, node_s=0.0082), {1: 0.5, 4: accepted})
+        controller.choose([sequence(1, 1, 1)], [(4,)])
+        assert (controller.choice.shape != PLAIN) == drafts
+
+
+def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
+    """Enough is gained for long answers, but not where every answer begins with a long prompt to be read."""
+    for num_prompt, num_emitted, drafts in ((0, 20, True), (200, 20, False), (200, 2000, True)):
+        controller = controller_of(node_s=0.004, read_s=0.0003)
+        assert controller.reads, "nothing is known yet"
+        for _ in range(10):
+            controller.acceptance.note_answer(num_prompt, num_emitted)
+        controller.choose([sequence(1)])
+        assert (controller.choice.shape != PLAIN) == drafts == controller.reads
+
+
+def test_catching_up_is_charged_to_the_tokens_that_are_still_to_come() -> None:
+    """Plain decoding does not stay the choice because prompts were left unread: many that are far behind draft, if
+    their answers are long enough. The wrong variant charges all that is behind to a few steps."""
+    for num_emitted, drafts in ((1000, True), (10, False)):
+        controller = controller_of(node_s=0.004, read_s=0.0003)
+        for _ in range(40):
+            controller.acceptance.note_answer(500, num_emitted)
+        for number, lag in enumerate((0, 500, 500)):
+            controller.choose([sequence(number, max_tokens=2000)], (), [lag])
+            assert (controller.choice.shape != PLAIN) == drafts
+    controller = controller_of(node_s=0.004, read_s=0.0003)
+    controller.choose([sequence(1, max_tokens=20)], (), [500])
+    assert controller.choice.shape == PLAIN, "what is left of the answer does not pay for the reading"
+
+
+def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
+    controller = controller_of(read_s=0.0005, **FREE)
+    controller.choose([sequence(1), sequence(2), sequence(3)], (), [0, 9000, 1])
+    assert controller.choice.drafting == {1, 3}
+
+
+def test_longer_texts_make_drafts_worth_more() -> None:
+    """What is added to every step is shared by more tokens; texts of requests beside it count too."""
+    for num_text, drafts in ((9, False), (4000, True)):
+        controller, one = controller_of(node_s=0.015, text_s=1e-5), sequence(1)
+        one.tokens += [1] * num_text
+        controller.choose([one])
+        assert (controller.choice.shape != PLAIN) == drafts
+        controller = controller_of(node_s=0.012, text_s=1e-5)
+        controller.choose([sequence(1)], [()], text_beside=num_text)
+        assert (controller.choice.shape != PLAIN) == drafts
+
+
+def test_shapes_stay_within_the_requests_own_limits() -> None:
+    controller = controller_of(**FREE)
+    one_chain, many = sequence(1, num_drafts=1), sequence(2)
+    controller.choose([one_chain, many])
+    assert controller.fanout(one_chain)[0] == 1
+    # Eight tokens, which the other's limits allow, are more than this one asked for.
+    assert controller.choice.shape[1] * controller.choice.shape[0] > 5 >= len(controller.fanout(one_chain))
+    assert controller.fanout(many)[0] > 1
+
+
+def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
+    """Where two tokens are left, one is drafted; with more room the same controller drafts more."""
+    for max_tokens, is_right in (
+        (2, lambda shape: shape == (1, 1)),
+        (1, lambda shape: shape == PLAIN),
+        (99, lambda shape: shape[1] > 1),
+    ):
+        controller = controller_of()
+        controller.choose([sequence(1, max_tokens=max_tokens)])
+        assert is_right(controller.choice.shape)
+
+
+def test_the_end_of_one_answer_does_not_stop_the_reading_of_the_next_prompt() -> None:
+    """Where no drafted token has room, plain decoding is chosen, but not for its speed."""
+    controller = controller_of(**FREE)
+    controller.choose([sequence(1)])
+    controller.choose([sequence(2, max_tokens=1)])
+    assert controller.choice.shape == PLAIN
+    assert controller.reads
+
+
+def test_a_request_rests_only_where_its_drafts_are_clearly_not_worth_it() -> None:
+    """Drafts worth a little less than they take are kept: who stops, and starts again, must be caught up with."""
+    drafting: Callable[[Controller], set[int]] = lambda controller: controller.choice.drafting & {2, 3}  # noqa: E731
+    good, weak, bad = sequence(1, 1, 1), sequence(2, 1, 1), sequence(3, 1, 1)
+    for one, num_taken in ((good, 400), (weak, 150), (bad, 20)):
+        one.note_drafts(num_taken, 300.0)
+    controller = controller_of(node_s=0.0018)
+    controller.choose([good, weak, bad])
+    assert drafting(controller) == {2}
+    controller = controller_of(node_s=0.0018)
+    useless = sequence(2, 1, 1)
+    useless.note_drafts(0, 300.0)
+    controller.choose([good, useless])
+    assert not drafting(controller)
+    for _ in range(9):
+        controller.choose([good, weak])
+    assert not drafting(controller), "who rests begins again only where that pays"
+
+
+def test_few_that_come_or_go_wait_for_the_next_choice() -> None:
+    """One of sixteen requests that ends does not make a choice necessary, which takes time."""
+    controller = controller_of(**FREE)
+    requests = [sequence(number) for number in range(16)]
+    choices = []
+
+    def choose(adaptive: list, others: tuple = ()) -> bool:  # type: ignore[type-arg]
+        controller.choose(adaptive, others)
+        choices.append(controller.choice)
+        return len(choices) < 2 or choices[-1] is not choices[-2]
+
+    assert choose(requests)
+    requests = [*requests[2:], sequence(100), sequence(101)]
+    assert not choose(requests), "four of sixteen are others"
+    assert controller.fanout(requests[0])
+    assert controller.fanout(requests[-1]), "those that have come draft like the others"
+    assert choose(requests[1:]), "five"
+    assert choose(requests[1:], ((1, 1),)), "what is beside them has changed"
+    assert [choose(requests[2:], ((1, 1),)) for _ in range(8)] == [False] * 7 + [True], "after eight steps in any case"
+    assert all(choose(requests[:number]) for number in (4, 3, 4)), "one more of four is as much as one less"
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@given(num_drafts=st.integers(1, 16), draft_length=st.integers(1, 16))
+def test_the_menu_never_drafts_more_nodes_than_asked(num_drafts: int, draft_length: int) -> None:
+    shapes = menu(num_drafts, draft_length, 16)
+    assert (num_drafts, draft_length) in shapes
+    assert all(k <= num_drafts and k * n <= num_drafts * draft_length for k, n in shapes)
+
+
+def test_acceptance_is_learned_by_position_and_spreads_to_other_numbers_of_chains() -> None:
+    acceptance = Acceptance(8)
+    before = acceptance.by_position(4)[0]
+    for _ in range(300):
+        acceptance.observe(1, 2, 1)
+        acceptance.fade()
+    eight = copy.deepcopy(acceptance)
+    eight.fade(8)
+    for _ in range(8):
+        acceptance.fade()
+    assert eight.by_position(1) == pytest.approx(acceptance.by_position(1))
+    assert acceptance.by_position(1)[0] > 0.9
+    assert acceptance.by_position(1)[1] < 0.2
+    assert acceptance.by_position(4)[0] < before, "half of one chain's tokens fail"
+    assert with_chains(0.5, 4) > with_chains(0.5, 1) == 0.5

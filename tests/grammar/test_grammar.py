@@ -1,0 +1,320 @@
+"""Grammars in processes of their own: the masks of the library, limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from engine.config import GrammarConfig
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
+from engine.grammar import grammar as grammar_module
+from engine.grammar.grammar import Grammars, GrammarState
+from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _first_line, follow, read_vocabulary
+from engine.plan import LogitContext
+from engine.request import Sampling
+from engine.sampling.edits import NodeContext, edit
+from tests.server.tiny_models import write_pair
+
+OBJECT = json.dumps({"grammars": [{"json_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}]})
+CRASH = json.dumps({"grammars": [{"json_schema": {"type": "integer", "minimum": -1e19, "maximum": -1e19}}]})
+ENDLESS = "start: /x+/ /x+/"
+LIMITS = GrammarConfig(start_timeout_s=0.5, mask_timeout_s=0.2, memory_bytes=1 << 29)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    folder = write_pair(tmp_path_factory.mktemp("models")).target
+    size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    return Vocabulary(str(folder), None, size, [2], LIMITS.memory_bytes, LIMITS.start_timeout_s)
+
+
+@pytest.fixture
+def grammars(vocabulary: Vocabulary) -> Iterator[Grammars]:
+    pool = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=LIMITS)
+    yield pool
+    pool.close()
+
+
+def started(grammars: Grammars, grammar: str) -> GrammarState:
+    """A state that is ready; raises what is wrong with the grammar."""
+    state = grammars.start(grammar)
+    while not state.is_ready():
+        time.sleep(0.002)
+    return state
+
+
+def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
+    """The same in a thread of this process, where a debugger and the tool for mutants see what it does."""
+    ours, theirs = socket.socketpair()
+    tokenizer = read_vocabulary(vocabulary)
+
+    def run() -> None:
+        with Connection(theirs.detach()) as connection:  # whoever waits for an answer sees the end
+            follow(connection, tokenizer)
+
+    threading.Thread(target=run, daemon=True).start()
+    patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
+    state = GrammarState(Connection(ours.detach()), grammar, vocabulary.vocab_size, patient, lambda _: None)
+    while not state.is_ready():
+        time.sleep(0.002)
+    return state
+
+
+def wait_for_end(process_id: int) -> None:
+    """Fails where a process still runs after a generous while."""
+    for _ in range(3000):
+        try:
+            stat = Path(f"/proc/{process_id}/stat").read_text()
+        except FileNotFoundError:
+            return
+        if stat.rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {process_id} still runs")
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_masks_are_the_library_s_own(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
+    """Along an answer, and below several drafted paths, some of which end or leave the grammar."""
+    tokenizer = read_vocabulary(vocabulary)
+    state = followed_here(vocabulary, OBJECT) if here else started(grammars, OBJECT)
+    matcher = LLMatcher(tokenizer, OBJECT)
+    answer: list[int] = []
+    for token in tokenizer.tokenize_str('{"n":12'):
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        ends = vocabulary.eos_token_ids
+        wrong = int(np.flatnonzero(allowed[: vocabulary.vocab_size] == 0)[0])
+        masks = state.masks(answer, [(), (token,), (token, *ends), (wrong,), (token, wrong, wrong)])()
+        assert masks[0] is not None
+        assert np.array_equal(masks[0], allowed[: vocabulary.vocab_size].astype(bool))
+        below = matcher.deep_copy()
+        assert below.consume_tokens([token])
+        expected = np.unpackbits(np.frombuffer(below.compute_bitmask(), np.uint8), bitorder="little")
+        assert masks[1] is not None
+        assert np.array_equal(masks[1], expected[: vocabulary.vocab_size].astype(bool))
+        assert masks[2] is None
+        assert masks[3] is not None
+        assert np.flatnonzero(masks[3]).tolist() == ends
+        assert masks[4] is not None
+        allowed_below = below.deep_copy().consume_tokens([wrong]) and below.deep_copy().consume_tokens([wrong, wrong])
+        assert allowed_below or np.flatnonzero(masks[4]).tolist() == ends
+        matcher.consume_tokens([token])
+        answer.append(token)
+    assert state.failure is None
+    state.end()
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary, here: bool) -> None:
+    """The library gives up on a token that its own mask has allowed: below it the answer must not seem complete."""
+    tokenizer = read_vocabulary(vocabulary)
+    patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
+    grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=patient)
+    grammar = 'start: "[" inner "]"\ninner: a{0,400}\na: b{0,400}\nb: "x" | "xx"'
+    (token,) = tokenizer.tokenize_str("x")
+    state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
+    answer = tokenizer.tokenize_str("[")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher.consume_tokens(answer)
+    while matcher.deep_copy().consume_tokens([token]):
+        matcher.consume_tokens([token])
+        answer.append(token)
+    here, below, beyond = state.masks(answer, [(), (token,), (token, token)])()
+    assert here is not None
+    assert here[token]
+    for mask in (below, beyond):
+        assert mask is not None
+        assert not mask[vocabulary.eos_token_ids].any()
+        assert mask.any()
+    state.masks([*answer, token], [()])()
+    assert state.failure is not None
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [(CRASH, "process has ended"), (ENDLESS, "more than 500 ms"), ("start: nothing", "unknown name")],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, grammar: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as refused:
+        started(grammars, grammar)
+    assert refused.value.code is None, "the grammar is the cause"
+    started(grammars, OBJECT).end()
+
+
+def test_what_the_server_cannot_follow_is_its_own_fault(
+    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
+    failures = []
+    lost = started(grammars, OBJECT)
+    assert grammars._process is not None
+    os.kill(grammars._process.pid, signal.SIGKILL)
+    while lost.failure is None:  # it may answer before it notices
+        lost.masks((), [()])()
+    failures.append(lost.failure)
+    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 0.0)
+    slow = grammars.start(OBJECT)
+    with pytest.raises(RequestError) as refused:
+        slow.is_ready()
+    failures.append(refused.value)
+    monkeypatch.undo()
+    empty = Grammars(str(tmp_path), 16, [2], limits=LIMITS)
+    with pytest.raises(RequestError, match=r"tokenizer\.json") as refused:
+        started(empty, OBJECT)
+    empty.close()
+    failures.append(refused.value)
+    assert [error and error.code for error in failures] == [GRAMMAR_UNAVAILABLE] * 3
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_dead_end_has_an_empty_mask(grammars: Grammars, vocabulary: Vocabulary, here: bool) -> None:
+    """At the answer's end and below a drafted path; at the beginning of an answer the grammar is refused."""
+    nothing = "T\nT: /[a-c]/ & /[d-f]/"
+    grammar = f'start: "a" {nothing}'
+    state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
+    (token,) = read_vocabulary(vocabulary).tokenize_str("a")
+    masks = state.masks((), [(), (token,)])()
+    assert [None if mask is None else np.flatnonzero(mask).tolist() for mask in masks] == [[token], []]
+    (mask,) = state.masks((token,), [()])()
+    assert mask is not None
+    assert not mask.any()
+    assert state.failure is None
+    state.check_answer([5])
+    assert isinstance(state.failure, RequestError)
+    assert state.failure.code == DEAD_END
+    with pytest.raises(RequestError, match="no answer at all") as refused:
+        started(grammars, f"start: {nothing}")
+    assert refused.value.code is None
+
+
+def test_a_reason_is_the_library_s_first_line(vocabulary: Vocabulary) -> None:
+    grammar = "start: nothing"
+    matcher = LLMatcher(read_vocabulary(vocabulary), grammar, log_level=0)
+    with pytest.raises(RequestError) as refused:
+        followed_here(vocabulary, grammar)
+    assert str(refused.value) == f"the grammar cannot be used: {matcher.get_error().strip().splitlines()[0]}"
+    assert len(_first_line("x" * 1000)) == 400
+    assert _first_line(" \n") == "unknown error"
+
+
+def test_masks_that_take_too_long_end_their_grammar(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    hasty = msgspec.structs.replace(LIMITS, mask_timeout_s=0.001)
+    other = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
+    try:
+        slow, quick = started(other, OBJECT), started(grammars, OBJECT)
+        of_slow, of_quick = slow.masks((), [()] * 5000), quick.masks((), [()])
+        assert of_slow() == [None] * 5000
+        assert "more than 1 ms" in str(slow.failure)
+        assert slow.failure is not None
+        assert slow.failure.code is None, "the grammar is the cause"
+        assert of_quick()[0] is not None
+        assert slow.masks((), [()])() == [None]
+    finally:
+        other.close()
+
+
+def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabulary: Vocabulary) -> None:
+    """Its own places are free from then on (its request ends), a neighbour's mask holds."""
+    bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
+
+    def masked() -> list[bool]:
+        places = [NodeContext(Sampling(grammar="any"), LogitContext((1,), 1, grammar=state)) for state in (bad, good)]
+        masked_N: list[bool] = torch.isinf(edit(torch.zeros(2, vocabulary.vocab_size), places)).any(1).tolist()
+        return masked_N
+
+    assert masked() == [True, True]
+    os.kill(bad._process_id, signal.SIGKILL)
+    wait_for_end(bad._process_id)
+    assert masked() == [False, True]
+    assert "process has ended" in str(bad.failure)
+    assert isinstance(bad.failure, RequestError)
+    assert bad.failure.code == GRAMMAR_UNAVAILABLE
+    assert good.failure is None
+
+
+def test_memory_is_limited(vocabulary: Vocabulary) -> None:
+    """A grammar that needs more than it may have is refused; with more, the same one is read."""
+    words = [f"{number * 7919 % 100_003}" * 10 for number in range(20_000)]
+    large = json.dumps({"grammars": [{"json_schema": {"enum": words}}]})
+    for memory_bytes, is_enough in ((4 << 20, False), (1 << 29, True)):
+        limits = GrammarConfig(start_timeout_s=60.0, memory_bytes=memory_bytes)
+        grammars = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, [2], limits=limits)
+        try:
+            if is_enough:
+                started(grammars, large)
+            else:
+                with pytest.raises(RequestError, match="memory") as refused:
+                    started(grammars, large)
+                assert refused.value.code is None
+        finally:
+            grammars.close()
+
+
+def test_nothing_is_left_behind(grammars: Grammars) -> None:
+    """Ended states end their processes, those that still compute too; and all end with the pool."""
+    ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
+    numbers = [state._process_id for state in (ended, busy, left)]
+    ended.end()
+    busy.masks((), [()] * 100_000)
+    busy.end()
+    for number in numbers[:2]:
+        wait_for_end(number)
+    grammars.close()
+    wait_for_end(numbers[2])
+    left.end()
+
+
+def test_a_grammar_that_nobody_waits_for_ends_too(grammars: Grammars) -> None:
+    """Its request has been left before the number of its process was known."""
+    grammars.start(ENDLESS).end()
+    state = started(grammars, OBJECT)  # the process of the first has been forked before this one's
+    assert grammars._process is not None
+    children = Path(f"/proc/{grammars._process.pid}/task/{grammars._process.pid}/children").read_text().split()
+    for child in map(int, children):
+        if child != state._process_id:
+            wait_for_end(child)
+
+
+def test_a_pool_whose_process_has_died_starts_another(grammars: Grammars) -> None:
+    state = started(grammars, OBJECT)
+    assert grammars._process is not None
+    os.kill(grammars._process.pid, signal.SIGKILL)
+    grammars._process.wait()
+    started(grammars, OBJECT).end()
+    state.end()
+
+
+@pytest.mark.parametrize(
+    ("dead", "emitted", "fails"),
+    [((), [7], True), ((5,), [5, 7], True), ((5,), [5], False), ((5,), [6, 7], False), ((5, 6), [5, 7], False)],
+)
+def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitted: list[int], fails: bool) -> None:
+    """If the masks leave nothing, a token is drawn all the same. No client sees it: the answer fails."""
+    paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
+    ours, theirs = socket.socketpair()
+    with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:
+        state = GrammarState(connection, OBJECT, 16, LIMITS, lambda _: None)
+        wait = state.masks((), paths)
+        process.send_bytes(msgspec.msgpack.encode(Begun(os.getpid())))
+        process.send_bytes(msgspec.msgpack.encode(Masks([b"\0\0" if path == dead else b"\1\0" for path in paths])))
+        assert [mask is not None and mask.any() for mask in wait()] == [path != dead for path in paths]
+        state.check_answer(emitted)
+    if fails:
+        assert state.failure is not None
+        assert state.failure.code == DEAD_END
+    else:
+        assert state.failure is None

@@ -1,0 +1,132 @@
+"""Thoughts as a grammar: masks of every answer and path against the same by hand; the law is tested on the running
+engine (tests/engine/test_output_law.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import RequestError
+from engine.grammar.thinking import FollowedThoughts
+from engine.request import Thinking
+
+VOCABULARY, OPENS, CLOSES, END = 5, 3, 2, 4
+# A config may name an end that is no token of the model.
+FACTS: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=[END, VOCABULARY])
+
+
+class Alternating:
+    """A grammar of 0 and 1 in turn, from 0; after two tokens only an end, after the end nothing is known."""
+
+    failure: RequestError | None = None
+
+    def __init__(self) -> None:
+        self.emitted: list[int] = []
+
+    def is_ready(self) -> bool:
+        return True
+
+    def seconds_read(self) -> float:
+        return 0.5
+
+    def check_answer(self, emitted: Sequence[int]) -> None:
+        self.emitted += emitted
+
+    def end(self) -> None:
+        self.failure = RequestError("ended")
+
+    def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
+        return lambda: [alternating((*answer, *path)) for path in paths]
+
+
+def alternating(answer: tuple[int, ...]) -> np.ndarray | None:
+    if END in answer:
+        return None
+    mask = np.zeros(VOCABULARY, dtype=bool)
+    mask[END if len(answer) > 1 else len(answer)] = True
+    return mask
+
+
+def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.ndarray:
+    """[V] what may follow a text, in the plainest way."""
+    free = np.ones(VOCABULARY, dtype=bool)
+    begun = thinking.is_begun or text[:1] == (OPENS,)
+    if begun and CLOSES not in text:
+        length = len(text) - (0 if thinking.is_begun else 1)
+        if thinking.budget is not None and length >= thinking.budget:
+            return np.arange(VOCABULARY) == CLOSES
+        return np.arange(VOCABULARY) != END if has_grammar else free
+    if not has_grammar:
+        return free
+    mask = alternating(text[text.index(CLOSES) + 1 :] if begun else text)
+    if mask is not None and not text:
+        mask[OPENS] = True
+    return free if mask is None else mask
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 1, 2])
+@pytest.mark.parametrize("has_grammar", [True, False])
+def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
+    """Every answer of up to three tokens, and every path of up to two below it, in one call."""
+    thinking = Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
+    paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]
+    for size in range(4):
+        for answer in itertools.product(range(VOCABULARY), repeat=size):
+            followed = FollowedThoughts(thinking, FACTS, Alternating() if has_grammar else None)
+            for path, mask in zip(paths, followed.masks(answer, paths)(), strict=True):
+                expected = by_hand(thinking, (*answer, *path), has_grammar)
+                got = np.ones(VOCABULARY, dtype=bool) if mask is None else mask
+                assert got.dtype == bool
+                assert (got == expected).all(), (answer, path)
+
+
+@pytest.mark.parametrize(
+    ("is_begun", "steps", "seen"),
+    [
+        (True, [(0, 1), (1, CLOSES), (0, 1), (END,)], [0, 1, END]),
+        (True, [(1, CLOSES, 0), (1, END)], [0, 1, END]),
+        (False, [(OPENS,), (1, 1, CLOSES, 0), (1,)], [0, 1]),
+        (False, [(0, 1), (END,)], [0, 1, END]),
+        (True, [(0, 1, 1)], []),
+    ],
+)
+def test_the_grammar_is_asked_about_what_comes_after_the_thoughts(
+    is_begun: bool, steps: list[tuple[int, ...]], seen: list[int]
+) -> None:
+    grammar = Alternating()
+    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=is_begun), FACTS, grammar)
+    answer: tuple[int, ...] = ()
+    for emitted in steps:
+        followed.masks(answer, [()])()
+        followed.check_answer(emitted)
+        answer += emitted
+    assert grammar.emitted == seen
+
+
+def test_it_stands_for_its_grammar() -> None:
+    grammar = Alternating()
+    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    assert followed.is_ready()
+    assert followed.seconds_read() == 0.5
+    assert followed.failure is None
+    followed.end()
+    assert followed.failure is grammar.failure is not None
+    alone = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS)
+    assert alone.is_ready()
+    assert alone.seconds_read() == 0
+    assert alone.failure is None
+    alone.check_answer((1, CLOSES))
+    alone.end()
+
+
+def test_an_answer_may_be_checked_before_masks_were_asked_for() -> None:
+    grammar = Alternating()
+    followed = FollowedThoughts(Thinking(opens=OPENS, closes=CLOSES, is_begun=True), FACTS, grammar)
+    followed.check_answer((1, CLOSES, 0))
+    assert grammar.emitted == [0]

@@ -1,0 +1,109 @@
+"""Greedy output equals `transformers.generate`, token for token, on every family of the allow-list's first line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine.models.loading import LoadedModel
+
+from engine.attention.attention import HOOK
+from engine.request import Speculation
+from tests.engine import tiny
+
+VOCABULARY = 101
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+WITHOUT_GROUPS = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "mistral-window": lambda: transformers.MistralConfig(**COMMON, head_dim=8, sliding_window=6),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=8),
+    "gemma2-softcap": lambda: transformers.Gemma2Config(
+        **COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8),
+    "phi3-window": lambda: transformers.Phi3Config(**COMMON, sliding_window=6),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**WITHOUT_GROUPS),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        pad_token_id=None,
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        word_embed_proj_dim=32,
+        init_std=0.3,
+        bos_token_id=None,
+        pad_token_id=None,
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**COMMON),
+}
+
+SPECULATIONS = {
+    "off": tiny.OFF,
+    "block": Speculation(rule="block", num_drafts=1, draft_length=4),
+    "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=4),
+}
+# Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8 force preemption.
+LENGTHS = (3, 30, 1, 47, 12)
+CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
+
+
+def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers itself makes of a prompt."""
+    loaded.model.set_attn_implementation("eager")
+    try:
+        output = loaded.model.generate(
+            torch.tensor([prompt], device=tiny.DEVICE),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=True,
+        )
+    finally:
+        loaded.model.set_attn_implementation(HOOK)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_output_equals_transformers(name: str) -> None:
+    target = tiny.load_model(CONFIGS[name](), seed=3)
+    draft = tiny.perturbed(target, seed=4, amount=0.02)
+    texts = tiny.prompts(VOCABULARY, LENGTHS)
+    expected = {str(i): generated(target, text, 24) for i, text in enumerate(texts)}
+    for rule, speculation in SPECULATIONS.items():
+        for crowding in ({}, CROWDED):
+            engine = tiny.build(target, draft, max_num_drafts=4, max_draft_length=4, **crowding)
+            run = tiny.run(engine, [tiny.request(str(i), text, speculation) for i, text in enumerate(texts)])
+            assert run.tokens == expected, (rule, crowding)
+            if crowding:
+                assert run.num_preemptions > 0, "the pool was meant to be too small"
+            if rule != "off":
+                assert run.num_accepted > 0, "no draft was ever accepted; the comparison would prove little"

@@ -1,0 +1,288 @@
+"""The CPU's decoder gives the numbers of transformers, for every type of weights, and wrong ones are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+import transformers
+from engine.models.backend import Backend, TransformersBackend
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.kinds import is_decoder, is_lean
+from engine.models.numba_product import BLOCK
+from engine.models.numba_work import TEAM
+from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.runner import ModelRunner
+from torch import Tensor
+
+from engine.attention.paged import PagedInput
+from engine.attention.tensors import NORMED
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.models import cpu_decoder, numba_table, numba_work, probe, runner
+from tests.attention.test_groups import passes
+from tests.engine import tiny
+from tests.models.test_lean import LEAN, SIZES, randomised
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
+PAGE = 4
+Numbers = tuple[Tensor, Tensor, Tensor]
+
+MODELS: dict[str, Any] = {
+    **LEAN,
+    "mistral, window": transformers.MistralConfig(**SIZES, sliding_window=6),
+    "qwen2, windows in some layers": transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "llama, mlp biases": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "llama, odd sizes": transformers.LlamaConfig(
+        **{**SIZES, "hidden_size": 36, "intermediate_size": 50, "vocab_size": 101}, head_dim=10
+    ),
+}
+EVERY_STEP = list(range(len(passes()[1])))
+STEPS = [[0, 1], [2, 8, 3], EVERY_STEP, *([number] for number in EVERY_STEP)]
+
+
+def numbers(loaded: Any, backend: Backend, steps: list[list[int]] = STEPS, taps: tuple[int, ...] = ()) -> Numbers:
+    """Logits of steps of single tokens and trees behind prompts; all keys, all values (with taps: hidden states)."""
+    shape = find_kv_shape(loaded)
+    if taps:
+        shape = replace(shape, hidden_dim=loaded.model.config.hidden_size, taps=taps)
+    runs = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, backend)
+    prompts, sequences = passes()
+    for prompt in prompts:
+        runs.forward([prompt])
+    logits = [runs.forward([sequences[number] for number in of_step]) for of_step in steps]
+    storage = runs.storage
+    return torch.cat(logits), storage.keys, storage.values if storage.hidden is None else storage.hidden
+
+
+def agree(found: Numbers, expected: Numbers, tolerance: float = 1e-4) -> bool:
+    return all(
+        torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_numbers_of_transformers(name: str) -> None:
+    """Prompts, single tokens, trees, one sequence and several."""
+    loaded = randomised(MODELS[name], seed=5)
+    assert is_decoder(loaded.model)
+    assert agree(numbers(loaded, CpuDecoder(loaded.model)), numbers(loaded, TransformersBackend(loaded.model)))
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, CpuDecoder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama, tied, wide heads", "qwen2", "qwen3"])
+def test_small_types_have_the_numbers_of_float32(name: str, dtype: torch.dtype) -> None:
+    """Weights alone have the small type: all arithmetic is float32."""
+    loaded = randomised(MODELS[name], seed=5)
+    loaded.model.to(dtype)
+    found = numbers(loaded, CpuDecoder(loaded.model))
+    loaded.model.to(torch.float32)
+    assert agree(found, numbers(loaded, TransformersBackend(loaded.model)))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied, wide heads", "qwen2"])
+def test_weights_in_8_bits_have_the_numbers_of_those_that_they_stand_for(name: str) -> None:
+    loaded = randomised(MODELS[name], seed=5)
+    decoder = CpuDecoder(loaded.model, bits=8)
+    found = numbers(loaded, decoder)
+    plain = numbers(loaded, TransformersBackend(loaded.model))
+    assert not agree(found, plain)
+    for module in loaded.model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            used = decoder.weight_used(module.weight.data)
+            # Half a step of the largest number among 32.
+            assert float((used - module.weight.data).abs().max()) <= float(module.weight.data.abs().max()) / 253
+            module.weight.data = used
+    assert agree(found, numbers(loaded, TransformersBackend(loaded.model)))
+
+
+def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
+    """The first layer's depend on no K/V; what depends on them differs by what the probe allows bfloat16."""
+    loaded = randomised(MODELS["llama"], seed=5)
+    found = numbers(loaded, CpuDecoder(loaded.model, kv_dtype=torch.bfloat16))
+    plain = numbers(loaded, CpuDecoder(loaded.model))
+    for small, large in zip(found[1:], plain[1:], strict=True):
+        assert small.dtype == torch.bfloat16
+        # Two compiled functions: float32 numbers may differ in their last place, and round differently then.
+        assert torch.allclose(small[0].float(), large[0], rtol=2**-7, atol=1e-6)
+    assert 0 < probe.distance(found[0], plain[0], torch.bfloat16) < 1
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
+    loaded = randomised(MODELS["llama"], seed=5)
+    taps = (2, NORMED, 0, 3)
+    found = numbers(loaded, CpuDecoder(loaded.model, kv_dtype=kv_dtype), taps=taps)
+    expected = numbers(loaded, TransformersBackend(loaded.model), taps=taps)
+    written = expected[2].abs().sum(1) > 0
+    assert torch.equal(found[2].abs().sum(1) > 0, written)
+    assert probe.distance(found[2][written].float(), expected[2][written], kv_dtype) < 1
+
+
+def test_results_depend_on_nothing_else_in_a_pass() -> None:
+    """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do not divide."""
+    sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 7 * BLOCK}
+    loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
+    decoder = CpuDecoder(loaded.model)
+    together = numbers(loaded, decoder, [EVERY_STEP])
+    alone = numbers(loaded, decoder, [[number] for number in EVERY_STEP])
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    if TEAM.grow(2) < 2:
+        pytest.skip("this system has no helpers")
+    decoder.cores = 3, 3
+    for _ in range(20):
+        shared = numbers(loaded, decoder, [EVERY_STEP])
+        assert all(torch.equal(one, other) for one, other in zip(together, shared, strict=True))
+
+
+def test_helpers_take_part() -> None:
+    """A pass of many rows gives them the time to wake up; without them the test above would show nothing."""
+    if TEAM.grow(1) < 1:
+        pytest.skip("this system has no helpers")
+    counts = np.zeros(1, dtype=np.int64)
+
+    @numba.cfunc(numba.types.void(numba.types.int64))
+    def waits_for_another(address):  # type: ignore[no-untyped-def]
+        numba_work._add(address, 1)
+        looks = 0
+        while numba_work._look(address) < 2 and looks < 10**9:
+            looks = numba_work._wait(looks)
+
+    for _ in range(3):
+        counts[0] = 0
+        numba_work.together(TEAM.shared, waits_for_another.address, counts.ctypes.data, 1)
+        assert counts[0] == 2
+
+
+def test_the_model_may_lose_its_own_weights() -> None:
+    loaded = randomised(MODELS["llama"], seed=5)
+    plain_bytes = loaded.weight_bytes
+    decoder = CpuDecoder(loaded.model)
+    before = numbers(loaded, decoder)
+    assert decoder.prepare(lambda: True) < 1.7 * plain_bytes  # blocks are padded, which matters where all is small
+    assert loaded.weight_bytes < 0.1 * plain_bytes
+    shape = find_kv_shape(randomised(MODELS["llama"], seed=5))
+    runs = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder)
+    prompts, sequences = passes()
+    for prompt in prompts:
+        runs.forward([prompt])
+    assert torch.equal(torch.cat([runs.forward([sequences[i] for i in step]) for step in STEPS]), before[0])
+
+
+@contextmanager
+def pages_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[PagedInput], dict[str, Any]]) -> Iterator[None]:
+    """Passes are told something wrong about their keys."""
+    right = runner.pages_of
+
+    def wrong(batch: Any) -> PagedInput:
+        pages = right(batch)
+        return pages._replace(**change(pages))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "pages_of", wrong)
+        yield
+
+
+WRONG_PAGES: dict[str, Callable[[PagedInput], dict[str, Any]]] = {
+    "a query sees the token behind it": lambda p: {"limits": np.minimum(p.limits + 1, p.num_keys.max())},
+    "a query does not see itself": lambda p: {"limits": np.maximum(p.limits - 1, 1)},
+    "keys are in the wrong pages": lambda p: {"pages": np.ascontiguousarray(np.roll(p.pages, 1, 1))},
+    "nodes see each other": lambda p: {"words": p.words | (p.words << 1)},
+    "the text ends a token early": lambda p: {"ends": p.ends - 1},
+    "the first key is left out": lambda p: {"first_keys": p.first_keys + 1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PAGES)
+def test_wrong_keys_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = randomised(MODELS["llama"], seed=5)
+    expected = numbers(loaded, TransformersBackend(loaded.model))
+    with pages_changed(monkeypatch, WRONG_PAGES[wrong]):
+        assert not agree(numbers(loaded, CpuDecoder(loaded.model)), expected)
+
+
+WRONG_MODELS: dict[str, tuple[str, Callable[[CpuDecoder], None]]] = {
+    "no bias of q, k and v": ("qwen2", lambda d: d._arrays[numba_table.QKV + 2].fill(0)),
+    "no bias of the output": ("llama, biases", lambda d: d._arrays[numba_table.OUTPUT + 2].fill(0)),
+    "no bias of gate and up": ("llama, mlp biases", lambda d: d._arrays[numba_table.GATE_UP + 2].fill(0)),
+    "no bias of down": ("llama, mlp biases", lambda d: d._arrays[numba_table.DOWN + 2].fill(0)),
+    "a window too wide": ("mistral, window", lambda d: d._arrays[numba_table.WINDOWS].__iadd__(1)),
+    "no window": ("mistral, window", lambda d: d._arrays[numba_table.WINDOWS].fill(0)),
+    "windows in all layers": ("qwen2, windows in some layers", lambda d: d._arrays[numba_table.WINDOWS].fill(5)),
+    "norms of queries and keys exchanged": (
+        "qwen3",
+        lambda d: np.copyto(d._arrays[numba_table.HEAD_NORMS], d._arrays[numba_table.HEAD_NORMS][:, ::-1].copy()),
+    ),
+    "scores of another scale": ("llama", lambda d: d._arrays[numba_table.CONSTANTS].__imul__(1.1)),
+    "the norms of another layer": (
+        "llama",
+        lambda d: np.copyto(d._arrays[numba_table.NORMS], np.roll(d._arrays[numba_table.NORMS], 1, 0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MODELS)
+def test_wrong_models_are_found_out(wrong: str) -> None:
+    """By the comparison, and by the probe at start, after which the model runs through torch."""
+    name, spoil = WRONG_MODELS[wrong]
+    loaded = randomised(MODELS[name], seed=5)
+    decoder = CpuDecoder(loaded.model)
+    spoil(decoder)
+    assert not agree(numbers(loaded, decoder), numbers(loaded, TransformersBackend(loaded.model)))
+
+
+def test_a_decoder_with_wrong_numbers_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in bfloat16 then runs through torch in float32."""
+    put = CpuDecoder._put_constants
+
+    def wrong(self: CpuDecoder, model: Any) -> None:
+        put(self, model)
+        self._arrays[numba_table.FREQUENCIES] *= 1.01
+
+    loaded = randomised(MODELS["llama"], seed=5)
+    loaded.model.to(torch.bfloat16)
+    shape = find_kv_shape(loaded)
+    assert isinstance(probe_ways(loaded, shape).backend, CpuDecoder)
+    monkeypatch.setattr(CpuDecoder, "_put_constants", wrong)
+    backend = probe_ways(loaded, shape).backend
+    assert not isinstance(backend, CpuDecoder)
+    assert backend.kv_dtype == torch.float32
+
+
+@pytest.mark.parametrize("config", [{"weights": "int8"}, {"kv_dtype": "bfloat16"}])
+def test_what_other_models_cannot_have_is_refused(config: dict[str, Any]) -> None:
+    loaded = randomised(transformers.Gemma2Config(**SIZES), seed=3)
+    assert not is_decoder(loaded.model)
+    assert not is_lean(loaded.model)
+    with pytest.raises(ConfigError, match="--weights and --kv-cache-dtype"):
+        probe_ways(loaded, find_kv_shape(loaded), config=ModelConfig(target="t", **config))
+
+
+def test_cores_are_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest, if it is clearly faster than one."""
+    loaded = randomised(MODELS["llama"], seed=5)
+    decoder = CpuDecoder(loaded.model)
+    clock = [0.0]
+    seconds = {1: {1: 1.0, 16: 4.0}, 2: {1: 0.95, 16: 2.2}, 3: {1: 0.94, 16: 2.3}}
+
+    def run(num_rows: int) -> None:
+        clock[0] += seconds[decoder.cores[0]][num_rows]
+
+    monkeypatch.setattr(cpu_decoder.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(TEAM, "grow", lambda most: most)
+    decoder.tune(run, 3)
+    assert decoder.cores == (1, 2)
+    decoder.cores = 1, 1
+    monkeypatch.setattr(TEAM, "grow", lambda most: 0)
+    decoder.tune(run, 3)
+    assert decoder.cores == (1, 1)

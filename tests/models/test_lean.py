@@ -1,0 +1,107 @@
+"""The lean decoder: the same numbers as transformers, only for models it knows, and never instead of a right answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine.models.backend import TransformersBackend
+from engine.models.kinds import is_lean
+from engine.models.lean import LeanDecoder
+from engine.models.probe import find_kv_shape, probe_ways
+
+from engine.models import lean, probe
+from tests.engine import tiny
+from tests.models.test_architectures import COMMON
+
+SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 3}
+LEAN: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "llama, biases": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "llama, tied, wide heads": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=16),
+    "llama3 rope": transformers.LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8),
+}
+OTHERS: dict[str, Any] = {
+    "gemma2": transformers.Gemma2Config(**SIZES),
+    "mistral, window": transformers.MistralConfig(**SIZES, sliding_window=16),
+    "llama, mlp biases": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "llama, gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
+}
+
+
+WITHOUT_CPU = probe.BACKENDS[1:]
+"""What runs models on other devices."""
+
+
+def randomised(config: Any, seed: int) -> Any:
+    """A model whose norms and biases are no neutral numbers either."""
+    loaded = tiny.load_model(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in loaded.model.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    return loaded
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_it_gives_transformers_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights are views now."""
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
+    loaded = randomised(LEAN[name], seed=3)
+    assert is_lean(loaded.model)
+    assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
+    assert probe.probe(loaded, find_kv_shape(loaded)) < 0.05
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, LeanDecoder)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_run_through_transformers(name: str) -> None:
+    assert not is_lean(randomised(OTHERS[name], seed=3).model)
+
+
+def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: halves rotated the other way, in plain operations."""
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
+    loaded = randomised(LEAN["llama"], seed=3)
+    take_over = LeanDecoder.__init__
+
+    def turned(self: LeanDecoder, model: Any) -> None:
+        take_over(self, model)
+        self._sign = -self._sign
+
+    monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
+
+
+def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: LeanDecoder, model: Any) -> None:
+        raise RuntimeError("biases of another shape")
+
+    loaded = randomised(LEAN["llama"], seed=3)
+    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
+    monkeypatch.setattr(lean.LeanDecoder, "__init__", failing)
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
+
+
+def test_joining_weights_stores_nothing_twice() -> None:
+    loaded = randomised(LEAN["llama"], seed=3)
+    before = loaded.weight_bytes
+    LeanDecoder(loaded.model)
+    assert loaded.weight_bytes == before
+    attention = loaded.model.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()

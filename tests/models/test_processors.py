@@ -1,0 +1,128 @@
+"""Kernels of a CPU are right on processors with AVX-512, with AVX2 and with neither, whichever one runs the tests.
+
+Numba, oneDNN and torch read the processor's features when they are imported, so the tests of the kernels run once more
+in a process that is limited to fewer of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+import pytest
+import torch
+
+from engine import kernels
+from tests.engine import tiny
+
+numba_product = pytest.importorskip("engine.models.numba_product")
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="kernels of a CPU")
+ROOT = Path(__file__).resolve().parents[2]
+AVX512 = ["avx512f", "avx512bw", "avx512dq", "avx512vl"]
+# By instruction set: the processor and its features for Numba, the limit for oneDNN, the one for torch.
+PROCESSORS = {
+    "AVX-512": ("skylake-avx512", [*AVX512, "avx2", "fma"], "AVX512_CORE", "avx512"),
+    "AVX2": ("haswell", ["avx2", "fma"], "AVX2", "avx2"),
+    "SSE": ("nehalem", ["sse4.2"], "SSE41", "default"),
+}
+# Every kernel of a CPU, and what chooses among them.
+TESTS = [
+    "tests/models/test_cpu_decoder.py",
+    "tests/models/test_packing.py",
+    "tests/kernels/test_numba_rows.py",
+    "tests/kernels/test_block_kernels.py",
+]
+
+RUN = """
+import sys
+import pytest
+status = pytest.main(["-q", "-n0", "-pno:cacheprovider", "-k", "not Triton", *sys.argv[1:]])
+from engine.models.numba_product import BLOCK, MOST_ROWS
+print("blocks", BLOCK, MOST_ROWS)
+sys.exit(status)
+"""
+
+
+def limited_to(name: str) -> dict[str, str]:
+    """Environment in which kernels are compiled for this processor."""
+    processor, features, onednn, torch_capability = PROCESSORS[name]
+    return os.environ | {
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features),
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "ATEN_CPU_CAPABILITY": torch_capability,
+    }
+
+
+@pytest.mark.slow  # test_blocks_of_every_width_have_the_plain_numbers has the widths, by one kernel
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_kernels_are_right_on_this_processor(name: str) -> None:
+    host = llvmlite.binding.get_host_cpu_features()
+    missing = [feature for feature in PROCESSORS[name][1] if not host.get(feature)]
+    if missing:
+        pytest.skip(f"this processor lacks {', '.join(missing)}")
+    block, most_rows = {"AVX-512": (32, 12), "AVX2": (16, 6), "SSE": (8, 12)}[name]
+    if block == numba_product.BLOCK:
+        pytest.skip("the tests run on it anyway")
+    run = subprocess.run(
+        [sys.executable, "-c", RUN, *(TESTS[1:] if name == "SSE" else TESTS)],  # without AVX2 the decoder is not used
+        cwd=ROOT,
+        env=limited_to(name),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, f"with {name}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}"
+    *_, counts, blocks = run.stdout.splitlines()
+    assert " passed" in counts
+    # Kernels are compiled for the processor that Numba is limited to, not for the one at hand.
+    assert blocks == f"blocks {block} {most_rows}"
+
+
+@pytest.mark.parametrize(("feature", "width"), [("+avx512f", 32), ("+avx2", 16), ("", 8)])
+def test_blocks_of_every_width_have_the_plain_numbers(
+    feature: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any processor: LLVM divides vectors that are wider than its own."""
+    product = compiled_as_with(feature, monkeypatch)
+    assert width == product.BLOCK
+    weight = torch.randn(3 * width, 40)
+    blocks = aligned(weight.view(3, width, 40).transpose(1, 2).numpy())
+    scales, bias = np.zeros((3, 0, width), np.float32), torch.randn(3 * width)
+    for num_rows in (1, 2, 3, product.MOST_ROWS, product.MOST_ROWS + 1, 2 * product.MOST_ROWS + 1):
+        rows, found = torch.randn(num_rows, 40), torch.zeros(num_rows, 3 * width)
+        product.product(rows.numpy(), blocks, scales, bias.numpy(), found.numpy(), 0, 3)
+        assert torch.allclose(found, rows @ weight.T + bias, atol=1e-4)
+
+
+def aligned(numbers: Any) -> Any:
+    """A copy that begins at a line of the cache."""
+    piece = np.zeros(numbers.size + 16, np.float32)
+    start = -piece.ctypes.data % 64 // 4
+    found = piece[start : start + numbers.size].reshape(numbers.shape)
+    found[:] = numbers
+    return found
+
+
+def compiled_as_with(feature: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A second copy of the products' module that takes the processor to have this feature; nothing of it is cached."""
+    from numba import njit
+    from numba.core.registry import cpu_target
+
+    codegen = type(cpu_target.target_context.codegen())
+    with monkeypatch.context() as patched:
+        patched.setattr(codegen, "magic_tuple", lambda _: ("", "", feature))
+        patched.setattr(kernels, "compiled_for_cpu", lambda **options: njit(**options))
+        spec = importlib.util.spec_from_file_location("product_of_a_width", numba_product.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,130 @@
+"""Layers by kernels give the numbers of plain operations: in Triton's interpreter on a CPU, compiled on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+triton_layer = pytest.importorskip("engine.models.triton_layer")
+
+
+from engine.models.lean import LeanDecoder  # noqa: E402
+from engine.models.probe import find_kv_shape  # noqa: E402
+from engine.models.runner import ModelRunner  # noqa: E402
+
+from engine.attention.tensors import NORMED  # noqa: E402
+from engine.models import fused_layer, lean  # noqa: E402
+from tests.attention.test_groups import passes  # noqa: E402
+from tests.engine import tiny  # noqa: E402
+from tests.grid import grid  # noqa: E402
+from tests.models.test_lean import LEAN, randomised  # noqa: E402
+
+PAGE = 4
+TAPS = (0, 2, 3, NORMED)
+Numbers = tuple[torch.Tensor, ...]
+
+
+def numbers(loaded: Any, by_kernels: bool) -> Numbers:
+    """Logits of a step of single tokens and trees behind prompts; all keys, values and hidden states."""
+    with patch.object(lean, "use_kernels", lambda *_: by_kernels):
+        decoder = LeanDecoder(loaded.model)
+    shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
+    runner = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder, paged=by_kernels)
+    prompts, steps = passes()
+    # Two trees and a short prompt: the interpreter takes its time.
+    runner.forward([prompts[2], prompts[8], prompts[3]])
+    logits_NV, storage = runner.forward([steps[2], steps[8], steps[3]]), runner.storage
+    assert storage.hidden is not None
+    return logits_NV, storage.keys, storage.values, storage.hidden
+
+
+def agree(found: Numbers, expected: Numbers) -> bool:
+    return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", grid(("llama, biases", "llama, tied, wide heads", "qwen3"), {"llama, biases", "qwen3"})
+)
+def test_models_get_the_numbers_of_the_plain_operations(name: str) -> None:
+    loaded = randomised(LEAN[name], seed=5)
+    assert agree(numbers(loaded, True), numbers(loaded, False))
+
+
+def swapped(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Cosines for sines."""
+    return lambda joined, rotation, *rest: operation(joined, rotation[::-1], *rest)
+
+
+def shifted(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """K/V one slot further on."""
+    return lambda joined, rotation, norms, eps, slots, layer: operation(
+        joined, rotation, norms, eps, (slots + 1) % len(layer[0]), layer
+    )
+
+
+def without_norms(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Queries and keys as they come."""
+    return lambda joined, rotation, _norms, *rest: operation(joined, rotation, None, *rest)
+
+
+WRONG = {
+    "swapped": ("rotate_and_write", swapped),
+    "shifted": ("rotate_and_write", shifted),
+    "without norms": ("rotate_and_write", without_norms),
+    "norm of nothing": ("norm", lambda f: lambda hidden, weight, eps: f(hidden, torch.ones_like(weight), eps)),
+    "up and gate": ("gate", lambda f: lambda joined: f(joined.roll(joined.shape[1] // 2, 1))),
+}
+
+
+@pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
+def test_wrong_kernels_are_found_out(wrong: str) -> None:
+    """By the comparison, and by the trial at start, which would leave the plain operations in use."""
+    name, spoil = WRONG[wrong]
+    loaded = randomised(LEAN["qwen3"], seed=5)
+    expected = numbers(loaded, False)
+    assert fused_layer.find_fault(tiny.DEVICE, torch.float32) is None
+    with patch.object(triton_layer, name, spoil(getattr(triton_layer, name))):
+        assert not agree(numbers(loaded, True), expected)
+        assert fused_layer.find_fault(tiny.DEVICE, torch.float32) is not None
+
+
+@pytest.mark.slow
+def test_sums_that_are_left_out_are_found_out() -> None:
+    """A layer adds to what was there before it."""
+    loaded = randomised(LEAN["qwen3"], seed=5)
+    expected = numbers(loaded, False)
+    with patch.object(lean._Linear, "add_to", lambda self, sums, rows: sums.copy_(self(rows))):
+        assert not agree(numbers(loaded, True), expected)
+
+
+@pytest.mark.slow
+def test_biases_that_are_left_out_are_found_out() -> None:
+    loaded = randomised(LEAN["llama, biases"], seed=5)
+    expected = numbers(loaded, False)
+    without = lambda self, rows: linear(rows, self.weight_NK)  # noqa: E731
+    with patch.object(lean._Linear, "__call__", without):
+        assert not agree(numbers(loaded, True), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_types_are_rounded_as_norms_and_gates_are(dtype: torch.dtype) -> None:
+    assert fused_layer.find_fault(tiny.DEVICE, dtype) is None
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(shape, generator=generator).to(dtype).to(tiny.DEVICE) for shape in ((7, 96), (96,)))
+    normed = triton_layer.norm(hidden, weight, 1e-6)
+    place = torch.finfo(dtype).eps
+    expected = rms_norm(hidden.float(), (96,), weight.float(), 1e-6).to(dtype)
+    assert torch.allclose(normed.float(), expected.float(), rtol=place, atol=1e-6)
+    gated = (silu(hidden[:, :48].float()) * hidden[:, 48:].float()).to(dtype)
+    assert torch.allclose(triton_layer.gate(hidden).float(), gated.float(), rtol=place, atol=1e-6)
+
+
+def test_without_a_device_plain_operations_serve() -> None:
+    if tiny.DEVICE.type == "cpu":
+        assert not fused_layer.use_kernels(tiny.DEVICE, torch.float32)
