@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.host import keep_freed_memory, usable_cores
 from tqdm import tqdm
 
 from analysis.load import Load, add_load_arguments
@@ -43,6 +42,7 @@ from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, S
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
+from engine.models.host import keep_freed_memory, usable_cores
 from engine.plan import level_widths
 from engine.request import Request, Speculation
 from engine.scheduling.admission import with_kept_shape

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from engine.models.host import keep_freed_memory, usable_cores
 from tqdm import tqdm
 
 from analysis.arms import Arm, make_arms, speculation_of
 from analysis.load import Load
 from analysis.loading import add_pair_arguments, names_of, prompts_of, write
 from engine.api import CacheConfig, EngineConfig, ModelConfig, Step, decode_from_engine, encode
+from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
 from engine.step.calibration import measure
 from loadtest.arms import ADAPTIVE

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.host import keep_freed_memory
 from tqdm import tqdm
 
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.models.host import keep_freed_memory
 from engine.request import Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import made_up_plan, usual_s

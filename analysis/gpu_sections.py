@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.loading import adopt
 from tqdm import tqdm
 
 from analysis import arms
@@ -27,6 +26,7 @@ from analysis.ways import steps_of, ways, without
 from demo import bench_pair
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.models.loading import adopt
 from engine.plan import Plan
 from engine.step.building import assemble
 from engine.step.calibration import made_up_plan, measure_points

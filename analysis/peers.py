@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.host import keep_freed_memory
-from engine.models.loading import arithmetic_dtype
 from tqdm import tqdm
 
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
@@ -27,6 +25,8 @@ from analysis.pair import Shape
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
+from engine.models.host import keep_freed_memory
+from engine.models.loading import arithmetic_dtype
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import measure_points

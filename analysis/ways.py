@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
-from engine.models.lean import LeanDecoder
-from engine.models.runner import ModelRunner
 
 from engine.kernels.choosing import without as kernels_without
 from engine.kernels.torch_kernels import TORCH
+from engine.models.lean import LeanDecoder
+from engine.models.runner import ModelRunner
 from engine.plan import Plan
 from engine.step.engine import Engine
 from engine.step.recorded.steps import RecordedStep

@@ -52,7 +52,7 @@ from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 _SPIN_COUNT = "10000"
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True):
+class RequestVariant(msgspec.Struct, frozen=True, array_like=True):
     """In what a request differs from the first of its call."""
 
     request_id: str
@@ -69,15 +69,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     first: Request
     """The first request, without its prompt."""
     prompts: list[tuple[int, ...]]
-    choices: list[Choice]
+    choices: list[RequestVariant]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
-        """The message for requests that differ in nothing but what a `Choice` has, and their prompts."""
+        """The message for requests that differ in nothing but what a `RequestVariant` has, and their prompts."""
         prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         number = {name: index for index, name in enumerate(prompts)}
         choices = [
-            Choice(
+            RequestVariant(
                 request.request_id,
                 number[id(request.prompt_token_ids)],
                 request.sampling.seed,

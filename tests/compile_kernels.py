@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import triton
-from engine.models.triton_layer import _gate, _norm, _rotate_and_write
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -16,6 +15,7 @@ from engine.kernels.triton_keep import _keep
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus
 from engine.kernels.triton_nucleus import _narrow
 from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
+from engine.models.triton_layer import _gate, _norm, _rotate_and_write
 
 _ATTENTION = {
     "page_size": 16,

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from engine.models.loading import FITTING_MODEL_TYPES
 
+from engine.models.loading import FITTING_MODEL_TYPES
 from server import foreign_flags
 from server.flags import parse_flags
 from server.openai import foreign_fields

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.host import usable_cores
 from tqdm import tqdm
 
 from analysis.loading import add_pair_arguments, load_pair, names_of
@@ -24,6 +23,7 @@ from analysis.papers.page import write_page
 from analysis.papers.pictures import draw
 from demo import bench_pair
 from engine.errors import ConfigError
+from engine.models.host import usable_cores
 from loadtest.environment import environment
 
 _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16

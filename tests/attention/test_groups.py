@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine.models.probe import find_kv_shape
-from engine.models.runner import ModelRunner
 
 from engine.attention.groups import Group, _group, groups_of
 from engine.attention.inputs import NO_NODES, Nodes, PassInput, SequenceInput, build
 from engine.models import runner
+from engine.models.probe import find_kv_shape
+from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 from tests.models.test_architectures import COMMON
 from tests.models.test_lean import randomised

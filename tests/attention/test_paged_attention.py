@@ -16,14 +16,13 @@ import transformers
 
 triton_attention = pytest.importorskip("engine.attention.triton_attention")
 
-from engine.models.probe import find_kv_shape, probe  # noqa: E402
-from engine.models.runner import ModelRunner  # noqa: E402
-
 from engine.attention.groups import _group  # noqa: E402
 from engine.attention.inputs import NO_NODES, Nodes, SequenceInput, build  # noqa: E402
 from engine.attention.paged import Paged, pages_of  # noqa: E402
 from engine.attention.scaled import Kind  # noqa: E402
 from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
+from engine.models.probe import find_kv_shape, probe  # noqa: E402
+from engine.models.runner import ModelRunner  # noqa: E402
 from engine.speculation.topology import merge_chains  # noqa: E402
 from tests.attention.test_groups import CONFIGS, passes  # noqa: E402
 from tests.engine import tiny  # noqa: E402

@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from engine.models.loading import LoadedModel
 from msgspec.structs import replace
 
 import engine.step.verifying as verifying
 from engine.config import SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes, Work
+from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.admission import with_kept_shape

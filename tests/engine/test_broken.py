@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models.runner import ModelRunner
 
 from engine.drafting.levels import Levels
 from engine.errors import NON_FINITE
+from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.step.engine import Engine
 from engine.step.reporting import split_prompts

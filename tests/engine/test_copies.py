@@ -9,12 +9,12 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
-from engine.models.loading import LoadedModel
 
 import engine.step.verifying as verifying
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.errors import RequestError
+from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.step.engine import Engine

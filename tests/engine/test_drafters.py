@@ -9,9 +9,6 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import pytest
 import torch
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.loading import LoadedModel
-from engine.models.runner import ModelRunner
 from torch import Tensor
 
 from engine.attention.attention import HOOK
@@ -19,6 +16,9 @@ from engine.attention.inputs import SequenceInput
 from engine.attention.tensors import NORMED, KVMoves, KVTensors
 from engine.drafting.drafter import DrafterKind
 from engine.drafting.model import ModelDrafter
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.loading import LoadedModel
+from engine.models.runner import ModelRunner
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.step.engine import Engine

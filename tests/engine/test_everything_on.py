@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection
 
 import pytest
-from engine.models.loading import LoadedModel, adopt
 
+from engine.models.loading import LoadedModel, adopt
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.engine import Engine
 from tests.engine import tiny

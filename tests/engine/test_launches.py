@@ -22,10 +22,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("launches are counted in Triton's interpreter", allow_module_level=True)
 
-from engine.models.lean import LeanDecoder
-from engine.models.probe import find_kv_shape
-from engine.models.runner import ModelRunner, Pass
-
 import engine.step.engine as stepping
 from analysis.device_model import (
     KERNELS,
@@ -38,6 +34,9 @@ from analysis.device_model import (
 from engine.kernels import transfer
 from engine.kernels.triton_kernels import TritonKernels
 from engine.models import lean
+from engine.models.lean import LeanDecoder
+from engine.models.probe import find_kv_shape
+from engine.models.runner import ModelRunner, Pass
 from engine.request import Speculation
 from engine.step.engine import Engine
 from engine.step.recorded import steps

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine.models.loading import LoadedModel
 from scipy.stats import chi2
 
 from engine.attention.attention import HOOK
@@ -25,6 +24,7 @@ from engine.drafting.drafter import DrafterKind
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.kernels.torch_block import blocks, first_per_request, stop_chains
 from engine.kernels.torch_kernels import TORCH
+from engine.models.loading import LoadedModel
 from engine.request import Limits, Request, Sampling, Speculation, Thinking
 from engine.sampling.law import LawParameters, law
 from engine.speculation.verification import RULES, Rule

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from engine.models.loading import LoadedModel
 from torch import Tensor
 
 from engine.errors import NOTHING_LEFT
 from engine.kernels import torch_block
 from engine.kernels.protocol import Chains
+from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.speculation.verification import RULES, node
 from engine.step.engine import Engine

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from engine.models.loading import LoadedModel, adopt
 
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -21,6 +20,7 @@ from engine.errors import RequestError
 from engine.kernels.choosing import choose
 from engine.kernels.draw import categorical
 from engine.models import probe
+from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.node_laws import Nodes, node_laws

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.models.heads.config import check_target
-from engine.models.heads.loading import head_config, load_head
-from engine.models.loading import LoadedModel, adopt_head
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.models.heads.config import check_target
+from engine.models.heads.loading import head_config, load_head
+from engine.models.loading import LoadedModel, adopt_head
 from tests.engine import tiny
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 4, 2, 8, 40

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from engine.models.loading import LoadedModel
 from torch import Tensor
 
 from engine.attention.attention import HOOK
+from engine.models.loading import LoadedModel
 from tests.engine import tiny
 from tests.heads.folders import EPS, HEAD_DIM, HEADS, KV_HEADS, Written
 

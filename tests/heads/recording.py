@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from engine.models.loading import LoadedModel
 from torch import Tensor
 
+from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.step.engine import Engine

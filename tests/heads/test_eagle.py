@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads.head import Head
-from engine.models.loading import LoadedModel
 from torch import Tensor
 
 from engine.drafting import chains, eagle, reading
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.heads.head import Head
+from engine.models.loading import LoadedModel
 from engine.plan import Emission, Row
 from engine.sampling.node_laws import node_laws
 from engine.scheduling.scheduler import Scheduler

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.heads import dflash, slots
-from engine.models.loading import LoadedModel
 
 from engine.drafting import one_pass, reading
 from engine.drafting.one_pass import BlockDrafter, OnePassDrafter
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.heads import dflash, slots
+from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine.models.heads.config import read_head
 from safetensors.torch import load_file, save_file
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -18,6 +17,7 @@ from engine.control.step_time import StepTimes
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.one_pass import BlockDrafter
 from engine.errors import ConfigError, LoadError, RequestError
+from engine.models.heads.config import read_head
 from engine.request import Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import measure_points

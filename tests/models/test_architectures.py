@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine.models.loading import LoadedModel
 
 from engine.attention.attention import HOOK
+from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from tests.engine import tiny
 

@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine.models.backend import Backend, TransformersBackend
-from engine.models.cpu_decoder import CpuDecoder
-from engine.models.kinds import is_decoder, is_lean
-from engine.models.numba_product import BLOCK
-from engine.models.numba_work import TEAM
-from engine.models.probe import find_kv_shape, probe_ways
-from engine.models.runner import ModelRunner
 from torch import Tensor
 
 from engine.attention.paged import PagedInput
@@ -26,6 +19,13 @@ from engine.attention.tensors import NORMED
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models import cpu_decoder, numba_table, numba_work, probe, runner
+from engine.models.backend import Backend, TransformersBackend
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.kinds import is_decoder, is_lean
+from engine.models.numba_product import BLOCK
+from engine.models.numba_work import TEAM
+from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.runner import ModelRunner
 from tests.attention.test_groups import passes
 from tests.engine import tiny
 from tests.models.test_lean import LEAN, SIZES, randomised

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
+from engine.models import lean, probe
 from engine.models.backend import TransformersBackend
 from engine.models.kinds import is_lean
 from engine.models.lean import LeanDecoder
 from engine.models.probe import find_kv_shape, probe_ways
-
-from engine.models import lean, probe
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 

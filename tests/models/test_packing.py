@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from engine.models import packing
 from engine.models.backend import TransformersBackend
 from engine.models.packing import PackedLinear, pack, take_over
 from engine.models.probe import find_kv_shape, probe
-
-from engine.models import packing
 from tests.engine import tiny
 from tests.models.test_architectures import CONFIGS
 from tests.models.test_lean import randomised

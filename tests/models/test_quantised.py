@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
 from engine.models.kinds import is_lean
 from engine.models.loading import load
 from engine.models.packing import is_plain
-
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 

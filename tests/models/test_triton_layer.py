@@ -14,12 +14,11 @@ from torch.nn.functional import linear, rms_norm, silu
 triton_layer = pytest.importorskip("engine.models.triton_layer")
 
 
+from engine.attention.tensors import NORMED  # noqa: E402
+from engine.models import fused_layer, lean  # noqa: E402
 from engine.models.lean import LeanDecoder  # noqa: E402
 from engine.models.probe import find_kv_shape  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
-
-from engine.attention.tensors import NORMED  # noqa: E402
-from engine.models import fused_layer, lean  # noqa: E402
 from tests.attention.test_groups import passes  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402

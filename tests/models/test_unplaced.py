@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine.models.unplaced import check_unplaced
 from torch import nn
 
 from engine.errors import LoadError
+from engine.models.unplaced import check_unplaced
 
 
 class Model(nn.Module):

@@ -25,7 +25,9 @@ def test_every_part_names_modules_and_tests_that_exist() -> None:
         assert all(Path(test).exists() for test in tests), tests
 
 
-@pytest.mark.parametrize("area", ["step/recorded", "models", "attention", "scheduling", "control", "sampling", "speculation/verification"])
+@pytest.mark.parametrize(
+    "area", ["step/recorded", "models", "attention", "scheduling", "control", "sampling", "speculation/verification"]
+)
 def test_no_module_of_an_area_is_left_out(area: str) -> None:
     paths = [path for path in Path("engine", area).glob("*.py") if path.name != "__init__.py"]
     assert paths
