@@ -69,7 +69,7 @@ class Drafting(Protocol):
         """Count accepted drafts beside the number that was expected."""
 
 
-class Choice(NamedTuple):
+class ShapeChoice(NamedTuple):
     """What the next steps draft."""
 
     shape: Shape = PLAIN
@@ -125,7 +125,7 @@ class Controller:
         """longest: most tokens of a chain; trial_share: of the steps, what trials may have; seed: of the trials."""
         self.times = times
         self.acceptance = Acceptance(longest)
-        self.choice = Choice()
+        self.choice = ShapeChoice()
         self.reads = True
         """Whether the draft model also computes texts from which nothing is drafted yet; False while plain decoding is
         chosen for all."""
@@ -317,9 +317,9 @@ class Controller:
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried))
 
 
-def _choice(adaptive: Sequence[Drafting], options: _Options, number: int) -> Choice:
+def _choice(adaptive: Sequence[Drafting], options: _Options, number: int) -> ShapeChoice:
     drafting = zip(adaptive, options.drafting[number], strict=True)
-    return Choice(options.shapes[number], frozenset(one.sequence_id for one, drafts in drafting if drafts))
+    return ShapeChoice(options.shapes[number], frozenset(one.sequence_id for one, drafts in drafting if drafts))
 
 
 def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.config import SchedulerConfig
-from engine.control.controller import Choice, Controller
+from engine.control.controller import Controller, ShapeChoice
 from engine.control.step_time import PLAIN, StepTimes
 from engine.plan import Emission, Plan, Row, Verdict
 from engine.request import Limits, Request, Speculation
@@ -174,7 +174,7 @@ class Whims(Controller):
         super().__init__(StepTimes(Machine().points()), 16)
 
     def tell(self, num_drafts: int, draft_length: int) -> None:
-        self.choice = Choice((num_drafts, draft_length) if num_drafts else PLAIN)
+        self.choice = ShapeChoice((num_drafts, draft_length) if num_drafts else PLAIN)
         self.reads = num_drafts > 0
 
     def choose(self, *_: object) -> None:
