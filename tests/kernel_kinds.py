@@ -15,7 +15,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from engine.attention import triton_attention
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput, build
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import Paged, pages_of
 from engine.attention.scaled import Kind
 from engine.attention.tensors import KVShape, KVTensors
@@ -58,7 +58,7 @@ def step(chance: np.random.Generator) -> list[SequenceInput]:
             parts.append(SequenceInput(list(range(int(chance.integers(2, 512)))), length, blocks, NO_NODES, slice(0)))
             continue
         tree = merge_chains(chance.integers(0, 50, (int(chance.integers(1, 9)), int(chance.integers(1, 7)))).tolist())
-        nodes = NO_NODES if kind == 1 else Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+        nodes = NO_NODES if kind == 1 else NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
         parts.append(SequenceInput([1], length, blocks, nodes, slice(0, None)))
     return parts
 

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeInput:
     """Drafted nodes of one sequence that enter a pass, and those already in the cache."""
 
     tokens: Sequence[int]
@@ -37,7 +37,7 @@ class Nodes:
         return bool(self.ancestry.all())
 
 
-NO_NODES = Nodes((), (), (), np.zeros((0, 0), dtype=np.bool_))
+NO_NODES = NodeInput((), (), (), np.zeros((0, 0), dtype=np.bool_))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SequenceInput:
     first_index: int
     """Index of the first input token; with no input tokens, the index of the first node."""
     block_ids: Sequence[int]
-    nodes: Nodes
+    nodes: NodeInput
     wanted: slice
     """Which of the part's tokens need logits, counted within the part."""
     first_key: int = 0

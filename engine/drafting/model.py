@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.drafting.draft import Layout
 from engine.drafting.levels import levels_of
@@ -107,10 +107,10 @@ def first_key(row: Row) -> int:
 
 
 @lru_cache(maxsize=1024)
-def level_nodes(fanout: tuple[int, ...]) -> Nodes:
+def level_nodes(fanout: tuple[int, ...]) -> NodeInput:
     """The nodes of the last level, behind those of the levels above it."""
     widths = level_widths(fanout)
     node_N = np.arange(widths[-1])
     ancestry = [node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths]
     depths = [depth for depth, width in enumerate(widths, start=1) for _ in range(width)]
-    return Nodes((), depths[-widths[-1] :], depths[: -widths[-1]], np.concatenate(ancestry, axis=1))
+    return NodeInput((), depths[-widths[-1] :], depths[: -widths[-1]], np.concatenate(ancestry, axis=1))

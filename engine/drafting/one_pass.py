@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import Ints, Nodes, SequenceInput
+from engine.attention.inputs import Ints, NodeInput, SequenceInput
 from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
@@ -122,7 +122,7 @@ class BlockDrafter(OnePassDrafter):
         return (*row.block_ids, *range(first, first + max(0, missing)))
 
 
-def block_nodes(tokens: tuple[int, ...], is_causal: bool) -> Nodes:
+def block_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
     """Rows behind a text at the positions that follow it, which see each other."""
     seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
-    return Nodes(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)
+    return NodeInput(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from engine.attention.attention import HOOK
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import KVShape
 from engine.config import ModelConfig
 from engine.errors import ConfigError, LoadError
@@ -229,7 +229,7 @@ def _paged_logits(
     cut = len(prompt) // 2
     runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
     tree = merge_chains(chains)
-    nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+    nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
     num_rest = len(prompt) - cut
     logits_NV = runner.forward(
         [SequenceInput(prompt[cut:], cut, blocks, nodes, slice(num_rest - 1, num_rest + tree.num_nodes))]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafting.chains import draw_chains
@@ -221,7 +221,7 @@ def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
         if row.emits:
             tree = next(trees)
             if tree.num_nodes:
-                nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry())
+                nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
             wanted = slice(len(row.input_ids) - 1, None)
         if row.prompt_next:
             wanted = slice(0, None)

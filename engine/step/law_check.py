@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.errors import LoadError
 from engine.kernels.torch_kernels import TORCH
 from engine.models.runner import ModelRunner
@@ -167,7 +167,7 @@ def _laws(
     """[1 + N, V] a model's law after the prompt, and after each of N tokens more."""
     count = len(after)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
-    nodes = Nodes(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
+    nodes = NodeInput(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
     logits_NV = runner.forward([SequenceInput(prompt, 0, blocks, nodes, slice(len(prompt) - 1, None))])
     return law(logits_NV, LawParameters.of([sampling] * (1 + count), logits_NV.device, TORCH)).double().cpu()
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from engine.attention.groups import Group, _group, groups_of
-from engine.attention.inputs import NO_NODES, Nodes, PassInput, SequenceInput, build
+from engine.attention.inputs import NO_NODES, NodeInput, PassInput, SequenceInput, build
 from engine.models import runner
 from engine.models.probe import find_kv_shape
 from engine.models.runner import ModelRunner
@@ -44,7 +44,7 @@ def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
         mine = blocks[number * 20 : number * 20 + 20]
         prompts.append(SequenceInput(chance.integers(3, 101, length).tolist(), 0, mine, NO_NODES, slice(0, 0)))
         tree = merge_chains(chance.integers(3, 6, (number % 4, 3)).tolist())
-        nodes = Nodes(tree.tokens, tree.depths, (), tree.ancestry()) if number % 4 else NO_NODES
+        nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry()) if number % 4 else NO_NODES
         steps.append(SequenceInput([int(chance.integers(3, 101))], length, mine, nodes, slice(0, None)))
     return prompts, steps
 
@@ -113,7 +113,7 @@ def test_what_attends_together_is_alike_and_fits_the_buffer() -> None:
 
 
 def test_a_lone_sequence_is_read_where_it_lies() -> None:
-    nodes = Nodes((1, 1), (1, 2), (), np.tri(2, dtype=np.bool_))
+    nodes = NodeInput((1, 1), (1, 2), (), np.tri(2, dtype=np.bool_))
     for blocks, expected in (([3, 4, 5], slice(12, 21)), ([3, 5, 4], [12, 13, 14, 15, 20, 21, 22, 23, 16])):
         batch = build([SequenceInput([1], 6, blocks, nodes, slice(0))], 4)
         (group,) = groups_of(batch, 4, 8, torch.device("cpu"))

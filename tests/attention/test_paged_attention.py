@@ -17,7 +17,7 @@ import transformers
 triton_attention = pytest.importorskip("engine.attention.triton_attention")
 
 from engine.attention.groups import _group  # noqa: E402
-from engine.attention.inputs import NO_NODES, Nodes, SequenceInput, build  # noqa: E402
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build  # noqa: E402
 from engine.attention.paged import Paged, pages_of  # noqa: E402
 from engine.attention.scaled import Kind  # noqa: E402
 from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
@@ -102,7 +102,7 @@ def operands(
     half = len(blocks) // 2
     parts = [
         SequenceInput(
-            [1], num_keys, blocks[:half], Nodes(tree.tokens, tree.depths, (), tree.ancestry()), slice(0), first_key
+            [1], num_keys, blocks[:half], NodeInput(tree.tokens, tree.depths, (), tree.ancestry()), slice(0), first_key
         ),
         SequenceInput(list(range(9)), num_keys - 20, blocks[half:], NO_NODES, slice(0), first_key),
     ]
