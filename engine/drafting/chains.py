@@ -19,7 +19,7 @@ from engine.kernels.protocol import Chains, Kernels, LawTable, TargetShifts
 from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
-from engine.sampling.node_laws import Nodes, node_laws
+from engine.sampling.node_laws import NodePaths, node_laws
 from engine.speculation.drafting import MOST_LIKELY, children
 
 
@@ -102,9 +102,9 @@ def draw_levels(
     return tokens_CL
 
 
-def _parents(level: Level, tokens_CL: Tensor, depth: int) -> Nodes:
+def _parents(level: Level, tokens_CL: Tensor, depth: int) -> NodePaths:
     """The nodes that the tokens of a level are drawn below."""
-    return Nodes(
+    return NodePaths(
         row_N=level.row_N,
         depth_N=np.full(len(level.row_N), depth),
         paths=lambda: tokens_CL[level.chain_N, :depth].tolist(),

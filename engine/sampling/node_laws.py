@@ -22,7 +22,7 @@ from engine.sampling.stable import race, winners_only
 Ints = npt.NDArray[np.int64]
 
 
-class Nodes(NamedTuple):
+class NodePaths(NamedTuple):
     """Where laws are wanted: after a row's text, or below tokens drafted for it."""
 
     row_N: Ints
@@ -36,7 +36,7 @@ class Nodes(NamedTuple):
 
 
 def node_laws(
-    rows: Sequence[Row], nodes: Nodes, logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None
+    rows: Sequence[Row], nodes: NodePaths, logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """([N, V] the laws, [N, V] what orders their tokens: edited logits, or for seed-stable rows the race).
 
@@ -49,7 +49,7 @@ def node_laws(
     return law_NV, _race_stable(rows, nodes, law_NV, logits_NV)
 
 
-def _contexts(rows: Sequence[Row], nodes: Nodes) -> list[NodeContext | None]:
+def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]:
     """What the law at each node depends on besides its logits, for rows that edit them."""
     if not any(row.text for row in rows):
         return []
@@ -63,7 +63,7 @@ def _contexts(rows: Sequence[Row], nodes: Nodes) -> list[NodeContext | None]:
     return contexts
 
 
-def _race_stable(rows: Sequence[Row], nodes: Nodes, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
+def _race_stable(rows: Sequence[Row], nodes: NodePaths, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
     """What orders the tokens of every node; laws of seed-stable rows become the winner's, in place."""
     if not any(row.sampling.seed_stable for row in rows):
         return logits_NV

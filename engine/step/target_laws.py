@@ -12,13 +12,13 @@ from engine.drafting.draft import Draft
 from engine.kernels.protocol import LawTable
 from engine.kernels.transfer import to_device
 from engine.plan import Row
-from engine.sampling.node_laws import Nodes, node_laws
+from engine.sampling.node_laws import NodePaths, node_laws
 
 
 def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
     """The law of every node, and which node lies below the first i tokens of each chain."""
     device, table = logits_NV.device, draft.nodes
-    nodes = Nodes(
+    nodes = NodePaths(
         row_N=table.rows,
         depth_N=table.depths,
         paths=lambda: _paths(draft),

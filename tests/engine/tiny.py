@@ -23,7 +23,7 @@ from engine.models import probe
 from engine.models.loading import LoadedModel, adopt
 from engine.plan import Row
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.sampling.node_laws import Nodes, node_laws
+from engine.sampling.node_laws import NodePaths, node_laws
 from engine.scheduling.outcome import Outcome
 from engine.step import building
 from engine.step.building import assemble
@@ -218,7 +218,7 @@ def prompts(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def laws_at_the_root(rows: Sequence[Row], nodes: Nodes, *operands: Any) -> Any:
+def laws_at_the_root(rows: Sequence[Row], nodes: NodePaths, *operands: Any) -> Any:
     """A wrong variant of `node_laws`: the tokens above a node are forgotten."""
-    forgetful = Nodes(nodes.row_N, np.zeros_like(nodes.depth_N), lambda: [()] * len(nodes.row_N), lambda: None)
+    forgetful = NodePaths(nodes.row_N, np.zeros_like(nodes.depth_N), lambda: [()] * len(nodes.row_N), lambda: None)
     return node_laws(rows, forgetful, *operands)
