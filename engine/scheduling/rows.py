@@ -12,7 +12,7 @@ from engine.scheduling.sequence import Sequence
 _PROMPT_LOGPROBS = 64
 
 
-class Part(NamedTuple):
+class PlannedRow(NamedTuple):
     """What a step computes of one sequence, before its blocks are known to be free."""
 
     sequence: Sequence
@@ -45,7 +45,9 @@ def _most_known(sequence: Sequence, budget: int) -> int:
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
-def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int) -> Part:
+def part_of(
+    sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int
+) -> PlannedRow:
     """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
     draft_chunk: for a row without drafts, how many tokens more than the target the draft model may compute; 0: it
@@ -77,7 +79,7 @@ def part_of(sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied
         draft_first = draft_end = sequence.num_draft_computed
     if not emits:
         fanout, copies, nodes = (), (), 0
-    return Part(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
+    return PlannedRow(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
 
 
 def _text_of(sequence: Sequence) -> LogitContext | None:
@@ -92,7 +94,7 @@ def _text_of(sequence: Sequence) -> LogitContext | None:
     return LogitContext(tokens, num_prompt, least, ends, grammar, fixed, sequence.counts)
 
 
-def row_of(part: Part) -> Row:
+def row_of(part: PlannedRow) -> Row:
     """The row of a part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request
     first, end = sequence.num_target_computed, part.end

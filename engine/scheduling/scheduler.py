@@ -26,7 +26,7 @@ from engine.request import Request
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
 from engine.scheduling.prompts import MOST_SHARING, PromptLimit, shares_of
-from engine.scheduling.rows import Part, part_of, row_of
+from engine.scheduling.rows import PlannedRow, part_of, row_of
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore
 from engine.scheduling.text_drafters import most_copied
@@ -117,7 +117,7 @@ class Scheduler:
         self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         reads = self.controller is not None and self.controller.reads
         self._read_along = self.draft_prefill.chunk if reads else 0
-        parts: dict[int, Part] = {}
+        parts: dict[int, PlannedRow] = {}
         budget = self._plan_texts(parts)
         if self.controller is not None:
             self._plan_drafts(parts, budget)
@@ -128,7 +128,7 @@ class Scheduler:
         self.last_plan = Plan(tuple(rows))
         return self.last_plan
 
-    def _plan_texts(self, parts: dict[int, Part]) -> int:
+    def _plan_texts(self, parts: dict[int, PlannedRow]) -> int:
         """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts where the
         request fixes their shape. Returns the tokens left for drafts that the controller chooses."""
         total = budget = self.config.max_num_batched_tokens
@@ -156,7 +156,7 @@ class Scheduler:
             self._publish(admitted)
         return held + budget
 
-    def _plan_prompts(self, parts: dict[int, Part], budget: int, limit: PromptLimit | None) -> int:
+    def _plan_prompts(self, parts: dict[int, PlannedRow], budget: int, limit: PromptLimit | None) -> int:
         """Add chunks of the running prompts; the tokens left for requests that wait."""
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
         num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
@@ -168,7 +168,7 @@ class Scheduler:
                 budget -= part.num_tokens
         return budget
 
-    def _plan_drafts(self, parts: dict[int, Part], budget: int) -> None:
+    def _plan_drafts(self, parts: dict[int, PlannedRow], budget: int) -> None:
         """Let the controller decide about the adaptive rows that emit, and add what they draft where it fits."""
         assert self.controller is not None
         emitting = [part for part in self._in_place(parts) if part.emits]
@@ -202,7 +202,7 @@ class Scheduler:
         num_drafts, length = self.controller.choice.shape
         return num_drafts * length * sum(s.request.speculation.adaptive for s in decoding)
 
-    def _in_place(self, parts: dict[int, Part]) -> list[Part]:
+    def _in_place(self, parts: dict[int, PlannedRow]) -> list[PlannedRow]:
         """The parts whose sequences still hold their blocks: a more urgent one may have taken them since."""
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
@@ -241,7 +241,7 @@ class Scheduler:
         """The most urgent first, among equals those that have waited longest for a row."""
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
-    def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> Part:
+    def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
         """Return the part of a sequence that fits the budget and the time of prompts; without drafts if the controller
         decides about them."""
         is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
@@ -283,7 +283,7 @@ class Scheduler:
         sequence.num_published_blocks = len(sequence.block_ids)
         sequence.num_drafted_blocks = num_drafted
 
-    def _publish(self, part: Part) -> None:
+    def _publish(self, part: PlannedRow) -> None:
         """Let others use the blocks that are full once the part has been computed."""
         if part.sequence.sequence_id in self._running:
             in_one_piece = part.sequence.draft_start == 0 and part.draft_first == part.sequence.num_draft_computed
@@ -301,7 +301,7 @@ class Scheduler:
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
         sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
 
-    def _reserve(self, part: Part) -> bool:
+    def _reserve(self, part: PlannedRow) -> bool:
         """Give the part's sequence blocks, preempting where none are free; False if it has been preempted itself."""
         while part.sequence.sequence_id in self._running:
             if self._find_blocks(part):
@@ -309,7 +309,7 @@ class Scheduler:
             self._preempt(max(self._running.values(), key=expendability))
         return False
 
-    def _find_blocks(self, part: Part) -> bool:
+    def _find_blocks(self, part: PlannedRow) -> bool:
         """Give the part's sequence blocks if enough are free."""
         sequence = part.sequence
         missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
@@ -325,7 +325,7 @@ class Scheduler:
         insort(self._waiting, victim, key=urgency)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, limit: PromptLimit | None) -> Part | None:
+    def _admit(self, budget: int, limit: PromptLimit | None) -> PlannedRow | None:
         """Start the head of the queue if a seat, some budget and blocks for its whole text are free."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
