@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.groups import Group, attend_group
 from engine.attention.paged import Paged, PagedInput
-from engine.attention.scaled import Kind
+from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
 HOOK = "polydraft_tree"
@@ -55,7 +55,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The hook. query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
     assert metadata is not None, "the model was called without metadata"
-    storage, layer, kind = metadata.storage, module.layer_idx, Kind(softcap, s_aux)
+    storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
     keys, values = storage.layers[layer]
     keys[metadata.slots_T] = key[0].transpose(0, 1)
     values[metadata.slots_T] = value[0].transpose(0, 1)

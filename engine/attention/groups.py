@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import Bools, Ints, PassInput
-from engine.attention.scaled import Kind, scaled_attention
+from engine.attention.scaled import ScoreOptions, scaled_attention
 from engine.attention.tensors import KVTensors
 from engine.kernels.transfer import to_device
 
@@ -71,7 +71,13 @@ class Group:
 
 
 def attend_group(
-    group: Group, storage: KVTensors, layer: int, query: Tensor, scaling: float | None, kind: Kind, window: int | None
+    group: Group,
+    storage: KVTensors,
+    layer: int,
+    query: Tensor,
+    scaling: float | None,
+    kind: ScoreOptions,
+    window: int | None,
 ) -> Tensor:
     """Attention of a group's queries out of `query` (1, H, T, D): [rows, H, D_v], in the order of `real_rows`."""
     num_batch, num_queries, num_keys = group.shape

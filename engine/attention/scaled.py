@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class Kind(NamedTuple):
+class ScoreOptions(NamedTuple):
     """What a layer adds to plain attention."""
 
     softcap: float | None = None
@@ -18,7 +18,7 @@ class Kind(NamedTuple):
 
 
 def scaled_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: Kind
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
 ) -> Tensor:
     """query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
@@ -32,7 +32,7 @@ def scaled_attention(
 
 
 def _explicit(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: Kind
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
 ) -> Tensor:
     """The same by matrix products."""
     groups = query.shape[1] // key.shape[1]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.paged import Paged
-from engine.attention.scaled import Kind
+from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
 _TILE_KEYS = 64
@@ -153,7 +153,13 @@ def _attend(
 
 
 def attend_paged(
-    paged: Paged, storage: KVTensors, layer: int, query: Tensor, scaling: float | None, kind: Kind, window: int | None
+    paged: Paged,
+    storage: KVTensors,
+    layer: int,
+    query: Tensor,
+    scaling: float | None,
+    kind: ScoreOptions,
+    window: int | None,
 ) -> Tensor:
     """Attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V has been written."""
     _, num_heads, num_tokens, key_dim = query.shape

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from engine.attention.attention import AttentionMetadata, attend
 from engine.attention.paged import Paged
-from engine.attention.scaled import Kind
+from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import NORMED
 from engine.models.fused_layer import use_kernels
 
@@ -157,7 +157,7 @@ class LeanDecoder:
                 storage.layers[layer.layer_idx],
             )
             query_1HTD = query_THD.transpose(0, 1).unsqueeze(0)
-            attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, Kind(), None)
+            attended = attend_paged(paged, storage, layer.layer_idx, query_1HTD, self._scaling, ScoreOptions(), None)
             layer.output.add_to(hidden_TD, attended[0].flatten(1))
             normed_TD = triton_layer.norm(hidden_TD, layer.mlp_norm, self._eps)
             layer.down.add_to(hidden_TD, triton_layer.gate(layer.gate_up(normed_TD)))

@@ -19,7 +19,7 @@ triton_attention = pytest.importorskip("engine.attention.triton_attention")
 from engine.attention.groups import _group  # noqa: E402
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build  # noqa: E402
 from engine.attention.paged import Paged, pages_of  # noqa: E402
-from engine.attention.scaled import Kind  # noqa: E402
+from engine.attention.scaled import ScoreOptions  # noqa: E402
 from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.probe import find_kv_shape, probe  # noqa: E402
 from engine.models.runner import ModelRunner  # noqa: E402
@@ -83,11 +83,11 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     query = torch.randn((1, 6, count, 24), generator=generator).to(tiny.DEVICE)
-    expected = reference([part], storage, query, window, Kind())[:clean]
+    expected = reference([part], storage, query, window, ScoreOptions())[:clean]
     for tensor in (storage.keys, storage.values):
         tensor[:, known + clean :] = torch.nan
     paged = Paged.of(pages_of(build([part], PAGE)), PAGE, tiny.DEVICE)
-    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
     assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
     assert (found[:clean] - expected).abs().max() < 1e-5
 
@@ -116,7 +116,9 @@ def operands(
     return parts, storage, query, window
 
 
-def reference(parts: Any, storage: KVTensors, query: torch.Tensor, window: int | None, kind: Kind) -> torch.Tensor:
+def reference(
+    parts: Any, storage: KVTensors, query: torch.Tensor, window: int | None, kind: ScoreOptions
+) -> torch.Tensor:
     """In float64, with a mask for every pair of query and key."""
     host = build(parts, PAGE)
     outputs = []
@@ -153,7 +155,7 @@ def test_numbers_of_every_type(
     name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
-    check(operands(dtype, 150), Kind(), tolerance)
+    check(operands(dtype, 150), ScoreOptions(), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +175,14 @@ def test_what_models_add_to_attention(
 ) -> None:
     monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
-    check(operands(torch.float32, 130, window), Kind(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
+    check(operands(torch.float32, 130, window), ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
 
 
 def test_keys_before_the_first_are_not_seen() -> None:
-    check(operands(torch.float32, 130, first_key=77), Kind(), 1e-5)
+    check(operands(torch.float32, 130, first_key=77), ScoreOptions(), 1e-5)
 
 
-def check(case: tuple[Any, ...], kind: Kind, tolerance: float) -> None:
+def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
     parts, storage, query, window = case
     paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
     found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
@@ -193,8 +195,8 @@ def test_the_comparison_has_teeth(wrong: str) -> None:
     paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
     spoilt = getattr(paged, wrong)
     spoilt.copy_(spoilt.flip(-1) if wrong == "pages" else spoilt * 0 + (-1 if wrong == "words" else 3))
-    found = triton_attention.attend_paged(paged, storage, 0, query, None, Kind(), window)[0].cpu().double()
-    difference = (found - reference(parts, storage, query, window, Kind())).abs().max()
+    found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
+    difference = (found - reference(parts, storage, query, window, ScoreOptions())).abs().max()
     assert not difference < 1e-3
 
 
