@@ -202,7 +202,7 @@ class Emission(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """The emissions of the plan's sampling rows, in their order."""
 
     emissions: tuple[Emission, ...]

@@ -21,7 +21,7 @@ from engine.config import SchedulerConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.fixed_edits import SharedEdits
-from engine.plan import Emission, Grammar, Plan, Row, Verdict, level_widths
+from engine.plan import Emission, Grammar, Plan, Row, StepVerdict, level_widths
 from engine.request import Request
 from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.outcome import Outcome, write_logprobs
@@ -206,7 +206,7 @@ class Scheduler:
         """The parts whose sequences still hold their blocks: a more urgent one may have taken them since."""
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
-    def commit(self, plan: Plan, verdict: Verdict) -> list[Outcome]:
+    def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
         """Append what the step emitted, cut it where the answer ends, free what has ended; not of broken sequences."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)

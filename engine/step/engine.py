@@ -23,7 +23,7 @@ from engine.grammar.following import FollowedGrammar, Following, GrammarSource
 from engine.grammar.thinking import FollowedThoughts
 from engine.kernels.protocol import KVMoves
 from engine.models.runner import ModelRunner
-from engine.plan import Emission, Plan, Verdict
+from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Request
 from engine.sampling.edits import MASKED, has_dead_end
 from engine.scheduling.admission import check_requests
@@ -90,7 +90,7 @@ class Engine:
         return outcomes
 
     @torch.inference_mode()
-    def carry_out(self, plan: Plan) -> Verdict:
+    def carry_out(self, plan: Plan) -> StepVerdict:
         """Carry out a plan on the device, whoever made it (the scheduler, or a measurement).
 
         A plan of a recorded shape is replayed; the parts of any other are launched operation by operation.
@@ -108,7 +108,7 @@ class Engine:
                 self.target.keep(moves)
             if self.drafter is not None:
                 self.drafter.keep(plan, emissions)
-        verdict = Verdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
+        verdict = StepVerdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
         if verdict.broken:
             return verdict
         return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
@@ -174,7 +174,7 @@ class Engine:
             self.telemetry.pause()
         return is_known
 
-    def _end_broken(self, plan: Plan, verdict: Verdict) -> None:
+    def _end_broken(self, plan: Plan, verdict: StepVerdict) -> None:
         """End the requests whose numbers are not finite, and wipe their K/V before others get its blocks.
 
         A block that another request holds is left as it is: with wrong K/V in it, that request would be broken too.
@@ -190,7 +190,7 @@ class Engine:
         if self.draft_runner is not None:
             self.draft_runner.wipe(free)
 
-    def _end_masked(self, plan: Plan, verdict: Verdict, outcomes: Sequence[Outcome]) -> None:
+    def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
         """End the requests that emitted a token where their masks left nothing; it is not sent."""
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.drafting.draft import Draft, method_of
 from engine.kernels.transfer import to_device
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import TokenLogprob
 from engine.sampling.edits import NodeContext, edit
 from engine.sampling.law import LawParameters, law
@@ -102,8 +102,8 @@ def _observed(block: int, share: float) -> dict[int, float]:
 
 
 def observe_gap(
-    plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, share: float
-) -> Verdict:
+    plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: StepVerdict, step: int, share: float
+) -> StepVerdict:
     """On a share of the steps, note how far one row's rule stays below the optimum; which, the step number says."""
     choice = _observed(step // _STEPS, share).get(step)
     if draft is None or choice is None:

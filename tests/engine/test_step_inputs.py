@@ -25,7 +25,7 @@ from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.kernels.protocol import ChainNoise, Chains, LawTable
 from engine.kernels.torch_kernels import TORCH
 from engine.models.loading import LoadedModel
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import Request, Speculation
 from engine.sampling.edits import NodeContext
 from engine.sampling.noise import Purpose, uniform
@@ -300,7 +300,7 @@ class Checked:
             assert row.fanout or one.num_accepted == accepted
             seen |= set(chain)
 
-    def gap(self, plan: Plan, draft: Draft, step: int, before: Verdict, after: Verdict) -> None:
+    def gap(self, plan: Plan, draft: Draft, step: int, before: StepVerdict, after: StepVerdict) -> None:
         """On a share of the steps that of one row, from its laws at the root and the first drafted tokens."""
         chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2))
         rows = plan.sampling_rows
@@ -344,8 +344,8 @@ def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
         return emissions, largest
 
     def observing_checked(
-        plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: Verdict, step: int, _: float
-    ) -> Verdict:
+        plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: StepVerdict, step: int, _: float
+    ) -> StepVerdict:
         for number in range(10 * step, 10 * step + 5):
             found = observe(plan, draft, logits_NV, verdict, number, SHARE)
             if draft is not None:

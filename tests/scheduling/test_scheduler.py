@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.config import SchedulerConfig
 from engine.control.controller import Controller, ShapeChoice
 from engine.control.step_time import PLAIN, StepTimes
-from engine.plan import Emission, Plan, Row, Verdict
+from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -40,13 +40,13 @@ def request(
     )
 
 
-def verdict(plan: Plan, accept: int = 0, token: int = 7) -> Verdict:
+def verdict(plan: Plan, accept: int = 0, token: int = 7) -> StepVerdict:
     """Every sampling row accepts up to `accept` drafted tokens."""
     emissions = []
     for row in plan.sampling_rows:
         count = min(accept, row.draft_length)
         emissions.append(Emission(tuple([token] * count), token, row.num_drafts * row.draft_length))
-    return Verdict(tuple(emissions))
+    return StepVerdict(tuple(emissions))
 
 
 class Contents:
@@ -502,7 +502,7 @@ def test_accepted_counts_after_the_cut() -> None:
     scheduler = build(budget=64)
     scheduler.submit(request("a", 2, 20, drafts=1, draft_length=3))
     plan = scheduler.plan()
-    outcome = scheduler.commit(plan, Verdict((Emission((5, 99, 6), 8, 3),)))[0]
+    outcome = scheduler.commit(plan, StepVerdict((Emission((5, 99, 6), 8, 3),)))[0]
     assert (outcome.token_ids, outcome.finish_reason, outcome.num_accepted) == ([5, 99], "stop", 2)
 
 
