@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.control.acceptance import SUREST, Acceptance
-from engine.control.step_time import MIXED, PLAIN, Shape, StepTimes, Work, draft_passes
+from engine.control.step_time import MIXED, PLAIN, Shape, StepTimes, StepWork, draft_passes
 from engine.plan import level_widths
 from engine.request import Request
 
@@ -88,7 +88,7 @@ class _Load(NamedTuple):
     catch_up_s: Numbers
     """[adaptive] what the draft model takes to catch up with each, by token that its answer may still get."""
 
-    def work(self, num_drafting: int, shape: Shape) -> Work:
+    def work(self, num_drafting: int, shape: Shape) -> StepWork:
         """A step in which so many of the adaptive requests draft this shape."""
         drafting = [fanout for fanout in self.others if fanout]
         beside = tuple([level_widths(fanout) for fanout in drafting])
@@ -96,7 +96,7 @@ class _Load(NamedTuple):
         if num_drafting:
             own = (num_drafting, *(num_drafting * shape[0],) * (shape[1] - 1))
             passes = tuple(map(sum, zip_longest(passes, own, fillvalue=0)))
-        return Work(
+        return StepWork(
             rows=len(self.adaptive) + len(self.others),
             text=self.text,
             nodes=sum(map(sum, beside)) + num_drafting * shape[0] * shape[1],
@@ -111,7 +111,7 @@ class _Options:
     """The shapes to choose from, plain decoding first."""
 
     shapes: list[Shape]
-    works: list[Work]
+    works: list[StepWork]
     rates: Numbers
     """[shapes] tokens a second."""
     drafting: npt.NDArray[np.bool_]

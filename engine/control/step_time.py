@@ -56,7 +56,7 @@ _MOST_SHAPES = 16
 _LONGEST_PAUSE_S = 60.0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a step computes, in the numbers that its duration depends on."""
 
     rows: int
@@ -78,7 +78,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape = PLAIN
 
     @staticmethod
-    def of(plan: Plan) -> Work:
+    def of(plan: Plan) -> StepWork:
         """The work of a plan."""
         rows = plan.sampling_rows
         prompt = prompt_text = read = 0
@@ -97,7 +97,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             widths = tuple([row.widths for row in drafting if row.fanout])
             nodes = sum([row.num_nodes for row in drafting])
         shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
-        return Work(
+        return StepWork(
             rows=len(rows),
             text=sum([row.first_index + len(row.input_ids) for row in rows]),
             nodes=nodes,
@@ -110,12 +110,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def plain(self) -> Work:
+    def plain(self) -> StepWork:
         """The same requests decoded plainly, without prompts."""
-        return Work(rows=self.rows, text=self.text)
+        return StepWork(rows=self.rows, text=self.text)
 
     @property
-    def without_prompts(self) -> Work:
+    def without_prompts(self) -> StepWork:
         """The same without what is computed of prompts."""
         return msgspec.structs.replace(self, prompt=0, prompt_text=0)
 
@@ -131,7 +131,7 @@ def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     )
 
 
-Point = tuple[Work, float, float]
+Point = tuple[StepWork, float, float]
 """A measured step: its work, the seconds of drafting, and those of the rest."""
 
 
@@ -172,7 +172,7 @@ def _sizes_without_texts(
     return sizes
 
 
-def sizes_of(work: Work, window: int) -> Numbers:
+def sizes_of(work: StepWork, window: int) -> Numbers:
     """[terms] the sizes that the rates are multiplied with. window: tokens that the draft model sees; 0 is all."""
     sizes = _sizes_without_texts(work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read).copy()
     length = work.text / max(1, work.rows)
@@ -189,7 +189,7 @@ def sizes_of(work: Work, window: int) -> Numbers:
     return sizes
 
 
-def _by_part(work: Work, draft_s: float, rest_s: float) -> tuple[float, float]:
+def _by_part(work: StepWork, draft_s: float, rest_s: float) -> tuple[float, float]:
     """(seconds of drafting, of the rest): a step in which the draft model does nothing has only a rest."""
     return (draft_s, rest_s) if work.passes or work.read else (0.0, draft_s + rest_s)
 
@@ -274,7 +274,7 @@ class StepTimes:
 
     # -- predicting ---------------------------------------------------------------------------------------------------
 
-    def rest_s(self, work: Work) -> float:
+    def rest_s(self, work: StepWork) -> float:
         """Seconds of a step but for drafting."""
         parts = sizes_of(work, self._window)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
         return float(parts) * math.exp(self._state[self._slot(work.shape)])
@@ -283,7 +283,7 @@ class StepTimes:
         """What so many tokens more add to a pass of the draft model."""
         return tokens * float(self._current_rates()[_NUM_REST + 1])
 
-    def step_s(self, works: Sequence[Work]) -> Numbers:
+    def step_s(self, works: Sequence[StepWork]) -> Numbers:
         """[steps] seconds of whole steps, with what passes between two of them."""
         drafts_s, rests_s, _ = self._seconds(works)
         return drafts_s + rests_s + self.host_s
@@ -294,7 +294,7 @@ class StepTimes:
         fewest, most = _COLD_STEPS
         return min(most, max(fewest, math.ceil(_COLD_S / step_s)))
 
-    def log_covariance(self, works: Sequence[Work]) -> Numbers:
+    def log_covariance(self, works: Sequence[StepWork]) -> Numbers:
         """[steps, steps] covariance of the logarithms of the steps' durations."""
         drafts_s, rests_s, parts = self._seconds(works)
         slopes = np.zeros((len(works), len(self._state)))
@@ -305,7 +305,7 @@ class StepTimes:
         covariance: Numbers = slopes @ self._variance @ slopes.T
         return covariance
 
-    def _seconds(self, works: Sequence[Work]) -> tuple[Numbers, Numbers, Numbers]:
+    def _seconds(self, works: Sequence[StepWork]) -> tuple[Numbers, Numbers, Numbers]:
         """(seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
         sizes = np.array([sizes_of(work, self._window) for work in works])
         parts = sizes * self._current_rates()
@@ -331,7 +331,7 @@ class StepTimes:
         self._state[0] = self._fitted[0] = math.log(factor)
         self._rates_now = None
 
-    def observe(self, work: Work, draft_s: float, rest_s: float, started: float) -> None:
+    def observe(self, work: StepWork, draft_s: float, rest_s: float, started: float) -> None:
         """A step was made. started: when, on a clock of seconds.
 
         The first step of a shape behind others tells nothing, because something may have to warm up.
@@ -346,7 +346,7 @@ class StepTimes:
             return
         self._learn(work, draft_s, rest_s, self._cold_std if self._tells_little(work, draft_s + rest_s) else _STEP_STD)
 
-    def _tells_little(self, work: Work, seconds: float) -> bool:
+    def _tells_little(self, work: StepWork, seconds: float) -> bool:
         """Whether a step was made while the caches were cold, and is no news: nothing makes a cold step fast."""
         fewest, most = _COLD_STEPS
         if self._num_since >= (most if work.shape == PLAIN else fewest):
@@ -371,7 +371,7 @@ class StepTimes:
         self._variance[0, 0] = machine
         self._rates_now = None
 
-    def _learn(self, work: Work, draft_s: float, rest_s: float, std: float) -> None:
+    def _learn(self, work: StepWork, draft_s: float, rest_s: float, std: float) -> None:
         draft_s, rest_s = _by_part(work, draft_s, rest_s)
         slot = self._slot(work.shape)
         # Both parts are compared with what was predicted before the step.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from engine.control.step_time import StepTimes, Work
+from engine.control.step_time import StepTimes, StepWork
 from engine.scheduling.sequence import Sequence
 
 MOST_SHARING = 8
@@ -28,11 +28,11 @@ class PromptLimit:
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
         """rows, text: the requests that decode in this step, and the tokens of their texts together."""
         self._times = times
-        self._work = Work(rows=rows, text=text)
+        self._work = StepWork(rows=rows, text=text)
         decoding_s = times.rest_s(self._work)
         self._most_s = decoding_s + max(_LEAST_S, decoding_s)
 
-    def _with(self, first: int, count: int) -> Work:
+    def _with(self, first: int, count: int) -> StepWork:
         work = self._work
         return replace(work, prompt=work.prompt + count, prompt_text=work.prompt_text + count * (first + count // 2))
 

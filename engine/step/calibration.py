@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.control.step_time import NUM_TERMS, Point, StepTimes, Work
+from engine.control.step_time import NUM_TERMS, Point, StepTimes, StepWork
 from engine.models.loading import Progress
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
@@ -146,7 +146,7 @@ def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda
     plans = list(_plans(engine, speculation))
     steps = middle_steps(engine, plans, tell)
     return [
-        (Work.of(plan), phases_s["draft"], wall_s - phases_s["draft"])
+        (StepWork.of(plan), phases_s["draft"], wall_s - phases_s["draft"])
         for plan, (wall_s, phases_s) in zip(plans, steps, strict=True)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.control.step_time import Work
+from engine.control.step_time import StepWork
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 
@@ -197,7 +197,7 @@ class Telemetry:
         times, plan = self._scheduler.times, self._scheduler.last_plan
         if times is None or not plan.sampling_rows:
             return None, 0.0
-        work = Work.of(plan)
+        work = StepWork.of(plan)
         plain_s = times.rest_s(work.plain) + around_s
         # By chance below 0: over many steps it is the sum that counts.
         prompt_s = rest_s - times.rest_s(work.without_prompts) if work.prompt else 0.0

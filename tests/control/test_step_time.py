@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.control.step_time import MIXED, PLAIN, Point, StepTimes, Work, draft_passes
+from engine.control.step_time import MIXED, PLAIN, Point, StepTimes, StepWork, draft_passes
 from engine.plan import Plan, Row, TextDraft
 from engine.request import Sampling, Speculation
 from tests.scheduling.machine import Machine, chains
@@ -33,7 +33,7 @@ def row(number: int = 0, input_ids: int = 1, draft_input_ids: int = 0, first_ind
     return Row(**(fields | more))  # type: ignore[arg-type]
 
 
-def serve(times: StepTimes, machine: Machine, works: list[Work], num_steps: int, in_a_row: int = 40) -> None:
+def serve(times: StepTimes, machine: Machine, works: list[StepWork], num_steps: int, in_a_row: int = 40) -> None:
     """Steps of these works, each several times in a row."""
     for number in range(num_steps):
         work = works[number // in_a_row % len(works)]
@@ -42,7 +42,7 @@ def serve(times: StepTimes, machine: Machine, works: list[Work], num_steps: int,
         machine.now += draft_s + rest_s
 
 
-def errors(times: StepTimes, machine: Machine, works: list[Work]) -> np.ndarray:  # type: ignore[type-arg]
+def errors(times: StepTimes, machine: Machine, works: list[StepWork]) -> np.ndarray:  # type: ignore[type-arg]
     """[works] how far predictions are from what steps take, as a share."""
     return times.step_s(works) / np.array([machine.step_s(work) for work in works]) - 1
 
@@ -60,7 +60,7 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
             row(4, input_ids=5, draft_input_ids=5, first_index=0, fanout=(2, 1, 1)),
         )
     )
-    assert Work.of(plan) == Work(
+    assert StepWork.of(plan) == StepWork(
         rows=4,
         text=11 + 11 + 41 + 5,
         nodes=18,
@@ -71,10 +71,10 @@ def test_the_work_of_a_plan_counts_what_every_pass_computes() -> None:
         read=(2 + 1 + 30 + 5) - 3,
         shape=(2, 3),
     )
-    assert Work.of(Plan((row(),))) == Work(rows=1, text=11) == Work.of(Plan((row(),))).plain
-    assert Work.of(Plan((row(fanout=(1,)), row(fanout=(1, 1))))).shape == MIXED
-    assert Work.of(Plan((row(fanout=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
-    copied = Work.of(Plan((row(copies=(TextDraft("lookup", (1, 2, 3)),)),)))
+    assert StepWork.of(Plan((row(),))) == StepWork(rows=1, text=11) == StepWork.of(Plan((row(),))).plain
+    assert StepWork.of(Plan((row(fanout=(1,)), row(fanout=(1, 1))))).shape == MIXED
+    assert StepWork.of(Plan((row(fanout=(2, 2)),))).shape == MIXED, "a tree is no shape of the menu"
+    copied = StepWork.of(Plan((row(copies=(TextDraft("lookup", (1, 2, 3)),)),)))
     assert (copied.nodes, copied.drafting, copied.passes, copied.shape) == (3, 1, (), MIXED)
 
 
@@ -93,7 +93,7 @@ def test_steps_between_and_beyond_the_measured_points_are_predicted(costs: dict[
     times = StepTimes(machine.points())
     assert abs(errors(times, machine, [work for work, _, _ in times.points])).max() < 0.05
     others = [chains(rows, shape) for rows in (1, 2, 3, 6, 12) for shape in ((1, 2), (2, 3), (3, 4), (1, 8))]
-    others += [Work(rows=rows, text=rows * 90) for rows in (1, 3, 11, 100)]
+    others += [StepWork(rows=rows, text=rows * 90) for rows in (1, 3, 11, 100)]
     assert abs(errors(times, machine, others)).max() < 0.12
     assert np.median(abs(errors(times, machine, others))) < 0.03
 
@@ -102,14 +102,14 @@ def test_steps_between_and_beyond_the_measured_points_are_predicted(costs: dict[
 def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> None:
     """As on processors where long texts leave the caches. The wrong variant measures the ends alone."""
 
-    def step_s(work: Work) -> float:
+    def step_s(work: StepWork) -> float:
         length = work.text / work.rows
         return 0.009 + 2.7e-6 * work.text + 3.3e-6 * work.rows * max(0.0, length - 256)
 
     lengths = {1: measured, 4: measured, 2: (32,), 8: (32,)}
-    works = [Work(rows=rows, text=rows * length) for rows, texts in lengths.items() for length in texts]
+    works = [StepWork(rows=rows, text=rows * length) for rows, texts in lengths.items() for length in texts]
     times = StepTimes([(work, 0.0, step_s(work)) for work in works])
-    usual = [Work(rows=4, text=4 * length) for length in (128, 280, 500)]
+    usual = [StepWork(rows=4, text=4 * length) for length in (128, 280, 500)]
     found = times.step_s(usual) / np.array([step_s(work) for work in usual]) - 1
     assert (abs(found).max() < 0.03) == (256 in measured), found
 
@@ -117,17 +117,17 @@ def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> 
 def test_a_lone_request_is_computed_in_a_way_of_its_own() -> None:
     """As on a CPU: several sequences cost more than one by a jump, and more for each token of their texts."""
 
-    def parts_s(work: Work) -> tuple[float, float]:
+    def parts_s(work: StepWork) -> tuple[float, float]:
         together = work.rows > 1
         draft_s = len(work.passes) * (0.001 + 0.001 * together) + (4e-7 + 3e-7 * together) * work.text * len(
             work.passes
         )
         return draft_s, 0.01 + 0.003 * together + 1e-4 * (work.rows + work.nodes) + (4e-6 + 3e-6 * together) * work.text
 
-    plain = [Work(rows=rows, text=rows * length) for rows in (1, 2, 4, 16) for length in (32, 256, 1024)]
+    plain = [StepWork(rows=rows, text=rows * length) for rows in (1, 2, 4, 16) for length in (32, 256, 1024)]
     drafting = [chains(rows, shape, length) for rows in (1, 4) for shape in ((1, 3), (4, 3)) for length in (256, 1024)]
     times = StepTimes([(work, *parts_s(work)) for work in [*plain, *drafting]])
-    others = [Work(rows=1, text=100), Work(rows=3, text=900), chains(1, (1, 5), 120), chains(3, (2, 4), 500)]
+    others = [StepWork(rows=1, text=100), StepWork(rows=3, text=900), chains(1, (1, 5), 120), chains(3, (2, 4), 500)]
     assert times.step_s(others) == pytest.approx([sum(parts_s(work)) for work in others], rel=0.04)
 
 
@@ -135,7 +135,7 @@ def test_more_is_never_faster() -> None:
     """However noisy the measurements were."""
     machine = Machine(noise=0.3)
     times = StepTimes(machine.points())
-    for of_one in (lambda n: chains(n, (1, 3)), lambda n: Work(rows=n, text=9), lambda n: chains(1, (n, 4))):
+    for of_one in (lambda n: chains(n, (1, 3)), lambda n: StepWork(rows=n, text=9), lambda n: chains(1, (n, 4))):
         seconds = times.step_s([replace(of_one(n), shape=MIXED) for n in range(1, 200, 3)])
         assert (np.diff(seconds) >= -1e-12).all()
 
@@ -151,7 +151,7 @@ def test_the_draft_model_reads_no_more_of_a_text_than_its_window() -> None:
 def test_no_step_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if noise has left no rate for what a step consists of."""
     monkeypatch.setattr("scipy.optimize.nnls", lambda system, _: (np.zeros(system.shape[1]), 0.0))
-    works = [Work(rows=rows, text=32 * rows) for rows in (1, 2, 4, 16)]
+    works = [StepWork(rows=rows, text=32 * rows) for rows in (1, 2, 4, 16)]
     seconds = StepTimes([(work, 0.0, 0.001 * work.rows) for work in works]).step_s(works)
     assert (seconds > 0).all()
     assert np.isfinite(seconds).all()
@@ -168,7 +168,7 @@ def test_points_are_written_and_read_again() -> None:
 def test_a_start_that_finds_all_steps_slower_scales_them() -> None:
     times, machine = StepTimes(Machine().points()), Machine(times=1.4)
     times.scale(1.4)
-    assert abs(errors(times, machine, [USUAL, Work(rows=4, text=4), USUAL.plain])).max() < 0.03
+    assert abs(errors(times, machine, [USUAL, StepWork(rows=4, text=4), USUAL.plain])).max() < 0.03
 
 
 # -- following the steps ----------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_steps_with_drafts_tell_that_the_machine_is_slower_now(drift: float) -> 
     """A slower machine is seen without a plain step. The wrong variant takes the machine to be as it was."""
     machine = Machine(noise=0.08)
     times = StepTimes(machine.points(), drift=drift)
-    serve(times, machine, [USUAL, Work(rows=1, text=1)], 400)
+    serve(times, machine, [USUAL, StepWork(rows=1, text=1)], 400)
     machine.times = 1.5
     serve(times, machine, [USUAL], 1500)
     assert errors(times, Machine(times=1.5), [USUAL])[0] == pytest.approx(0.0, abs=0.04)
@@ -294,7 +294,7 @@ def test_the_variance_stays_one_over_many_steps() -> None:
     machine, random = Machine(noise=0.2), np.random.default_rng(3)
     times = StepTimes(machine.points())
     works = [chains(int(rows), shape) for rows in (1, 5, 16, 60) for shape in ((1, 1), (1, 5), (4, 3))]
-    works += [Work(rows=3, text=900), replace(USUAL, prompt=200, read=200), replace(USUAL, shape=MIXED)]
+    works += [StepWork(rows=3, text=900), replace(USUAL, prompt=200, read=200), replace(USUAL, shape=MIXED)]
     for number in range(6000):
         work = works[int(random.integers(len(works))) if number % 3 == 0 else number // 3 % len(works)]
         times.observe(work, *machine.parts_s(work), machine.now)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 import engine.step.verifying as verifying
 from engine.config import SpeculationConfig
 from engine.control.controller import Controller
-from engine.control.step_time import StepTimes, Work
+from engine.control.step_time import StepTimes, StepWork
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
@@ -231,7 +231,7 @@ def test_the_controller_and_the_step_times_are_told_how_long_texts_are() -> None
             super().choose(*asked)
 
     class Times(StepTimes):
-        def observe(self, work: Work, *times: Any) -> None:
+        def observe(self, work: StepWork, *times: Any) -> None:
             seen.append(work.text)
 
     engine = tiny.build(TARGET, DRAFT)

@@ -12,7 +12,7 @@ import pytest
 
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
-from engine.control.step_time import Point, StepTimes, Work
+from engine.control.step_time import Point, StepTimes, StepWork
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.step import calibration
@@ -65,9 +65,9 @@ class Told(StepTimes):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine.points())
-        self.told: list[tuple[Work, float, float]] = []
+        self.told: list[tuple[StepWork, float, float]] = []
 
-    def observe(self, work: Work, draft_s: float, rest_s: float, started: float) -> None:
+    def observe(self, work: StepWork, draft_s: float, rest_s: float, started: float) -> None:
         self.told.append((work, draft_s, rest_s))
 
 
@@ -79,7 +79,7 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
         engine.scheduler.times = times = Told(Machine())
         engine.submit(tiny.request("0", [1, 2, 3], speculation, max_tokens=9))
         known = [engine.run_step().stats for _ in range(3)]
-        plain_s = times.rest_s(Work(rows=1, text=3))
+        plain_s = times.rest_s(StepWork(rows=1, text=3))
         # What passes between two steps is a plain step's, too.
         assert all(stats.plain_s is not None and plain_s <= stats.plain_s < plain_s + 0.05 for stats in known)
         (work, draft_s, rest_s), *others = times.told
@@ -246,7 +246,7 @@ def test_a_machine_that_is_faster_or_slower_as_a_whole_is_not_measured_again(
     take(monkeypatch, kept, *factors)
     config = EngineConfig(model=ModelConfig(target="t"), profile_cache=str(tmp_path))
     said: list[str] = []
-    works = [Work(rows=1, text=33), Work(rows=4, text=400)]
+    works = [StepWork(rows=1, text=33), StepWork(rows=4, text=400)]
     seconds = measure(engine, config, DRAFTS, said.append).step_s(works)
     if why is None:
         assert said == ["using the measurements of an earlier start"]

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from engine.control.controller import Controller
-from engine.control.step_time import PLAIN, Point, Shape, StepTimes, Work
+from engine.control.step_time import PLAIN, Point, Shape, StepTimes, StepWork
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.sequence import Sequence
 
@@ -37,7 +37,7 @@ class Machine:
         self.now = 0.0
         self._random = np.random.default_rng(5)
 
-    def parts_s(self, work: Work) -> tuple[float, float]:
+    def parts_s(self, work: StepWork) -> tuple[float, float]:
         """(seconds of drafting, of the rest)."""
         factor = self.times * self.shape_times.get(work.shape, 1.0) * (self.drafting_times if work.nodes else 1.0)
         if self.noise:
@@ -50,24 +50,24 @@ class Machine:
             rest_s += self.row_s * work.rows + self.node_s * work.nodes
         return factor * draft_s, factor * rest_s
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """Seconds of a whole step."""
         return sum(self.parts_s(work))
 
     def points(self, most_rows: int = 64) -> list[Point]:
         """What calibration measures of it."""
-        works = [Work(rows=2**n, text=2**n * text) for n in range(7) for text in (1, 200) if 2**n <= most_rows]
+        works = [StepWork(rows=2**n, text=2**n * text) for n in range(7) for text in (1, 200) if 2**n <= most_rows]
         works += [chains(rows, shape) for rows in (1, 4, 16) for shape in ((1, 1), (1, 3), (1, 5), (4, 3), (4, 5))]
-        works += [replace(chains(1, (1, 3)), read=64), Work(rows=1, text=1, prompt=64)]
+        works += [replace(chains(1, (1, 3)), read=64), StepWork(rows=1, text=1, prompt=64)]
         return [(work, *self.parts_s(work)) for work in works if work.rows <= most_rows]
 
 
-def chains(rows: int, shape: Shape, text: int = 1) -> Work:
+def chains(rows: int, shape: Shape, text: int = 1) -> StepWork:
     """A step in which all requests draft the same shape."""
     num_drafts, length = shape
     passes = (rows, *(rows * num_drafts,) * (length - 1))
     nodes = rows * num_drafts * length
-    return Work(rows=rows, text=rows * text, nodes=nodes, drafting=rows, passes=passes, shape=shape)
+    return StepWork(rows=rows, text=rows * text, nodes=nodes, drafting=rows, passes=passes, shape=shape)
 
 
 def sequence(number: int, num_drafts: int = 4, draft_length: int = 5, max_tokens: int = 10**6) -> Sequence:
@@ -94,12 +94,12 @@ class Server:
         """The shapes of so many steps; plain where nobody drafts."""
         return [self.step().shape for _ in range(num_steps)]
 
-    def step(self) -> Work:
+    def step(self) -> StepWork:
         """One step."""
         self.controller.choose(self.sequences)
         fanouts = {one.sequence_id: self.controller.fanout(one) for one in self.sequences}
         drafting = [fanout for fanout in fanouts.values() if fanout]
-        work = Work(rows=len(self.sequences), text=sum(len(one.tokens) for one in self.sequences))
+        work = StepWork(rows=len(self.sequences), text=sum(len(one.tokens) for one in self.sequences))
         if drafting:
             shape = drafting[0][0], len(drafting[0])
             work = replace(chains(len(drafting), shape), rows=work.rows, text=work.text)
@@ -127,6 +127,6 @@ class Server:
 
 def rate_of(shape: Shape, machine: Machine, accepted: Mapping[int, float]) -> float:
     """Tokens a second that requests with these acceptances have in the mean where all draft one shape."""
-    work = chains(len(accepted), shape) if shape != PLAIN else Work(rows=len(accepted), text=len(accepted))
+    work = chains(len(accepted), shape) if shape != PLAIN else StepWork(rows=len(accepted), text=len(accepted))
     num_tokens = sum(one**depth for one in accepted.values() for depth in range(shape[1] + 1))
     return num_tokens / machine.step_s(work)

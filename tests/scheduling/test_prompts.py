@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.control.step_time import StepTimes, Work
+from engine.control.step_time import StepTimes, StepWork
 from engine.plan import Plan
 from engine.scheduling.prompts import PromptLimit, shares_of
 from engine.scheduling.scheduler import Scheduler
@@ -23,7 +23,7 @@ class Formula(StepTimes):
         super().__init__(Machine().points())
         self.row_s = row_s
 
-    def rest_s(self, work: Work) -> float:
+    def rest_s(self, work: StepWork) -> float:
         return self.row_s * work.rows + 2e-4 * work.prompt + 1e-7 * work.prompt_text
 
 
@@ -59,14 +59,14 @@ def test_a_long_prompt_adds_as_much_as_decoding_takes(row_s: float, most_s: floa
     plans = read(scheduler, "long")
     chunks = [prompt_tokens(plan)[0] for plan in plans[:-1]]
     # In the last one its own row is computed too.
-    assert max(times.rest_s(Work.of(plan)) for plan in plans[:-1]) <= most_s
+    assert max(times.rest_s(StepWork.of(plan)) for plan in plans[:-1]) <= most_s
     # As much as there is time for: a tenth of the step is left over at most, and longer texts get fewer tokens.
-    assert all(times.rest_s(Work.of(plan)) > 0.9 * most_s for plan in plans[2:-2] if prompt_tokens(plan)[0] < 512)
+    assert all(times.rest_s(StepWork.of(plan)) > 0.9 * most_s for plan in plans[2:-2] if prompt_tokens(plan)[0] < 512)
     assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
     assert sum(chunks) + plans[-1].rows[-1].num_tokens == 32_000
     plain = build(None)
     plain.submit(request("long", 32_000, 4))
-    assert max(times.rest_s(Work.of(plan)) for plan in read(plain, "long")) > 1.5
+    assert max(times.rest_s(StepWork.of(plan)) for plan in read(plain, "long")) > 1.5
 
 
 def test_prompts_share_the_time() -> None:
@@ -75,7 +75,7 @@ def test_prompts_share_the_time() -> None:
         scheduler.submit(request(f"long {number}", 4000, 4, first=10_000 * number))
     for _ in range(20):
         plan = scheduler.plan()
-        assert times.rest_s(Work.of(plan)) <= 0.12 + 4 * 8 * (2e-4 + 4000 * 1e-7)
+        assert times.rest_s(StepWork.of(plan)) <= 0.12 + 4 * 8 * (2e-4 + 4000 * 1e-7)
         assert len(plan.sampling_rows) == 1
         assert len(prompt_tokens(plan)) == 4, "a prompt stands still"
         scheduler.commit(plan, verdict(plan))
@@ -121,7 +121,7 @@ def test_adaptive_requests_are_limited_too() -> None:
     scheduler.submit(
         msgspec.structs.replace(asked, speculation=msgspec.structs.replace(asked.speculation, adaptive=True))
     )
-    assert max(times.rest_s(Work.of(plan)) for plan in read(scheduler, "long")) <= 0.12 + 0.01
+    assert max(times.rest_s(StepWork.of(plan)) for plan in read(scheduler, "long")) <= 0.12 + 0.01
 
 
 class Exact(StepTimes):
@@ -130,7 +130,7 @@ class Exact(StepTimes):
     def __init__(self) -> None:
         super().__init__(Machine().points())
 
-    def rest_s(self, work: Work) -> float:
+    def rest_s(self, work: StepWork) -> float:
         return 0.5 * work.rows + work.prompt / 32
 
 
