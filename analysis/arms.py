@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from analysis.load import Load, add_load_arguments
 from analysis.loading import names_of, prompts_of, write
-from analysis.pair import Shape
+from analysis.pair import SpeculationSetup
 from analysis.turns import (
     SEED_STABLE,
     SEEDED,
@@ -159,7 +159,7 @@ def speculation_of(name: str) -> Speculation:
     if name in (OFF, AGAIN):
         return Speculation()
     if name not in (ADAPTIVE, SEEDED, SEED_STABLE):
-        return Shape.parse(name).speculation
+        return SpeculationSetup.parse(name).speculation
     adaptive = Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
     return with_kept_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
 

@@ -58,7 +58,7 @@ _CLOSED_FORM: dict[str, Verification] = {"token": "token", "block": "block", "bv
 
 
 @dataclass(frozen=True)
-class Shape:
+class SpeculationSetup:
     """What is drafted and how it is verified."""
 
     rule: str
@@ -68,7 +68,7 @@ class Shape:
     tree: tuple[int, ...] = ()
 
     @staticmethod
-    def parse(text: str) -> Shape:
+    def parse(text: str) -> SpeculationSetup:
         """From `rule:KxL`, `rule/method:KxL` or, for a tree with so many children by depth, `rule:2.2.1`."""
         try:
             arm = parse(text)
@@ -79,7 +79,7 @@ class Shape:
         if not arm.num_drafts:
             raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1")
         method = arm.method or RULES[arm.rule].draft_methods[0]
-        return Shape(arm.rule, method, arm.num_drafts, arm.draft_length, arm.tree)
+        return SpeculationSetup(arm.rule, method, arm.num_drafts, arm.draft_length, arm.tree)
 
     @property
     def size(self) -> str:
@@ -108,10 +108,10 @@ class Shape:
         )
 
 
-def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[Shape]:
+def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[SpeculationSetup]:
     """The grid, without what the rules cannot take, or the shapes that are named; raises ConfigError."""
     if options.shapes:
-        return [Shape.parse(text) for text in options.shapes.split(",")]
+        return [SpeculationSetup.parse(text) for text in options.shapes.split(",")]
     names = options.rules.split(",") if options.rules else list(RULES)
     if unknown := [name for name in names if name not in RULES]:
         raise ConfigError(f"--rules: unknown rule {unknown[0]!r}; choose from {', '.join(RULES)}")
@@ -124,7 +124,9 @@ def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[Shape]:
         for method in methods:
             most = 2 if method == "spechub" else rule.max_drafts or max(options.num_drafts)
             counts = sorted({min(count, most) for count in options.num_drafts})
-            shapes += [Shape(name, method, count, length) for count in counts for length in options.draft_length]
+            shapes += [
+                SpeculationSetup(name, method, count, length) for count in counts for length in options.draft_length
+            ]
     return shapes
 
 
@@ -212,7 +214,11 @@ _GRID = (
 
 
 def _measure_laws(
-    engine: Engine, options: argparse.Namespace, prompts: list[tuple[int, ...]], shapes: list[Shape], results: Results
+    engine: Engine,
+    options: argparse.Namespace,
+    prompts: list[tuple[int, ...]],
+    shapes: list[SpeculationSetup],
+    results: Results,
 ) -> None:
     """Per temperature: sums over positions of the target's own text."""
     for temperature in options.temperature:
@@ -288,7 +294,7 @@ def add_closed_forms(
     target_NV: torch.Tensor,
     draft_NV: torch.Tensor,
     tokens: list[int],
-    shapes: list[Shape],
+    shapes: list[SpeculationSetup],
     lengths: dict[str, list[float]],
 ) -> None:
     """Expected accepted length of the block rules, from every position where a whole block fits."""
@@ -306,7 +312,7 @@ def measure_position(
     p: theory.Law,
     q: theory.Law,
     number: int,
-    shapes: list[Shape],
+    shapes: list[SpeculationSetup],
     optima: dict[str, list[float]],
     accepted: dict[str, list[float]],
 ) -> None:
@@ -324,7 +330,11 @@ def measure_position(
 
 
 def _measure_runs(
-    engine: Engine, options: argparse.Namespace, prompts: list[tuple[int, ...]], shapes: list[Shape], results: Results
+    engine: Engine,
+    options: argparse.Namespace,
+    prompts: list[tuple[int, ...]],
+    shapes: list[SpeculationSetup],
+    results: Results,
 ) -> None:
     """Tokens per pass of every shape and temperature, by the engine itself."""
     cells = [(temperature, shape) for temperature in options.temperature for shape in shapes]
@@ -352,10 +362,12 @@ def _measure_runs(
         )
 
 
-def _measure_times(engine: Engine, options: argparse.Namespace, shapes: list[Shape], results: Results) -> None:
+def _measure_times(
+    engine: Engine, options: argparse.Namespace, shapes: list[SpeculationSetup], results: Results
+) -> None:
     """Duration of a step of every shape, and of a plain one, by the number of requests."""
     context = min(options.prompt_length + options.tokens // 2, engine.facts.max_model_len // 2)
-    cells: list[tuple[int, Shape | None]] = [(count, None) for count in options.concurrency]
+    cells: list[tuple[int, SpeculationSetup | None]] = [(count, None) for count in options.concurrency]
     cells += [(count, shape) for count in options.concurrency for shape in shapes]
     for count, shape in tqdm(cells, desc="times", unit="cell"):
         part, key = ("plain_s", str(count)) if shape is None else ("times", f"{shape.key}/{count}")
@@ -364,12 +376,12 @@ def _measure_times(engine: Engine, options: argparse.Namespace, shapes: list[Sha
             results.save(part, key, usual_s(engine, made_up_plan(engine, count, context, speculation)))
 
 
-def combine(content: dict[str, Any], shapes: list[Shape]) -> list[dict[str, Any]]:
+def combine(content: dict[str, Any], shapes: list[SpeculationSetup]) -> list[dict[str, Any]]:
     """One record per temperature and shape: everything that was measured about it."""
     return list(_records(content, shapes))
 
 
-def _records(content: dict[str, Any], shapes: list[Shape]) -> Iterator[dict[str, Any]]:
+def _records(content: dict[str, Any], shapes: list[SpeculationSetup]) -> Iterator[dict[str, Any]]:
     for temperature, laws in content["laws"].items():
         for shape in shapes:
             run = content["runs"][f"{temperature}/{shape.key}"]

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
 from analysis.loading import random_prompts
-from analysis.pair import Shape
+from analysis.pair import SpeculationSetup
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
@@ -77,7 +77,7 @@ class Own:
 
     def fixed(self, shape: str) -> Arm:
         """One shape, as rule:KxL."""
-        return partial(self._run, speculation=Shape.parse(shape).speculation)
+        return partial(self._run, speculation=SpeculationSetup.parse(shape).speculation)
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
         torch.set_num_threads(self._threads)

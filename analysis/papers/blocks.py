@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.pair import Shape, answers_of
+from analysis.pair import SpeculationSetup, answers_of
 from analysis.papers import lengths
 from analysis.papers.cases import TASKS, Pair, Progress
 from engine.request import Speculation
@@ -37,15 +37,17 @@ NAMES = {
 _CONTEXT, _CHECKED = 128, 1200
 
 
-def shapes() -> list[Shape]:
+def shapes() -> list[SpeculationSetup]:
     """Every rule with i.i.d. chains."""
-    found = [Shape(rule, "iid", 1, length) for length in LENGTHS for rule in ONE_CHAIN]
-    found += [Shape(rule, "iid", count, length) for length in LENGTHS for rule in SEVERAL for count in CHAINS]
+    found = [SpeculationSetup(rule, "iid", 1, length) for length in LENGTHS for rule in ONE_CHAIN]
+    found += [
+        SpeculationSetup(rule, "iid", count, length) for length in LENGTHS for rule in SEVERAL for count in CHAINS
+    ]
     return found
 
 
 def measure(
-    pair: Pair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[Shape] | None = None
+    pair: Pair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[SpeculationSetup] | None = None
 ) -> dict[str, Any]:
     """A cell per task, temperature and shape; the pooled ones; times; and a test of each rule's law."""
     wanted = list(wanted or shapes())
@@ -78,7 +80,7 @@ def measure(
     }
 
 
-def _times(pair: Pair, wanted: Sequence[Shape], progress: Progress) -> dict[str, dict[str, float]]:
+def _times(pair: Pair, wanted: Sequence[SpeculationSetup], progress: Progress) -> dict[str, dict[str, float]]:
     """Seconds of a step at one request, and the share of it that verifies."""
     plans = [made_up_plan(pair.engine, 1, _CONTEXT, shape.speculation) for shape in wanted]
     found = middle_steps(pair.engine, [made_up_plan(pair.engine, 1, _CONTEXT, Speculation()), *plans])
@@ -122,7 +124,7 @@ def _laws(pair: Pair, progress: Progress) -> list[dict[str, Any]]:
     prompt = make_prompt(pair.engine, 1)
     checks = []
     for rule in (*ONE_CHAIN, *SEVERAL):
-        shape = Shape(rule, "iid", 1 if rule in ONE_CHAIN else 4, 3)
+        shape = SpeculationSetup(rule, "iid", 1 if rule in ONE_CHAIN else 4, 3)
         check = check_law(pair.engine, rule, shape.speculation, prompt, _CHECKED, 1.0)
         checks.append({"rule": rule, "p_value": check.p_value, "answers": check.num_answers, "cells": check.num_cells})
         progress(f"law of {rule}")

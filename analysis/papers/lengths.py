@@ -13,7 +13,7 @@ import torch
 
 from analysis import bounds
 from analysis.bounds import Verification
-from analysis.pair import Shape, laws_along
+from analysis.pair import SpeculationSetup, laws_along
 from analysis.papers.cases import Pair, Progress, followed
 from engine.step.law_check import Answer
 from loadtest.statistics import ratio_of_sums
@@ -35,7 +35,7 @@ def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
     """Accepted tokens and the sum of the closed form, over the same steps of every rule."""
     rows = []
     for rule, chains, verification, is_first in CASES:
-        shape = Shape(rule, "iid", chains, _LENGTH)
+        shape = SpeculationSetup(rule, "iid", chains, _LENGTH)
         counted, predicted, num_steps = [], [], 0
         every = list(prompts) * (_SEEDS if is_first else 1)
         num_tokens = _LENGTH + 2 if is_first else max(pair.tokens, 2 * _LENGTH)
@@ -53,7 +53,12 @@ def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
 
 
 def _lengths(
-    pair: Pair, prompt: tuple[int, ...], answer: Answer, shape: Shape, verification: Verification, is_first: bool
+    pair: Pair,
+    prompt: tuple[int, ...],
+    answer: Answer,
+    shape: SpeculationSetup,
+    verification: Verification,
+    is_first: bool,
 ) -> list[tuple[int, float]]:
     """(accepted, expected) tokens of the steps of one answer below which it has a whole block."""
     length = shape.draft_length

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.pair import Shape, measure_position
+from analysis.pair import SpeculationSetup, measure_position
 from analysis.papers.cases import Pair, Progress, made_up_laws, recorded_laws, texts_of
 from engine.speculation.theory import Law
 
@@ -59,7 +59,7 @@ def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
 
 def _row(laws: Sequence[tuple[Law, Law]], count: int) -> Row:
     """Means over the laws."""
-    shapes = [Shape(rule, method, count, 1) for rule, method in RULES]
+    shapes = [SpeculationSetup(rule, method, count, 1) for rule, method in RULES]
     optima: dict[str, list[float]] = {}
     accepted: dict[str, list[float]] = {}
     for number, (p, q) in enumerate(laws):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from analysis.bounds import Verification, expected_block_length
-from analysis.pair import Shape, answers_of, laws_along, measure_position
+from analysis.pair import SpeculationSetup, answers_of, laws_along, measure_position
 from analysis.papers.cases import Pair, Progress, Text, recorded_laws, texts_of
 from loadtest.statistics import ratio_of_sums
 
@@ -53,7 +53,7 @@ def measure(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
     rows = []
     for temperature in TEMPERATURES:
         for text in SHAPES:
-            shape = Shape.parse(text)
+            shape = SpeculationSetup.parse(text)
             answers = answers_of(pair.engine, list(prompts), shape.speculation, temperature, pair.tokens)
             answers = [answer for answer in answers if answer.tokens]
             steps = [answer.num_steps for answer in answers]
@@ -78,7 +78,7 @@ def recorded(
         texts = texts_of(pair, prompts, temperature)
         chances = [_log_chances(pair, text, temperature) for text in texts]
         for shape_text, verification in OF_BLOCKS:
-            shape = Shape.parse(shape_text)
+            shape = SpeculationSetup.parse(shape_text)
             lengths = []
             for of_text in chances:
                 if of_text.shape[1] >= LONGEST:
@@ -88,7 +88,7 @@ def recorded(
             if lengths:
                 rows.append(_row(shape, temperature, [(float(one.sum()), len(one)) for one in lengths]))
         accepted: dict[str, list[float]] = {}
-        shapes = [Shape.parse(text) for text in OF_TOKENS]
+        shapes = [SpeculationSetup.parse(text) for text in OF_TOKENS]
         for number, (p, q) in enumerate(recorded_laws(pair, texts, temperature, positions)):
             measure_position(p, q, number, shapes, {}, accepted)
         for shape in shapes:
@@ -109,7 +109,7 @@ def _log_chances(pair: Pair, text: Text, temperature: float) -> npt.NDArray[np.f
     return chances
 
 
-def _row(shape: Shape, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
+def _row(shape: SpeculationSetup, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
     """lengths: (sum of expected accepted tokens, passes) of each text or position."""
     found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
     row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}
