@@ -42,7 +42,7 @@ Tuples = dict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RuleOutcome:
     """One way a step can end: what is accepted, the token after it, and how likely that is."""
 
     accepted: Path
@@ -153,7 +153,7 @@ def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[Outcome]:
+def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[RuleOutcome]:
     """Block verification of one chain; `residual_weight_CL1` replaces the residual's weights (for wrong variants)."""
     chains, target, model = every.chains, every.target, every.model
     known = blocks(chains, target)
@@ -168,11 +168,11 @@ def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None)
             for i, path in enumerate(every.paths):
                 drafted = joint(model.draft, path)
                 if drafted > 0 and (probability := drafted * float(stop[i, tau] * law[i, token])) > 0:
-                    outcomes.append(Outcome(path[:tau], token, probability, float(lower[i]), float(upper[i]), path))
+                    outcomes.append(RuleOutcome(path[:tau], token, probability, float(lower[i]), float(upper[i]), path))
     return outcomes
 
 
-def token_outcomes(every: EveryChain) -> list[Outcome]:
+def token_outcomes(every: EveryChain) -> list[RuleOutcome]:
     """Token verification of one chain."""
     chains, target, model = every.chains, every.target, every.model
     accept = token_acceptance(chains, target)
@@ -186,11 +186,11 @@ def token_outcomes(every: EveryChain) -> list[Outcome]:
             if (drafted := joint(model.draft, path)) == 0:
                 continue
             for token in range(model.vocabulary):
-                outcomes.append(Outcome(path[:tau], token, drafted * float(stop[i, tau] * law[i, token])))
+                outcomes.append(RuleOutcome(path[:tau], token, drafted * float(stop[i, tau] * law[i, token])))
     return outcomes
 
 
-def race(outcomes_by_chain: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+def race(outcomes_by_chain: Sequence[Sequence[RuleOutcome]]) -> list[RuleOutcome]:
     """The winner's outcomes when independent chains race for the smallest score.
 
     The other chains' scores have piecewise linear distribution functions, so the integrand is a
@@ -213,11 +213,13 @@ def race(outcomes_by_chain: Sequence[Sequence[Outcome]]) -> list[Outcome]:
             span = o.upper - o.lower
             first, last = np.searchsorted(points, [o.lower, o.upper])
             share = (integral[last] - integral[first]) / span if span > 0 else 1.0
-            winners.append(Outcome(o.accepted, o.next_token, o.probability * float(share), o.lower, o.upper, o.path))
+            winners.append(
+                RuleOutcome(o.accepted, o.next_token, o.probability * float(share), o.lower, o.upper, o.path)
+            )
     return winners
 
 
-def _distribution(outcomes: Sequence[Outcome], at: Law) -> Law:
+def _distribution(outcomes: Sequence[RuleOutcome], at: Law) -> Law:
     total = np.zeros_like(at)
     for o in outcomes:
         span = o.upper - o.lower
@@ -226,7 +228,7 @@ def _distribution(outcomes: Sequence[Outcome], at: Law) -> Law:
     return total
 
 
-def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[Outcome]:
+def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOutcome]:
     """Greedy block verification of one chain, or of the one the score race selects among several."""
     selected: dict[Path, float] = {path: joint(every.model.draft, path) for path in every.paths}
     if num_chains > 1:
@@ -242,7 +244,7 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[Outcom
             for i, path in enumerate(every.paths):
                 probability = selected[path] * float(stop[i, tau] * law[i, token])
                 if probability > 0:
-                    outcomes.append(Outcome(path[:tau], token, probability, path=path, shifts=shifts[i]))
+                    outcomes.append(RuleOutcome(path[:tau], token, probability, path=path, shifts=shifts[i]))
     return outcomes
 
 
@@ -289,7 +291,7 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
     return pairs
 
 
-def top_down_outcomes(model: Model, rule: NodeRule, fanout: Sequence[int], method: str) -> list[Outcome]:
+def top_down_outcomes(model: Model, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """A node rule composed down a tree of drafts.
 
     How a node goes on depends on its text and on how many of the drafts above it still agree, so whatever leads to the
@@ -314,7 +316,7 @@ def top_down_outcomes(model: Model, rule: NodeRule, fanout: Sequence[int], metho
     for (prefix, _), probability in level.items():
         for y, chance in enumerate(model.law(model.target, prefix).tolist()):
             ends[prefix, y] += probability * chance
-    return [Outcome(prefix, y, probability) for (prefix, y), probability in ends.items() if probability > 0]
+    return [RuleOutcome(prefix, y, probability) for (prefix, y), probability in ends.items() if probability > 0]
 
 
 def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
@@ -346,14 +348,14 @@ def drafted_trees(model: Model, fanout: Sequence[int], method: str) -> list[tupl
     return below(())
 
 
-def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list[Outcome]:
+def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """Traversal verification of every tree; all trees are walked at once to the root, and nothing is drawn."""
     trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
     request_C = torch.tensor([number for number, (_, tree) in enumerate(trees) for _ in tree])
     every = EveryChain.among(model, leaves, request_C)
     left = np.array([probability for probability, _ in trees])
-    outcomes: list[Outcome] = []
+    outcomes: list[RuleOutcome] = []
 
     def record(stops: Stops) -> Tensor:
         weight = np.where(stops.depth_B.numpy() == 0, 1.0, stops.weight_B.numpy())
@@ -361,7 +363,7 @@ def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list
             taken, law = left[i] * weight[i], stops.law_BV[i].numpy()
             accepted = trees[i][1][int(stops.rank_B[i])][: int(stops.depth_B[i])]
             tokens = np.flatnonzero(law).tolist()
-            outcomes.extend(Outcome(accepted, y, taken * float(law[y] / law.sum())) for y in tokens)
+            outcomes.extend(RuleOutcome(accepted, y, taken * float(law[y] / law.sum())) for y in tokens)
             left[i] -= taken
         return torch.zeros_like(stops.leaf_B)
 
@@ -369,7 +371,7 @@ def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list
     return outcomes
 
 
-def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -> list[Outcome]:
+def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by shifts only where it
     leaves any."""
     verify = RULES[name].verify
@@ -386,7 +388,7 @@ def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -
     return race([block_outcomes(every)] * fanout[0])
 
 
-def first_block_law(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def first_block_law(outcomes: Sequence[RuleOutcome]) -> dict[str, float]:
     """Probability of each "accepted|next"."""
     law: dict[str, float] = defaultdict(float)
     for outcome in outcomes:
@@ -394,6 +396,6 @@ def first_block_law(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return dict(law)
 
 
-def expected_accepted(outcomes: Sequence[Outcome]) -> float:
+def expected_accepted(outcomes: Sequence[RuleOutcome]) -> float:
     """E[tau]."""
     return sum(len(outcome.accepted) * outcome.probability for outcome in outcomes)

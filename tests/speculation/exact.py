@@ -10,12 +10,12 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from analysis.enumeration import Model, Outcome, Path, Rows, joint, rule_outcomes
+from analysis.enumeration import Model, Path, Rows, RuleOutcome, joint, rule_outcomes
 from engine.plan import TargetShift
 from engine.speculation.verification import RULES
 
 Law = dict[Path, float]
-Step = Callable[[Model], list[Outcome]]
+Step = Callable[[Model], list[RuleOutcome]]
 
 GOLDEN = json.loads((FilePath(__file__).parent.parent / "vectors" / "golden.json").read_text())
 
@@ -45,7 +45,7 @@ def golden_model(case: dict) -> Model:
     return Model(golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q"), case["V"], case["L"])
 
 
-def outcomes_of(rule: str, model: Model, num_drafts: int, method: str = "iid") -> list[Outcome]:
+def outcomes_of(rule: str, model: Model, num_drafts: int, method: str = "iid") -> list[RuleOutcome]:
     """One step of a rule on independent chains, or on one chain where it takes no more."""
     count = min(num_drafts, RULES[rule].max_drafts or num_drafts)
     return rule_outcomes(rule, model, (count, *(1,) * (model.length - 1)), method)
@@ -111,7 +111,7 @@ def stream_distance(world: Model, step: Step, num_tokens: int, length: int) -> f
     return 0.5 * sum(abs(law.get(path, 0.0) - joint(world.target, path)) for path in world.paths(num_tokens))
 
 
-def emitted_law(model: Model, outcomes: Sequence[Outcome]) -> Law:
+def emitted_law(model: Model, outcomes: Sequence[RuleOutcome]) -> Law:
     """Law of the first L + 1 emitted tokens, an early stop being continued by the target."""
     law: Law = defaultdict(float)
     for outcome in outcomes:
@@ -123,7 +123,7 @@ def emitted_law(model: Model, outcomes: Sequence[Outcome]) -> Law:
     return law
 
 
-def distance_from_target(model: Model, outcomes: Sequence[Outcome]) -> float:
+def distance_from_target(model: Model, outcomes: Sequence[RuleOutcome]) -> float:
     """Total variation between the emitted law and the target's own; for rules that leave later steps alone."""
     law = emitted_law(model, outcomes)
     return 0.5 * sum(abs(law[path] - joint(model.target, path)) for path in model.paths(model.length + 1))

@@ -19,7 +19,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from analysis.enumeration import EveryChain, Model, Outcome, Path, rule_outcomes
+from analysis.enumeration import EveryChain, Model, Path, RuleOutcome, rule_outcomes
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
 from engine.plan import TargetShift
@@ -85,12 +85,12 @@ class Kind:
     def length(self) -> int:
         return len(self.fanout)
 
-    def outcomes(self, rule: str, dtype: torch.dtype) -> list[Outcome]:
+    def outcomes(self, rule: str, dtype: torch.dtype) -> list[RuleOutcome]:
         """Every way the first step can end."""
         model = replace(from_prefix(self.world, self.start, self.length, self.shifts), dtype=dtype)
         if not self.fanout:
             law = model.law(model.target, ())
-            return [Outcome((), token, float(law[token])) for token in range(model.vocabulary)]
+            return [RuleOutcome((), token, float(law[token])) for token in range(model.vocabulary)]
         return rule_outcomes(rule, model, self.fanout, self.method)
 
     def is_enumerable(self, rule: str) -> bool:
@@ -295,7 +295,7 @@ def _shifts(kinds: Sequence[Kind], most: int) -> TargetShifts:
     return TargetShifts(torch.from_numpy(remaining), torch.from_numpy(states), torch.from_numpy(counts))
 
 
-def first_law(outcomes: Sequence[Outcome]) -> dict[tuple[Path, int], float]:
+def first_law(outcomes: Sequence[RuleOutcome]) -> dict[tuple[Path, int], float]:
     """Probability of (accepted tokens, next token)."""
     law: dict[tuple[Path, int], float] = {}
     for outcome in outcomes:

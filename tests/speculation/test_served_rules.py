@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.enumeration import Outcome
+from analysis.enumeration import RuleOutcome
 from engine.drafting.numbers import draw_numbers, noise_of
 from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.torch_kernels import TORCH
@@ -107,7 +107,7 @@ def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int)
     kind = Kind(WORLDS[4][world], fanout)
     for _ in range(num_blocks):
 
-        def left(outcome: Outcome) -> tuple[int, float]:
+        def left(outcome: RuleOutcome) -> tuple[int, float]:
             return len(outcome.shifts), outcome.probability
 
         # What a block of no accepted token leaves holds longest.
