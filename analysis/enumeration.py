@@ -58,7 +58,7 @@ class RuleOutcome:
 
 
 @dataclass(frozen=True)
-class Model:
+class TabularModel:
     """Target and draft laws of every prefix up to the draft length."""
 
     target: Rows
@@ -95,7 +95,7 @@ def joint(rows: Rows, path: Path) -> float:
 class EveryChain:
     """Drafted paths as chains, with the laws that hold along them."""
 
-    model: Model
+    model: TabularModel
     chains: Chains
     plain: LawTable
     target: LawTable
@@ -104,13 +104,13 @@ class EveryChain:
     paths: list[Path]
 
     @staticmethod
-    def of(model: Model) -> EveryChain:
+    def of(model: TabularModel) -> EveryChain:
         """Every path, as the chain of a request of its own."""
         paths = model.paths(model.length)
         return EveryChain.among(model, paths, torch.arange(len(paths)))
 
     @staticmethod
-    def among(model: Model, paths: list[Path], request_C: Tensor) -> EveryChain:
+    def among(model: TabularModel, paths: list[Path], request_C: Tensor) -> EveryChain:
         """These paths, as the chains of these requests."""
         prefixes = [prefix for length in range(model.length + 1) for prefix in model.paths(length)]
         number = {prefix: i for i, prefix in enumerate(prefixes)}
@@ -133,7 +133,7 @@ class EveryChain:
         return torch.full_like(self.chains.length_C, depth)
 
 
-def _shifts(model: Model, count: int) -> TargetShifts | None:
+def _shifts(model: TabularModel, count: int) -> TargetShifts | None:
     if not model.shifts:
         return None
     remaining = torch.tensor([shift.remaining for shift in model.shifts])
@@ -291,7 +291,7 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
     return pairs
 
 
-def top_down_outcomes(model: Model, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
+def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """A node rule composed down a tree of drafts.
 
     How a node goes on depends on its text and on how many of the drafts above it still agree, so whatever leads to the
@@ -331,7 +331,7 @@ def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts:
     return laws
 
 
-def drafted_trees(model: Model, fanout: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
+def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
     """(probability, leaves in order) of every tree that can be drawn."""
 
     def below(prefix: Path) -> list[tuple[float, list[Path]]]:
@@ -348,7 +348,7 @@ def drafted_trees(model: Model, fanout: Sequence[int], method: str) -> list[tupl
     return below(())
 
 
-def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
+def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """Traversal verification of every tree; all trees are walked at once to the root, and nothing is drawn."""
     trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
@@ -371,7 +371,7 @@ def traversal_outcomes(model: Model, fanout: Sequence[int], method: str) -> list
     return outcomes
 
 
-def rule_outcomes(name: str, model: Model, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
+def rule_outcomes(name: str, model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by shifts only where it
     leaves any."""
     verify = RULES[name].verify

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from analysis import bounds
-from analysis.enumeration import Model, Rows, expected_accepted, first_block_law, rule_outcomes
+from analysis.enumeration import Rows, TabularModel, expected_accepted, first_block_law, rule_outcomes
 from engine.errors import ConfigError
 from engine.speculation import theory
 from engine.speculation.verification import RULES
@@ -79,7 +79,7 @@ def analyze_laws(file: Path) -> list[dict[str, Any]]:
     return [analyze_law(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]
 
 
-def read_model(entry: Any, where: str) -> tuple[Model, int]:
+def read_model(entry: Any, where: str) -> tuple[TabularModel, int]:
     """(the laws of every prefix, the number of chains) of an entry of blocks."""
     numbers = {}
     for name in ("V", "L", "K"):
@@ -112,7 +112,7 @@ def read_model(entry: Any, where: str) -> tuple[Model, int]:
             target[prefix], draft[prefix] = read_law(row, "p", place), read_law(row, "q", place)
             if len(target[prefix]) != vocabulary or len(draft[prefix]) != vocabulary:
                 raise ConfigError(f"{place}: p and q must have {vocabulary} entries")
-    return Model(target, draft, vocabulary, length), num_chains
+    return TabularModel(target, draft, vocabulary, length), num_chains
 
 
 def _unreachable(prefix: tuple[int, ...], target: Rows, draft: Rows) -> bool:

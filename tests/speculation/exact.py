@@ -10,12 +10,12 @@ from pathlib import Path as FilePath
 
 import numpy as np
 
-from analysis.enumeration import Model, Path, Rows, RuleOutcome, joint, rule_outcomes
+from analysis.enumeration import Path, Rows, RuleOutcome, TabularModel, joint, rule_outcomes
 from engine.plan import TargetShift
 from engine.speculation.verification import RULES
 
 Law = dict[Path, float]
-Step = Callable[[Model], list[RuleOutcome]]
+Step = Callable[[TabularModel], list[RuleOutcome]]
 
 GOLDEN = json.loads((FilePath(__file__).parent.parent / "vectors" / "golden.json").read_text())
 
@@ -41,17 +41,17 @@ def golden_rows(rows: dict, which: str) -> dict[Path, np.ndarray]:
     return {tuple(int(token) for token in key.split(",") if token): np.array(row[which]) for key, row in rows.items()}
 
 
-def golden_model(case: dict) -> Model:
-    return Model(golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q"), case["V"], case["L"])
+def golden_model(case: dict) -> TabularModel:
+    return TabularModel(golden_rows(case["rows"], "p"), golden_rows(case["rows"], "q"), case["V"], case["L"])
 
 
-def outcomes_of(rule: str, model: Model, num_drafts: int, method: str = "iid") -> list[RuleOutcome]:
+def outcomes_of(rule: str, model: TabularModel, num_drafts: int, method: str = "iid") -> list[RuleOutcome]:
     """One step of a rule on independent chains, or on one chain where it takes no more."""
     count = min(num_drafts, RULES[rule].max_drafts or num_drafts)
     return rule_outcomes(rule, model, (count, *(1,) * (model.length - 1)), method)
 
 
-def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "any") -> Model:
+def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "any") -> TabularModel:
     """Laws with the corners that matter: zeros, ties, equal laws, disjoint supports, one-hot rows."""
     rng = np.random.default_rng(seed)
 
@@ -71,10 +71,10 @@ def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "a
                 target[prefix], draft[prefix] = rng.dirichlet(np.ones(vocabulary), size=2)
             if kind == "equal" or (kind == "any" and rng.random() < 0.15):
                 draft[prefix] = target[prefix]
-    return Model(target, draft, vocabulary, length)
+    return TabularModel(target, draft, vocabulary, length)
 
 
-def from_prefix(world: Model, prefix: Path, length: int, shifts: tuple[TargetShift, ...] = ()) -> Model:
+def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[TargetShift, ...] = ()) -> TabularModel:
     """What a step that begins after `prefix` sees."""
 
     def below(rows: Rows) -> dict[Path, np.ndarray]:
@@ -84,10 +84,10 @@ def from_prefix(world: Model, prefix: Path, length: int, shifts: tuple[TargetShi
                 found[path] = np.asarray(rows[prefix + path])
         return found
 
-    return Model(below(world.target), below(world.draft), world.vocabulary, length, shifts)
+    return TabularModel(below(world.target), below(world.draft), world.vocabulary, length, shifts)
 
 
-def stream_law(world: Model, step: Step, num_tokens: int, length: int) -> Law:
+def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int) -> Law:
     """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1 positions."""
     law: Law = defaultdict(float)
 
@@ -105,13 +105,13 @@ def stream_law(world: Model, step: Step, num_tokens: int, length: int) -> Law:
     return law
 
 
-def stream_distance(world: Model, step: Step, num_tokens: int, length: int) -> float:
+def stream_distance(world: TabularModel, step: Step, num_tokens: int, length: int) -> float:
     """Total variation between the emitted stream's law and the target's own."""
     law = stream_law(world, step, num_tokens, length)
     return 0.5 * sum(abs(law.get(path, 0.0) - joint(world.target, path)) for path in world.paths(num_tokens))
 
 
-def emitted_law(model: Model, outcomes: Sequence[RuleOutcome]) -> Law:
+def emitted_law(model: TabularModel, outcomes: Sequence[RuleOutcome]) -> Law:
     """Law of the first L + 1 emitted tokens, an early stop being continued by the target."""
     law: Law = defaultdict(float)
     for outcome in outcomes:
@@ -123,7 +123,7 @@ def emitted_law(model: Model, outcomes: Sequence[RuleOutcome]) -> Law:
     return law
 
 
-def distance_from_target(model: Model, outcomes: Sequence[RuleOutcome]) -> float:
+def distance_from_target(model: TabularModel, outcomes: Sequence[RuleOutcome]) -> float:
     """Total variation between the emitted law and the target's own; for rules that leave later steps alone."""
     law = emitted_law(model, outcomes)
     return 0.5 * sum(abs(law[path] - joint(model.target, path)) for path in model.paths(model.length + 1))

@@ -19,7 +19,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from analysis.enumeration import EveryChain, Model, Path, RuleOutcome, rule_outcomes
+from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, rule_outcomes
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
 from engine.plan import TargetShift
@@ -40,7 +40,7 @@ NoiseOf = Callable[[Chains, int], ChainNoise]
 """The noise of some chains in the step of a number."""
 
 
-def small_world(corner: str, vocabulary: int, seed: int, length: int = 5) -> Model:
+def small_world(corner: str, vocabulary: int, seed: int, length: int = 5) -> TabularModel:
     """Target and draft laws of every prefix, generic or with one corner all over."""
     world = random_model(seed, vocabulary, length, "dense")
     target, draft = ({path: np.array(row) for path, row in rows.items()} for rows in (world.target, world.draft))
@@ -60,14 +60,14 @@ def small_world(corner: str, vocabulary: int, seed: int, length: int = 5) -> Mod
             q[:] = 0.8 * p + 0.2 * q
         for law in (p, q):
             law /= law.sum()
-    return Model(target, draft, vocabulary, length)
+    return TabularModel(target, draft, vocabulary, length)
 
 
 @dataclass(frozen=True)
 class Kind:
     """Requests that are alike."""
 
-    world: Model
+    world: TabularModel
     """Laws of every prefix that several steps can reach."""
     fanout: tuple[int, ...]
     """Children of every drawn node by depth; empty when nothing is drawn."""
@@ -130,7 +130,7 @@ class Nodes:
     """Row by (identity of the world, prefix)."""
 
     @staticmethod
-    def of(worlds: Sequence[Model], dtype: torch.dtype) -> Nodes:
+    def of(worlds: Sequence[TabularModel], dtype: torch.dtype) -> Nodes:
         different = {id(world): world for world in worlds}
         keys = [
             (name, path)

@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.enumeration import EveryChain, Model, Path, draft_tuples, drafted_trees, joint, rule_outcomes
+from analysis.enumeration import EveryChain, Path, TabularModel, draft_tuples, drafted_trees, joint, rule_outcomes
 from engine.kernels.protocol import ChainNoise, LawTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import TextDraft, level_widths
@@ -45,7 +45,7 @@ Ends = dict[tuple[Path, int], float]
 """Probability of every (accepted tokens, next token)."""
 
 
-def world_of_likely_copies(vocabulary: int) -> Model:
+def world_of_likely_copies(vocabulary: int) -> TabularModel:
     """A generic world, in which text drafts and sampled chains begin alike in most steps."""
     world = small_world("generic", vocabulary, 11)
     target, draft = np.full((2, vocabulary), 0.2 / (vocabulary - 2))
@@ -98,7 +98,7 @@ BY_NODES = [
 LINEAR_PROGRAM = Drafting("ot_lp", "iid", (1, 2))
 
 
-def walk_ends(world: Model) -> Iterator[tuple[Path, float, list[int]]]:
+def walk_ends(world: TabularModel) -> Iterator[tuple[Path, float, list[int]]]:
     """(text, probability, refused tokens) of every node where the walk down the text drafts can end."""
     nodes: list[tuple[Path, float]] = [((), 1.0)]
     for path, probability in nodes:
@@ -108,7 +108,7 @@ def walk_ends(world: Model) -> Iterator[tuple[Path, float, list[int]]]:
         yield path, probability * float(1 - law[refused].sum()), refused
 
 
-def nodes_at(path: Path, world: Model, drafting: Drafting) -> Mapping[int, float]:
+def nodes_at(path: Path, world: TabularModel, drafting: Drafting) -> Mapping[int, float]:
     """Probability of each number of sampled nodes that stand at a text."""
     counts: dict[int, float] = {1: 1.0}
     for depth, token in enumerate(path):

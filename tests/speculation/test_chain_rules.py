@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from analysis import bounds
 from analysis.enumeration import (
     EveryChain,
-    Model,
+    TabularModel,
     block_outcomes,
     expected_accepted,
     first_block_law,
@@ -276,8 +276,8 @@ def test_inequalities_between_rules(seed: int, drafts: int) -> None:
 def test_race_of_unlike_chains_emits_the_target_law(seed: int) -> None:
     """Chains from different draft models may race each other."""
     model = random_model(seed)
-    other = Model(model.target, random_model(seed + 1).draft, model.vocabulary, model.length)
-    short = Model(model.target, other.draft, model.vocabulary, 1)
+    other = TabularModel(model.target, random_model(seed + 1).draft, model.vocabulary, model.length)
+    short = TabularModel(model.target, other.draft, model.vocabulary, 1)
     outcomes = race([block_outcomes(EveryChain.of(m)) for m in (model, other, short)])
     assert distance_from_target(model, outcomes) < 1e-11
 

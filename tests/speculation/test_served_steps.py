@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.enumeration import Model, Path, Rows
+from analysis.enumeration import Path, Rows, TabularModel
 from engine.attention.inputs import SequenceInput
 from engine.drafting import draft as drafting_module
 from engine.drafting.chains import draw_chains
@@ -74,7 +74,7 @@ class LookedUp:
     """A draft model's runner whose logits are the logarithms of the world's draft laws."""
 
     kernels: ClassVar[Kernels] = TORCH
-    world: Model
+    world: TabularModel
     paths: dict[int, list[Path]] = field(default_factory=dict)
     """Nodes that are in the cache, by sequence."""
 
@@ -116,7 +116,7 @@ def row_of(number: int, fields: dict[str, Any]) -> Row:
     )
 
 
-def step(rows: Sequence[Row], most_unmerged: int = 0, world: Model = WORLD) -> tuple[Draft, list[Emission]]:
+def step(rows: Sequence[Row], most_unmerged: int = 0, world: TabularModel = WORLD) -> tuple[Draft, list[Emission]]:
     """Draft and verify the rows in one step."""
     plan = Plan(tuple(rows))
     drafter = ModelDrafter(LookedUp(world))  # type: ignore[arg-type]

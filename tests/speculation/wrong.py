@@ -15,10 +15,10 @@ from torch import Tensor
 
 from analysis.enumeration import (
     EveryChain,
-    Model,
     Path,
     Rows,
     RuleOutcome,
+    TabularModel,
     block_outcomes,
     joint,
     race,
@@ -29,7 +29,7 @@ from engine.speculation.verification.rrs import rrs
 from tests.speculation.exact import distance_from_target, outcomes_of, random_model
 
 
-def published_spectr_gbv(model: Model, num_chains: int) -> list[RuleOutcome]:
+def published_spectr_gbv(model: TabularModel, num_chains: int) -> list[RuleOutcome]:
     """A wrong rule: SpecTr-GBV as its authors' code accepts and redraws; chains are tried one after another."""
 
     def ceiling(node: Path) -> float:
@@ -94,7 +94,7 @@ def published_spectr_gbv(model: Model, num_chains: int) -> list[RuleOutcome]:
     return outcomes
 
 
-def race_of_shared_trunks(model: Model) -> list[RuleOutcome]:
+def race_of_shared_trunks(model: TabularModel) -> list[RuleOutcome]:
     """A wrong rule: the score race over two chains with a common first token."""
     block = block_outcomes(EveryChain.of(model))
     outcomes = []
@@ -105,37 +105,37 @@ def race_of_shared_trunks(model: Model) -> list[RuleOutcome]:
     return outcomes
 
 
-def redrawn(outcomes: Sequence[RuleOutcome], verified: Rows, model: Model) -> list[RuleOutcome]:
+def redrawn(outcomes: Sequence[RuleOutcome], verified: Rows, model: TabularModel) -> list[RuleOutcome]:
     """The outcomes when chains are drawn from `model.draft` but were verified as drawn from `verified`."""
     return [
         replace(o, probability=o.probability * joint(model.draft, o.path) / joint(verified, o.path)) for o in outcomes
     ]
 
 
-def token_residual(model: Model) -> list[RuleOutcome]:
+def token_residual(model: TabularModel) -> list[RuleOutcome]:
     """The residual of token verification after block acceptance."""
     every = EveryChain.of(model)
     return block_outcomes(every, torch.ones((len(every.paths), model.length + 1), dtype=torch.float64))
 
 
-def score_without_lower_end(model: Model) -> list[RuleOutcome]:
+def score_without_lower_end(model: TabularModel) -> list[RuleOutcome]:
     """A score that does not stop at the next token's ceiling."""
     return race([[replace(o, lower=0.0) for o in block_outcomes(EveryChain.of(model))]] * 2)
 
 
-def longest_wins(model: Model) -> list[RuleOutcome]:
+def longest_wins(model: TabularModel) -> list[RuleOutcome]:
     """The longest accepted chain wins, whatever its score."""
     block = block_outcomes(EveryChain.of(model))
     return race([[replace(o, lower=2.0 - len(o.accepted), upper=3.0 - len(o.accepted)) for o in block]] * 2)
 
 
-def other_temperature(model: Model) -> list[RuleOutcome]:
+def other_temperature(model: TabularModel) -> list[RuleOutcome]:
     """Verified with a draft law that the tokens were not drawn from."""
     hotter = {prefix: np.sqrt(row) / np.sqrt(row).sum() for prefix, row in model.draft.items()}
     return redrawn(block_outcomes(EveryChain.of(replace(model, draft=hotter))), hotter, model)
 
 
-def skipped_duplicates(model: Model) -> list[RuleOutcome]:
+def skipped_duplicates(model: TabularModel) -> list[RuleOutcome]:
     """RRS with replacement that does not test a token again."""
 
     def skipping(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def skipped_duplicates(model: Model) -> list[RuleOutcome]:
     return top_down_outcomes(model, skipping, (3, 1), "iid")
 
 
-def inconsistent_ties(model: Model) -> list[RuleOutcome]:
+def inconsistent_ties(model: TabularModel) -> list[RuleOutcome]:
     """Greedy drafts whose verification takes the other one of two equally likely tokens for the top one."""
 
     def other(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def inconsistent_ties(model: Model) -> list[RuleOutcome]:
     return top_down_outcomes(replace(model, draft=tied), other, (2, 1), "greedy")
 
 
-WRONG: dict[str, Callable[[Model], list[RuleOutcome]]] = {
+WRONG: dict[str, Callable[[TabularModel], list[RuleOutcome]]] = {
     "the longest accepted chain wins": longest_wins,
     "a score without its lower end": score_without_lower_end,
     "the residual of token verification after block acceptance": token_residual,
@@ -173,7 +173,7 @@ WRONG: dict[str, Callable[[Model], list[RuleOutcome]]] = {
 """One step of every wrong rule."""
 
 
-def bias(name: str, model: Model) -> float:
+def bias(name: str, model: TabularModel) -> float:
     """Total variation between the law of three tokens that a wrong rule emits and the target's."""
     return distance_from_target(model, WRONG[name](model))
 
