@@ -68,7 +68,7 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
-class Model:
+class DecoderShape:
     """Shape of a decoder of the Llama kind."""
 
     hidden: int
@@ -110,11 +110,11 @@ class Model:
         return pass_s if is_recorded else max(pass_s, self.layers * (KERNELS + PRODUCTS) * _LAUNCH_S)
 
 
-def model_of(name: str, vocabulary: int) -> Model:
+def model_of(name: str, vocabulary: int) -> DecoderShape:
     """A size of `demo.bench_pair`, or a folder with the config.json of a Llama, Qwen or Mistral."""
     if name in SIZES:
         size = SIZES[name]
-        return Model(
+        return DecoderShape(
             size.hidden_size,
             size.num_hidden_layers,
             size.intermediate_size,
@@ -126,7 +126,7 @@ def model_of(name: str, vocabulary: int) -> Model:
     try:
         config = json.loads((Path(name) / "config.json").read_text(encoding="utf8"))
         heads = config["num_attention_heads"]
-        return Model(
+        return DecoderShape(
             config["hidden_size"],
             config["num_hidden_layers"],
             config["intermediate_size"],
@@ -174,8 +174,8 @@ def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: flo
 class Pair:
     """Two models on a device."""
 
-    target: Model
-    draft: Model
+    target: DecoderShape
+    draft: DecoderShape
     device: Device
     acceptance: float
     missed: float = 0.6
