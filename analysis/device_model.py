@@ -171,7 +171,7 @@ def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: flo
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """Two models on a device."""
 
     target: DecoderShape
@@ -218,7 +218,7 @@ class Pair:
         return max(0, math.floor(room / (of_request + 16 * num_nodes * self.target.vocabulary)))
 
 
-def foretell(pair: Pair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:
+def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:
     """A row for every load: plain decoding, the speedup of every shape, and the best."""
     rows = []
     for count in requests:
@@ -238,7 +238,7 @@ def foretell(pair: Pair, requests: Sequence[int], contexts: Sequence[int]) -> li
     return rows
 
 
-def beside_measured(pair: Pair, file: Path) -> dict[str, dict[str, float]]:
+def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
     """Step times of a session's first part beside the model's: measured over foretold."""
     try:
         found = json.loads(file.read_text(encoding="utf8"))["sections"]["trace"]["found"]["step_s"]
@@ -291,7 +291,7 @@ def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
     if not 0 <= options.missed < 1:
         raise ConfigError(f"--missed {options.missed}: must be 0 or more, and below 1")
     target, draft = (model_of(name, options.vocabulary) for name in (options.target, options.draft))
-    pair = Pair(target, draft, DEVICES[options.device], options.acceptance, options.missed)
+    pair = ModelPair(target, draft, DEVICES[options.device], options.acceptance, options.missed)
     rows = foretell(pair, options.requests, options.contexts)
     holds = {str(length): pair.most_requests(length) for length in (1000, 4000, 32_000)}
     print(markdown(rows), file=sys.stderr)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from analysis import __main__ as analyze
-from analysis.device_model import DEVICES, Pair, beside_measured, model_of, tokens_per_step
+from analysis.device_model import DEVICES, ModelPair, beside_measured, model_of, tokens_per_step
 from demo.bench_pair import SIZES, build, successors
 from engine.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
-PAIR = Pair(model_of("8b", 151_936), model_of("0.6b", 151_936), DEVICES["h200"], 0.75)
+PAIR = ModelPair(model_of("8b", 151_936), model_of("0.6b", 151_936), DEVICES["h200"], 0.75)
 
 
 def test_weights_are_those_of_the_models_that_are_made() -> None:
@@ -58,7 +58,7 @@ def test_times_follow_bandwidth_operations_and_counts() -> None:
     assert PAIR.step_s(1, 6, 1, 300) - PAIR.step_s(1, 5, 1, 300) > PAIR.draft.weights * 2 / device.bytes_per_s
     assert PAIR.roofline(1, 300) < 1
     assert PAIR.most_requests(1000) > 3 * PAIR.most_requests(4000) > 0
-    small = Pair(PAIR.target, PAIR.draft, DEVICES["rtx4090"], 0.75)
+    small = ModelPair(PAIR.target, PAIR.draft, DEVICES["rtx4090"], 0.75)
     assert small.most_requests(32_000) < PAIR.most_requests(32_000)
 
 
