@@ -14,7 +14,7 @@ import numpy as np
 
 from analysis.pair import SpeculationSetup, answers_of
 from analysis.papers import lengths
-from analysis.papers.cases import TASKS, Pair, Progress
+from analysis.papers.cases import TASKS, Progress, ServedPair
 from engine.request import Speculation
 from engine.step.calibration import made_up_plan, middle_steps
 from engine.step.law_check import check_law, make_prompt
@@ -47,7 +47,7 @@ def shapes() -> list[SpeculationSetup]:
 
 
 def measure(
-    pair: Pair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[SpeculationSetup] | None = None
+    pair: ServedPair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[SpeculationSetup] | None = None
 ) -> dict[str, Any]:
     """A cell per task, temperature and shape; the pooled ones; times; and a test of each rule's law."""
     wanted = list(wanted or shapes())
@@ -80,7 +80,7 @@ def measure(
     }
 
 
-def _times(pair: Pair, wanted: Sequence[SpeculationSetup], progress: Progress) -> dict[str, dict[str, float]]:
+def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progress) -> dict[str, dict[str, float]]:
     """Seconds of a step at one request, and the share of it that verifies."""
     plans = [made_up_plan(pair.engine, 1, _CONTEXT, shape.speculation) for shape in wanted]
     found = middle_steps(pair.engine, [made_up_plan(pair.engine, 1, _CONTEXT, Speculation()), *plans])
@@ -119,7 +119,7 @@ def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) 
     return rows
 
 
-def _laws(pair: Pair, progress: Progress) -> list[dict[str, Any]]:
+def _laws(pair: ServedPair, progress: Progress) -> list[dict[str, Any]]:
     """Each rule's output law against the target's own, by a test with answers of two steps and more."""
     prompt = make_prompt(pair.engine, 1)
     checks = []

@@ -26,7 +26,7 @@ Text = tuple[tuple[int, ...], list[int]]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ServedPair:
     """A pair behind an idle engine."""
 
     engine: Engine
@@ -52,7 +52,7 @@ class Pair:
 
 
 def followed(
-    pair: Pair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
 ) -> list[Answer]:
     """Answers of the engine at temperature 1, with what each of their steps did; all of the given length."""
     requests = [
@@ -68,13 +68,13 @@ def followed(
     return list(run_to_end(pair.engine, requests).values())
 
 
-def texts_of(pair: Pair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
+def texts_of(pair: ServedPair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
     """What the target writes behind the prompts, where that is more than a token."""
     answers = answers_of(pair.engine, list(prompts), Speculation(), temperature, pair.tokens)
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
 
 
-def recorded_laws(pair: Pair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
+def recorded_laws(pair: ServedPair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
     """(p, q) at positions spread over the texts: the same positions at every temperature."""
     wanted = max(1, -(-positions // len(texts)))
     laws: list[tuple[Law, Law]] = []

@@ -14,7 +14,7 @@ import torch
 from analysis import bounds
 from analysis.bounds import Verification
 from analysis.pair import SpeculationSetup, laws_along
-from analysis.papers.cases import Pair, Progress, followed
+from analysis.papers.cases import Progress, ServedPair, followed
 from engine.step.law_check import Answer
 from loadtest.statistics import ratio_of_sums
 
@@ -31,7 +31,7 @@ CASES: tuple[tuple[str, int, Verification, bool], ...] = (
 """(rule, chains, its closed form, whether that holds in an answer's first block only)."""
 
 
-def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+def compare(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
     """Accepted tokens and the sum of the closed form, over the same steps of every rule."""
     rows = []
     for rule, chains, verification, is_first in CASES:
@@ -53,7 +53,7 @@ def compare(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
 
 
 def _lengths(
-    pair: Pair,
+    pair: ServedPair,
     prompt: tuple[int, ...],
     answer: Answer,
     shape: SpeculationSetup,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from analysis.pair import SpeculationSetup, measure_position
-from analysis.papers.cases import Pair, Progress, made_up_laws, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, made_up_laws, recorded_laws, texts_of
 from engine.speculation.theory import Law
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2, 1.4)
@@ -41,7 +41,7 @@ _NOISE = 0.005
 Row = dict[str, Any]
 
 
-def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
+def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
     """Rows by temperature and number of drafts, on the pair's laws and on made-up ones; and the findings."""
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []

@@ -15,7 +15,7 @@ import torch
 
 from analysis.bounds import Verification, expected_block_length
 from analysis.pair import SpeculationSetup, answers_of, laws_along, measure_position
-from analysis.papers.cases import Pair, Progress, Text, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, Text, recorded_laws, texts_of
 from loadtest.statistics import ratio_of_sums
 
 TEMPERATURES = (0.6, 1.0)
@@ -48,7 +48,7 @@ def random_prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(random.integers(0, vocabulary, 8).tolist()) for _ in range(count)]
 
 
-def measure(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+def measure(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
     """Tokens per pass of every shape, with the interval over answers."""
     rows = []
     for temperature in TEMPERATURES:
@@ -70,7 +70,7 @@ def measure(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) 
 
 
 def recorded(
-    pair: Pair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """Expected tokens per pass on the laws along the target's texts; intervals over texts or positions."""
     rows = []
@@ -98,7 +98,7 @@ def recorded(
     return rows
 
 
-def _log_chances(pair: Pair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
+def _log_chances(pair: ServedPair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
     """[2, N] log-probability of every token of a text under the target and the draft."""
     prompt, tokens = text
     index_N1 = torch.tensor(tokens).unsqueeze(1)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from analysis.loading import add_pair_arguments, load_pair, names_of
 from analysis.papers import blocks, lengths, optimal, races, theoretical
-from analysis.papers.cases import TASKS, Pair, Progress
+from analysis.papers.cases import TASKS, Progress, ServedPair
 from analysis.papers.page import write_page
 from analysis.papers.pictures import draw
 from demo import bench_pair
@@ -40,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
 
 
-def _optimal(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+def _optimal(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
     return optimal.measure(pair, options.positions, progress)
 
 
-def _blocks(pair: Pair, _: argparse.Namespace, progress: Progress) -> Any:
+def _blocks(pair: ServedPair, _: argparse.Namespace, progress: Progress) -> Any:
     return blocks.measure(pair, progress)
 
 
-def _theoretical(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+def _theoretical(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
     return theoretical.measure(pair, options.positions, progress)
 
 
-def _races(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
+def _races(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
     rows = races.measure(pair, pair.dialogues(races.TIMES), progress)
     recorded = races.recorded(pair, pair.dialogues(races.TIMES), options.positions, progress)
     with _second_pair(options) as second:
@@ -60,7 +60,7 @@ def _races(pair: Pair, options: argparse.Namespace, progress: Progress) -> Any:
         return {"runs": rows + races.measure(second, prompts, progress), "recorded": recorded}
 
 
-SECTIONS: dict[str, tuple[int, Callable[[Pair, argparse.Namespace, Progress], Any]]] = {
+SECTIONS: dict[str, tuple[int, Callable[[ServedPair, argparse.Namespace, Progress], Any]]] = {
     "optimal": (len(optimal.TEMPERATURES) * len(optimal.DRAFTS) + len(optimal.VOCABULARIES), _optimal),
     "blocks": (
         len(TASKS) * len(blocks.TEMPERATURES) * len(blocks.shapes())
@@ -130,14 +130,14 @@ def _saved(options: argparse.Namespace, name: str, settings: dict[str, Any]) -> 
     return content
 
 
-def _pair(options: argparse.Namespace) -> Pair:
+def _pair(options: argparse.Namespace) -> ServedPair:
     target, _ = names_of(options)
     engine = load_pair(options, _SEATS, _MOST_CHAINS, _MOST_LENGTH)
-    return Pair(engine, target, Path(target).name, options.prompts_per_task, options.tokens)
+    return ServedPair(engine, target, Path(target).name, options.prompts_per_task, options.tokens)
 
 
 @contextmanager
-def _second_pair(options: argparse.Namespace) -> Iterator[Pair]:
+def _second_pair(options: argparse.Namespace) -> Iterator[ServedPair]:
     """A pair of another size whose laws are chosen, in a folder of its own while it is used."""
     with tempfile.TemporaryDirectory() as folder:
         random_state = torch.get_rng_state()

@@ -16,7 +16,7 @@ import torch
 
 from analysis import bounds
 from analysis.pair import answers_of, laws_along
-from analysis.papers.cases import Pair, Progress, followed, recorded_laws, texts_of
+from analysis.papers.cases import Progress, ServedPair, followed, recorded_laws, texts_of
 from engine.request import Speculation
 from engine.speculation.theory import Law
 from engine.step.law_check import Answer
@@ -33,7 +33,7 @@ Laws = npt.NDArray[np.float64]
 """[T, S, S] law of the next state by position and state."""
 
 
-def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
+def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
     """All tables of the paper."""
     prompts = pair.dialogues(_TIMES)
     return {
@@ -44,7 +44,9 @@ def measure(pair: Pair, positions: int, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _rejections(pair: Pair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress) -> dict[str, Any]:
+def _rejections(
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
+) -> dict[str, Any]:
     """Theorem 1: rejections of served answers, and the sum of TV over the positions that were verified in them."""
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
@@ -166,7 +168,7 @@ def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
     return rows
 
 
-def _answers(pair: Pair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+def _answers(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
     """Whole answers of the engine: tokens a pass, and their quality in the target's own eyes.
 
     The judge is the target's mean log-likelihood of a token; a comparison is won by the answer to the same prompt that
@@ -193,7 +195,9 @@ def _lossy(epsilon: float, residual: Any) -> Speculation:
     )
 
 
-def _quality(pair: Pair, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]) -> tuple[dict[str, float], Law]:
+def _quality(
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]
+) -> tuple[dict[str, float], Law]:
     """(means, each answer's log-likelihood of a token)."""
     likelihoods = []
     for prompt, answer in zip(prompts, answers, strict=True):
