@@ -44,7 +44,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-class Findings:
+class SectionResults:
     """What a section has found, on disk after every item."""
 
     def __init__(self, file: Path) -> None:
@@ -68,7 +68,7 @@ class Findings:
         self._file.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
-def build(options: argparse.Namespace, findings: Findings) -> Engine:
+def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
     """An engine around a pair that is made on the device; what it fell back from is a failure."""
     register()
     began = time.monotonic()
@@ -103,7 +103,7 @@ def build(options: argparse.Namespace, findings: Findings) -> Engine:
     return engine
 
 
-def require_all(findings: Findings, found: Mapping[str, bool]) -> None:
+def require_all(findings: SectionResults, found: Mapping[str, bool]) -> None:
     """On a device every fast way must be used: a fall-back would be measured as if it were one."""
     for name, used in found.items():
         findings.require(used, f"{name}: not used")
@@ -133,7 +133,7 @@ def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) ->
     return made_up_plan(engine, num_rows, context, arms.speculation_of(name))
 
 
-def trace(options: argparse.Namespace, findings: Findings) -> None:
+def trace(options: argparse.Namespace, findings: SectionResults) -> None:
     """Ceilings, times of passes, and what a step consists of."""
     device = torch.device(options.device)
     findings.add("ceilings", ceilings(device, options.scale))
@@ -205,7 +205,7 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
     }
 
 
-def variants(options: argparse.Namespace, findings: Findings) -> None:
+def variants(options: argparse.Namespace, findings: SectionResults) -> None:
     """How much longer a step takes without each fast way, in turns.
 
     What is recorded cannot be left out of it: what whole steps record is compared without them.
@@ -245,7 +245,7 @@ def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
     return time.perf_counter() - began
 
 
-def law(options: argparse.Namespace, findings: Findings) -> None:
+def law(options: argparse.Namespace, findings: SectionResults) -> None:
     """First tokens of many answers against the target's own law, by a G-test."""
     engine = build(options, findings)
     chance = random.Random(7)
@@ -268,7 +268,7 @@ def law(options: argparse.Namespace, findings: Findings) -> None:
                 findings.require(sum(served) > len(served) / 2, f"{key}: most steps were not recorded")
 
 
-def record(options: argparse.Namespace, findings: Findings) -> None:
+def record(options: argparse.Namespace, findings: SectionResults) -> None:
     """Tokens a second of every shape in turns, cell by cell: the smallest number of requests first."""
     engine = build(options, findings)
     on_cuda = options.device == "cuda"
@@ -310,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     section = {"trace": trace, "variants": variants, "law": law, "record": record}[options.section]
     with torch.inference_mode():
-        section(options, Findings(options.output))
+        section(options, SectionResults(options.output))
     return 0
 
 

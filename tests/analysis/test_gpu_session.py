@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from analysis import gpu_sections, gpu_session
-from analysis.gpu_sections import Findings
+from analysis.gpu_sections import SectionResults
 from analysis.gpu_session import PARTS, Section, Setting, run_section
 from loadtest import environment
 
@@ -62,7 +62,7 @@ def test_a_section_that_ends_badly_leaves_what_it_had(
 
 
 def test_a_fall_back_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    findings = Findings(tmp_path / "found.json")
+    findings = SectionResults(tmp_path / "found.json")
     gpu_sections.require_all(findings, {"kernels for rows": True, "whole steps": False})
     findings.add("first", 1)
     left = json.loads((tmp_path / "found.json").read_text())
