@@ -14,7 +14,7 @@ from analysis.pair import answers_of, laws_along
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.speculation.theory import Law
 from engine.step.engine import Engine
-from engine.step.law_check import Answer, run_to_end
+from engine.step.law_check import CheckedAnswer, run_to_end
 
 TASKS = ("dialogues", "gsm8k", "humaneval", "mgsm", "alpaca")
 """The task sets of SpecTr-GBV, with held-out dialogues in place of LM1B."""
@@ -53,7 +53,7 @@ class ServedPair:
 
 def followed(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
-) -> list[Answer]:
+) -> list[CheckedAnswer]:
     """Answers of the engine at temperature 1, with what each of their steps did; all of the given length."""
     requests = [
         Request(

@@ -15,7 +15,7 @@ from analysis import bounds
 from analysis.bounds import Verification
 from analysis.pair import SpeculationSetup, laws_along
 from analysis.papers.cases import Progress, ServedPair, followed
-from engine.step.law_check import Answer
+from engine.step.law_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums
 
 _LENGTH, _CHAINS, _SEEDS = 8, 4, 3
@@ -55,7 +55,7 @@ def compare(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Prog
 def _lengths(
     pair: ServedPair,
     prompt: tuple[int, ...],
-    answer: Answer,
+    answer: CheckedAnswer,
     shape: SpeculationSetup,
     verification: Verification,
     is_first: bool,

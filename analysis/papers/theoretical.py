@@ -19,7 +19,7 @@ from analysis.pair import answers_of, laws_along
 from analysis.papers.cases import Progress, ServedPair, followed, recorded_laws, texts_of
 from engine.request import Speculation
 from engine.speculation.theory import Law
-from engine.step.law_check import Answer
+from engine.step.law_check import CheckedAnswer
 from loadtest.statistics import interval, ratio_of_sums
 
 EPSILONS = (0.1, 0.2, 0.4, 0.8)
@@ -70,7 +70,7 @@ def _rejections(
     }
 
 
-def verified_and_rejected(answer: Answer) -> tuple[list[bool], int]:
+def verified_and_rejected(answer: CheckedAnswer) -> tuple[list[bool], int]:
     """(whether each token was verified against a draft, rejections).
 
     The token behind a wholly accepted chain, and that of a plain step, was not.
@@ -196,7 +196,7 @@ def _lossy(epsilon: float, residual: Any) -> Speculation:
 
 
 def _quality(
-    pair: ServedPair, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], answers: Sequence[CheckedAnswer]
 ) -> tuple[dict[str, float], Law]:
     """(means, each answer's log-likelihood of a token)."""
     likelihoods = []

@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass
-class Answer:
+class CheckedAnswer:
     """What one request got."""
 
     tokens: list[int] = field(default_factory=list)
@@ -104,9 +104,9 @@ class Answer:
         return len(self.steps)
 
 
-def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, CheckedAnswer]:
     """Answer all requests on an idle engine; admission's caps do not apply."""
-    answers = {request.request_id: Answer() for request in requests}
+    answers = {request.request_id: CheckedAnswer() for request in requests}
     engine.scheduler.blocks.forget_all()  # passes beside the scheduler may have written anywhere
     for request in requests:
         engine.scheduler.submit(request)
