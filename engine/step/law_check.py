@@ -75,7 +75,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Step:
+class AnswerStep:
     """What one step gave an answer."""
 
     start: int
@@ -91,7 +91,7 @@ class CheckedAnswer:
     """What one request got."""
 
     tokens: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[AnswerStep] = field(default_factory=list)
     """Steps in which it emitted tokens."""
     num_nodes: int = 0
     """Drafted nodes verified for it."""
@@ -114,7 +114,7 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
         for outcome in engine.run_step().outcomes:
             answer = answers[outcome.request_id]
             emitted = len(outcome.token_ids)
-            answer.steps.append(Step(len(answer.tokens), outcome.draft_length, outcome.num_accepted, emitted))
+            answer.steps.append(AnswerStep(len(answer.tokens), outcome.draft_length, outcome.num_accepted, emitted))
             answer.tokens += outcome.token_ids
             answer.num_nodes += outcome.num_nodes
             answer.bias += outcome.bias
