@@ -70,7 +70,7 @@ KINDS: dict[str, Callable[[int], str]] = {
 
 
 @dataclass(frozen=True)
-class Body:
+class MeasuredBody:
     """Request of the measurement."""
 
     path: str
@@ -99,17 +99,17 @@ def fields_of(described: dict[str, Any], path: str) -> list[str]:
     return sorted(schema["properties"])
 
 
-def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Body]:
+def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[MeasuredBody]:
     """Yield every field of every endpoint with every value at its full size."""
     for path in ENDPOINTS:
         if path not in described["paths"]:
             continue
         for field in fields_of(described, path):
             for kind, value in KINDS.items():
-                yield Body(path, field, kind, partial(_full, path, model, field, value, max_bytes))
+                yield MeasuredBody(path, field, kind, partial(_full, path, model, field, value, max_bytes))
 
 
-def limits(model: str, max_bytes: int) -> Iterator[Body]:
+def limits(model: str, max_bytes: int) -> Iterator[MeasuredBody]:
     """Yield bodies with valid values of the largest size: they are served, or refused for their sum."""
     completions, chat = "/v1/completions", "/v1/chat/completions"
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "enum": ["a" * 20]} for n in range(2000)}}
@@ -134,4 +134,4 @@ def limits(model: str, max_bytes: int) -> Iterator[Body]:
         (chat, "documents", [{"text": "word " * 6000}] * 128, {}),
     ]
     for path, field, value, more in asked:
-        yield Body(path, field, ALLOWED, partial(filled, path, model, field, json.dumps(value), more))
+        yield MeasuredBody(path, field, ALLOWED, partial(filled, path, model, field, json.dumps(value), more))

@@ -29,7 +29,7 @@ import httpx
 from tqdm import tqdm
 
 from loadtest.client import metric
-from loadtest.cost_bodies import ALLOWED, Body, filled, limits, sweep
+from loadtest.cost_bodies import ALLOWED, MeasuredBody, filled, limits, sweep
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
 from loadtest.neighbour import watch
@@ -107,7 +107,7 @@ def post(address: tuple[str, int], path: str, body: bytes) -> str:
     return status
 
 
-def measure_body(address: tuple[str, int], body: Body, at_once: int, neighbour: Neighbour) -> Cost:
+def measure_body(address: tuple[str, int], body: MeasuredBody, at_once: int, neighbour: Neighbour) -> Cost:
     """Send one body, `at_once` times at the same time."""
     data = body.build()
     neighbour.seen()
@@ -142,13 +142,15 @@ def memory_bytes(url: str) -> float:
     return metric(url, "process_resident_memory_bytes")
 
 
-def measure_bodies(url: str, bodies: Sequence[Body], neighbour: Neighbour, at_once: int = _AT_ONCE) -> dict[str, Any]:
+def measure_bodies(
+    url: str, bodies: Sequence[MeasuredBody], neighbour: Neighbour, at_once: int = _AT_ONCE
+) -> dict[str, Any]:
     """Send every body alone, then the costliest of each field, `at_once` at the same time (1: not again)."""
     parts = urlsplit(url)
     address = str(parts.hostname), int(parts.port or 80)
     before, peak = memory_bytes(url), 0.0
     alone: list[Cost] = []
-    costliest: dict[tuple[str, str], tuple[float, Body]] = {}
+    costliest: dict[tuple[str, str], tuple[float, MeasuredBody]] = {}
     for body in tqdm(bodies, unit="body", disable=None):
         cost = measure_body(address, body, 1, neighbour)
         alone.append(cost)
@@ -292,7 +294,7 @@ def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> 
             return {"size_bytes": len(data), "before": before, "first_2_s": arriving, "next_10_s": reading}
 
 
-def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[Body], bool]) -> dict[str, Any]:
+def measure(arguments: Sequence[str], max_bytes: int, wanted: Callable[[MeasuredBody], bool]) -> dict[str, Any]:
     """Run all parts in sequence; wanted: filter of the bodies."""
     words = [*arguments, "--served-model-name", _MODEL]
     result: dict[str, Any] = {"environment": environment(), "max_request_bytes": max_bytes}
@@ -384,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.fields.split(",") if options.fields else None
     kinds = [*options.kinds.split(","), ALLOWED] if options.kinds else None
 
-    def is_wanted(body: Body) -> bool:
+    def is_wanted(body: MeasuredBody) -> bool:
         return (names is None or body.field in names) and (kinds is None or body.kind in kinds)
 
     result = measure(options.serve_args.split(), options.max_request_bytes, is_wanted)
