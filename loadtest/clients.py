@@ -34,7 +34,7 @@ _WEATHER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Server:
+class TestedServer:
     """Tested daemon."""
 
     url: str
@@ -47,7 +47,7 @@ class Server:
         return f"{self.url}/v1"
 
 
-def openai_chat(server: Server) -> None:
+def openai_chat(server: TestedServer) -> None:
     """Whole and streamed answers, and legacy completions."""
     import openai
 
@@ -60,7 +60,7 @@ def openai_chat(server: Server) -> None:
         assert client.completions.create(model=server.model, prompt="Once", max_tokens=_TOKENS).choices[0].text
 
 
-def openai_responses(server: Server) -> None:
+def openai_responses(server: TestedServer) -> None:
     """Streamed answers of the Responses API."""
     import openai
 
@@ -71,7 +71,7 @@ def openai_responses(server: Server) -> None:
         assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
-def openai_tools(server: Server) -> None:
+def openai_tools(server: TestedServer) -> None:
     """Forced call whose result is sent back."""
     import openai
 
@@ -88,7 +88,7 @@ def openai_tools(server: Server) -> None:
         assert again.choices[0].finish_reason
 
 
-def anthropic_messages(server: Server) -> None:
+def anthropic_messages(server: TestedServer) -> None:
     """Whole and streamed answers, a forced tool, counted tokens."""
     import anthropic
 
@@ -106,7 +106,7 @@ def anthropic_messages(server: Server) -> None:
         assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens
 
 
-def litellm_both(server: Server) -> None:
+def litellm_both(server: TestedServer) -> None:
     """OpenAI's and Anthropic's providers of litellm."""
     import litellm
 
@@ -118,7 +118,7 @@ def litellm_both(server: Server) -> None:
         assert answer.choices[0].message.content
 
 
-def langchain_openai(server: Server) -> None:
+def langchain_openai(server: TestedServer) -> None:
     """invoke and stream."""
     from langchain_openai import ChatOpenAI
 
@@ -127,7 +127,7 @@ def langchain_openai(server: Server) -> None:
     assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
 
 
-def langchain_anthropic(server: Server) -> None:
+def langchain_anthropic(server: TestedServer) -> None:
     """invoke and stream."""
     from langchain_anthropic import ChatAnthropic
 
@@ -136,7 +136,7 @@ def langchain_anthropic(server: Server) -> None:
     assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
 
 
-def llama_index(server: Server) -> None:
+def llama_index(server: TestedServer) -> None:
     """chat and stream_complete."""
     from llama_index.core.llms import ChatMessage
     from llama_index.llms.openai_like import OpenAILike
@@ -146,7 +146,7 @@ def llama_index(server: Server) -> None:
     assert [part.delta for part in llm.stream_complete(_QUESTION)]
 
 
-def pydantic_ai(server: Server) -> None:
+def pydantic_ai(server: TestedServer) -> None:
     """Agent with OpenAI's protocol."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -156,7 +156,7 @@ def pydantic_ai(server: Server) -> None:
     assert Agent(model, model_settings={"max_tokens": 200}).run_sync(_QUESTION).output
 
 
-def openai_agents(server: Server) -> None:
+def openai_agents(server: TestedServer) -> None:
     """Agent with a tool that it must call once."""
     from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
     from openai import AsyncOpenAI
@@ -178,7 +178,7 @@ def openai_agents(server: Server) -> None:
     assert Runner.run_sync(agent, _QUESTION).final_output is not None
 
 
-def instructor_model(server: Server) -> None:
+def instructor_model(server: TestedServer) -> None:
     """Pydantic model from a JSON schema."""
     import instructor
     import openai
@@ -195,7 +195,7 @@ def instructor_model(server: Server) -> None:
     assert client.create(model=server.model, response_model=Place, messages=messages, max_tokens=100).city is not None
 
 
-def smolagents_model(server: Server) -> None:
+def smolagents_model(server: TestedServer) -> None:
     """Model of smolagents, called like its agents do."""
     from smolagents import OpenAIServerModel
 
@@ -203,7 +203,7 @@ def smolagents_model(server: Server) -> None:
     assert model([{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]).content
 
 
-def haystack(server: Server) -> None:
+def haystack(server: TestedServer) -> None:
     """Chat generator of haystack."""
     from haystack.components.generators.chat import OpenAIChatGenerator
     from haystack.dataclasses import ChatMessage
@@ -218,14 +218,14 @@ def haystack(server: Server) -> None:
     assert generator.run([ChatMessage.from_user(_QUESTION)])["replies"][0].text
 
 
-def dspy_model(server: Server) -> None:
+def dspy_model(server: TestedServer) -> None:
     """Language model of dspy."""
     import dspy
 
     assert dspy.LM(f"openai/{server.model}", api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)(_QUESTION)
 
 
-def llm_command(server: Server) -> None:
+def llm_command(server: TestedServer) -> None:
     """Command line tool with a configured model."""
     home = Path(os.environ.get("TMPDIR", "/tmp")) / "polydraft-llm-client"
     home.mkdir(exist_ok=True)
@@ -239,7 +239,7 @@ def llm_command(server: Server) -> None:
     assert run.stdout.strip()
 
 
-def autogen(server: Server) -> None:
+def autogen(server: TestedServer) -> None:
     """Assistant of AutoGen."""
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -253,7 +253,7 @@ def autogen(server: Server) -> None:
     assert asyncio.run(AssistantAgent("a", model_client=client).run(task=_QUESTION)).messages
 
 
-CLIENTS: dict[str, tuple[str, Callable[[Server], None]]] = {
+CLIENTS: dict[str, tuple[str, Callable[[TestedServer], None]]] = {
     "openai: chat, stream, completions": ("openai", openai_chat),
     "openai: responses, streamed": ("openai", openai_responses),
     "openai: tools": ("openai", openai_tools),
@@ -281,7 +281,7 @@ JAVASCRIPT_CLIENTS: dict[str, str] = {
 }
 
 
-def tried(server: Server, name: str) -> dict[str, str]:
+def tried(server: TestedServer, name: str) -> dict[str, str]:
     """Return the result of one client."""
     package, use = CLIENTS[name]
     try:
@@ -296,7 +296,7 @@ def tried(server: Server, name: str) -> dict[str, str]:
     return {"client": name, "package": package, "version": version, "result": result}
 
 
-def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
+def tried_in_node(server: TestedServer, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a JavaScript client that is installed in a folder."""
     package = JAVASCRIPT_CLIENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
@@ -317,7 +317,7 @@ def tried_in_node(server: Server, name: str, folder: Path) -> dict[str, str]:
     return {"client": name, "package": package, "version": version, "result": result}
 
 
-def tried_agent(server: Server, name: str, folder: Path) -> dict[str, str]:
+def tried_agent(server: TestedServer, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a coding agent's task; its program is installed in a folder."""
     package, program, run = AGENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
@@ -345,7 +345,7 @@ def main() -> int:
     parser.add_argument("--npm", type=Path, help="folder with node_modules; without it JavaScript clients are left out")
     parser.add_argument("--output", type=Path, help="JSON file for the table")
     options = parser.parse_args()
-    server = Server(options.url, options.model)
+    server = TestedServer(options.url, options.model)
     table = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
     if options.npm:
         wanted = [name for name in JAVASCRIPT_CLIENTS if not options.only or options.only in name]
