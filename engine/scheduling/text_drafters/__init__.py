@@ -25,7 +25,7 @@ class TextDrafter(Protocol):
         """What probably follows the text (prompt and answer so far); empty where nothing was found."""
 
 
-class Source(NamedTuple):
+class TextDrafterKind(NamedTuple):
     """A kind of text drafter."""
 
     make: Callable[[Request], TextDrafter]
@@ -35,13 +35,13 @@ class Source(NamedTuple):
     """Whether the server may use it by default; else a request brings what it needs."""
 
 
-TEXT_DRAFTERS: Mapping[str, Source] = MappingProxyType(
+TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
     {
-        PREDICTION: Source(
+        PREDICTION: TextDrafterKind(
             lambda request: PredictionDrafter(request.prediction, len(request.prompt_token_ids)),
             for_every_request=False,
         ),
-        PROMPT_LOOKUP: Source(lambda _: LookupDrafter(), lookup.MOST_TOKENS),
+        PROMPT_LOOKUP: TextDrafterKind(lambda _: LookupDrafter(), lookup.MOST_TOKENS),
     }
 )
 """By the name that requests call it; the chains of the first come first."""
