@@ -118,7 +118,7 @@ class Shares:
                 setattr(owner, name, self.timed(part, getattr(owner, name)))
 
 
-class Turn(NamedTuple):
+class TurnSums(NamedTuple):
     """Sums over the steps of a turn."""
 
     num_steps: int
@@ -127,7 +127,7 @@ class Turn(NamedTuple):
     num_tokens: int
 
 
-def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float, float], Turn]:
+def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float, float], TurnSums]:
     """Return a function that serves so many requests at a temperature for some seconds."""
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
@@ -146,7 +146,7 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
     gc.freeze()  # as the engine's process does
     served: dict[tuple[int, float], Arm] = {}
 
-    def turn(concurrency: int, temperature: float, seconds: float) -> Turn:
+    def turn(concurrency: int, temperature: float, seconds: float) -> TurnSums:
         key = (concurrency, temperature)
         if key not in served:
             served.clear()  # the next arm writes where this one has its K/V
@@ -164,7 +164,7 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
             num_steps += 1
             num_nodes += sum(outcome.num_nodes for outcome in result.outcomes)
             num_tokens += sum(len(outcome.token_ids) for outcome in result.outcomes)
-        return Turn(num_steps, dict(shares.seconds), num_nodes, num_tokens)
+        return TurnSums(num_steps, dict(shares.seconds), num_nodes, num_tokens)
 
     return turn
 
@@ -183,12 +183,12 @@ class Version:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=environ, cwd=tree, stdin=pipe, stdout=pipe, text=True)
 
-    def turn(self, concurrency: int, temperature: float, seconds: float) -> Turn:
+    def turn(self, concurrency: int, temperature: float, seconds: float) -> TurnSums:
         """Serve for some seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([concurrency, temperature, seconds]), file=self._process.stdin, flush=True)
-        return Turn(*json.loads(self._process.stdout.readline()))
+        return TurnSums(*json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         """End the process."""
@@ -197,7 +197,7 @@ class Version:
         self._process.wait()
 
 
-def table(turns: Sequence[Turn]) -> dict[str, Any]:
+def table(turns: Sequence[TurnSums]) -> dict[str, Any]:
     """Milliseconds a step by part: median over turns."""
     parts = {
         part: statistics.median(1e3 * turn.seconds.get(part, 0.0) / turn.num_steps for turn in turns) for part in PARTS
@@ -243,7 +243,7 @@ def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
     trees = {"before": options.beside, "now": None} if options.beside else {"now": None}
     versions = {name: Version(tree, words) for name, tree in trees.items()}
     cells = [(count, float(text)) for text in options.temperatures.split(",") for count in options.concurrency]
-    turns: dict[tuple[int, float, str], list[Turn]] = defaultdict(list)
+    turns: dict[tuple[int, float, str], list[TurnSums]] = defaultdict(list)
     order = random.Random(0)
     for cell in tqdm(cells, unit="cell"):
         for number in range(_WARM_UP + options.turns):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from analysis import around
-from analysis.around import PARTS, Shares, Turn
+from analysis.around import PARTS, Shares, TurnSums
 
 
 def test_time_of_an_inner_part_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_parts_are_functions_of_the_engine(place: str) -> None:
 
 def test_table_has_medians_of_turns_and_leaves_the_passes_out() -> None:
     turns = [
-        Turn(10, {"passes": 1.0, "plan": seconds, "commit": 0.01}, num_nodes=30, num_tokens=20)
+        TurnSums(10, {"passes": 1.0, "plan": seconds, "commit": 0.01}, num_nodes=30, num_tokens=20)
         for seconds in (0.01, 0.02, 0.09)
     ]
     found = around.table(turns)
