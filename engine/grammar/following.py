@@ -49,7 +49,7 @@ class GrammarSource(Protocol):
         """Begin to follow a grammar."""
 
 
-class Turns:
+class FairQueue:
     """Waiting requests: the most urgent come first, and clients of one priority take turns."""
 
     def __init__(self) -> None:
@@ -106,8 +106,8 @@ class Following:
         self.source = source
         self._after_thoughts = after_thoughts
         self._most = most
-        self._waiting = Turns()
-        self._slow = Turns()
+        self._waiting = FairQueue()
+        self._slow = FairQueue()
         """Requests whose grammars have used up their first slice."""
         self._starting: dict[str, tuple[Request, FollowedGrammar]] = {}
         self._starting_slow: set[str] = set()
@@ -150,7 +150,7 @@ class Following:
                     self._starting_slow.add(request.request_id)
             queue.take()
 
-    def _next_queue(self) -> Turns:
+    def _next_queue(self) -> FairQueue:
         """Return the queue that the next grammar is taken from; it is empty if none is."""
         return self._slow if self._slow and self._slow_has_room else self._waiting
 
