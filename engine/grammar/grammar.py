@@ -30,8 +30,8 @@ from engine.grammar.grammar_process import (
     Ended,
     FromChild,
     GaveUp,
+    GrammarReady,
     Masks,
-    Ready,
     Start,
     Vocabulary,
     encode,
@@ -155,7 +155,7 @@ class GrammarState:
         if isinstance(message, Begun):
             self._process_id = message.process_id
             self._begin_clock()
-        elif isinstance(message, Ready):
+        elif isinstance(message, GrammarReady):
             self._is_ready = True
         elif isinstance(message, GaveUp):
             self._fail(message.reason, message.code)

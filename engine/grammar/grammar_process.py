@@ -76,7 +76,7 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     process_id: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class GrammarReady(msgspec.Struct, frozen=True, tag=True):
     """From a child: the grammar can be followed."""
 
 
@@ -101,7 +101,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-FromChild = Begun | Ready | Masks | GaveUp | Ended
+FromChild = Begun | GrammarReady | Masks | GaveUp | Ended
 to_child: msgspec.msgpack.Decoder[Start | Ask] = msgspec.msgpack.Decoder(Start | Ask)
 from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 encode = msgspec.msgpack.Encoder().encode
@@ -201,7 +201,7 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
         if follower.fault:
             connection.send_bytes(encode(GaveUp(follower.fault)))
         else:
-            connection.send_bytes(encode(Ready() if isinstance(message, Start) else Masks(masks)))
+            connection.send_bytes(encode(GrammarReady() if isinstance(message, Start) else Masks(masks)))
 
 
 def _go_first() -> None:

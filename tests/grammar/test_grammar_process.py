@@ -26,8 +26,8 @@ from engine.grammar.grammar_process import (
     Ended,
     Follower,
     GaveUp,
+    GrammarReady,
     Masks,
-    Ready,
     Start,
     Vocabulary,
     encode,
@@ -140,8 +140,8 @@ def served(vocabulary: Vocabulary) -> Iterator[Served]:
 def test_children_follow_grammars_beside_each_other(served: Served, tokenizer: LLTokenizer) -> None:
     one, other = served.begin(), served.begin()
     assert one.process_id != other.process_id
-    assert other.ask(Start('start: "b"')) == Ready()
-    assert one.ask(Start(GRAMMAR)) == Ready()
+    assert other.ask(Start('start: "b"')) == GrammarReady()
+    assert one.ask(Start(GRAMMAR)) == GrammarReady()
     found = one.ask(Ask([], [[]]))
     matcher = LLMatcher(tokenizer, GRAMMAR)
     assert found == Masks([bytes(matcher.compute_bitmask())])
@@ -162,7 +162,7 @@ def test_a_child_is_limited(served: Served) -> None:
     assert resource.prlimit(number, resource.RLIMIT_CORE) == (0, 0)
     assert os.getpriority(os.PRIO_PROCESS, number) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert Path(f"/proc/{number}/oom_score_adj").read_text() == "1000\n"
-    assert child.ask(Start(GRAMMAR)) == Ready()
+    assert child.ask(Start(GRAMMAR)) == GrammarReady()
     assert child.limits[0] == INFINITE, "questions have a limit each, which the engine sees to"
 
 
@@ -187,14 +187,14 @@ def test_the_end_of_a_child_is_reported_to_its_own_engine(served: Served, number
         assert child.hear() == Ended(-number)
         with pytest.raises(EOFError):
             child.hear()
-    assert children[2].ask(Start(GRAMMAR)) == Ready()
+    assert children[2].ask(Start(GRAMMAR)) == GrammarReady()
 
 
 def test_a_child_ends_when_its_engine_has_left(served: Served) -> None:
     left = served.begin()
     left.connection.close()
     until(lambda: is_gone(left.process_id))
-    assert served.begin().ask(Start(GRAMMAR)) == Ready()
+    assert served.begin().ask(Start(GRAMMAR)) == GrammarReady()
 
 
 def test_only_children_are_killed_and_on_demand(served: Served, vocabulary: Vocabulary) -> None:
@@ -202,8 +202,8 @@ def test_only_children_are_killed_and_on_demand(served: Served, vocabulary: Voca
     for number in (stranger.process_id, one.process_id):
         served.control.send(KILL + number.to_bytes(8, "little"))
     assert one.hear() == Ended(-signal.SIGKILL)
-    assert other.ask(Start(GRAMMAR)) == Ready()
-    assert stranger.begin().ask(Start(GRAMMAR)) == Ready()
+    assert other.ask(Start(GRAMMAR)) == GrammarReady()
+    assert stranger.begin().ask(Start(GRAMMAR)) == GrammarReady()
     assert stranger.end() == 0
 
 
@@ -212,7 +212,7 @@ def test_children_end_with_the_engine_and_with_their_parent(vocabulary: Vocabula
         served = Served(vocabulary)
         children = [served.begin() for _ in range(2)]
         for child in children:
-            assert child.ask(Start(GRAMMAR)) == Ready()
+            assert child.ask(Start(GRAMMAR)) == GrammarReady()
         if is_killed:
             os.kill(served.process_id, signal.SIGKILL)
         assert served.end() == (-signal.SIGKILL if is_killed else 0)

@@ -21,7 +21,7 @@ from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
 from engine.grammar import grammar as module
 from engine.grammar.grammar import GrammarState
-from engine.grammar.grammar_process import Ask, Begun, Ended, GaveUp, Masks, Ready, Start, encode, to_child
+from engine.grammar.grammar_process import Ask, Begun, Ended, GaveUp, GrammarReady, Masks, Start, encode, to_child
 from engine.request import GRAMMAR
 
 VOCABULARY, PROCESS, PATIENCE_S = 13, 77, 30.0
@@ -73,7 +73,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 def ready(process: Process) -> GrammarState:
     """A state whose process has read the grammar."""
     state = process.state()
-    process.send(Begun(PROCESS), Ready())
+    process.send(Begun(PROCESS), GrammarReady())
     assert state.is_ready()
     process.asked()
     return state
@@ -94,7 +94,7 @@ def test_a_grammar_is_ready_when_its_process_says_so(process: Process) -> None:
     process.send(Begun(PROCESS))
     assert not state.is_ready()
     assert state.failure is None
-    process.send(Ready())
+    process.send(GrammarReady())
     assert state.is_ready()
     assert state.is_ready()
 
@@ -222,7 +222,7 @@ def test_a_process_that_fails_says_why(
     """While it reads the grammar, or while it is asked. The first reason stays."""
     state = process.state()
     if is_read:
-        process.send(Begun(PROCESS), Ready())
+        process.send(Begun(PROCESS), GrammarReady())
         assert state.is_ready()
     if message is None:
         process.own.close()
