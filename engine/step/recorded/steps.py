@@ -48,7 +48,7 @@ _LEAST_FREE = 0.6
 """Recording stops when less than this share of the memory that was free before it is left."""
 
 
-class Found(NamedTuple):
+class VerifiedStep(NamedTuple):
     """What a step has found, on the host."""
 
     draft: Draft
@@ -118,7 +118,7 @@ class RecordedStep:
         self._replay("verdict", self._verdict)
         return self._logits_NV
 
-    def read(self, draft: Draft) -> Found:
+    def read(self, draft: Draft) -> VerifiedStep:
         """What the step has found: here it waits for the device."""
         shape, num_rows = self._shape, len(draft.trees)
         found = self._result.cpu().numpy()
@@ -141,7 +141,7 @@ class RecordedStep:
             chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), [0.0] * num_rows, [()] * num_rows
         )
         of_nodes, of_laws = np.split(largest.view(np.float64), [shape.num_rows])
-        return Found(draft, verdict, np.concatenate([of_nodes[: draft.starts[-1]], of_laws]))
+        return VerifiedStep(draft, verdict, np.concatenate([of_nodes[: draft.starts[-1]], of_laws]))
 
     def _replay(self, name: str, work: Callable[[], None]) -> None:
         graph = self._graphs.get(name)
