@@ -64,7 +64,7 @@ def small_world(corner: str, vocabulary: int, seed: int, length: int = 5) -> Tab
 
 
 @dataclass(frozen=True)
-class Kind:
+class RequestCase:
     """Requests that are alike."""
 
     world: TabularModel
@@ -119,7 +119,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class WorldNodes:
     """The laws of all worlds of a batch, a row for every prefix."""
 
     target_NV: Tensor
@@ -130,7 +130,7 @@ class Nodes:
     """Row by (identity of the world, prefix)."""
 
     @staticmethod
-    def of(worlds: Sequence[TabularModel], dtype: torch.dtype) -> Nodes:
+    def of(worlds: Sequence[TabularModel], dtype: torch.dtype) -> WorldNodes:
         different = {id(world): world for world in worlds}
         keys = [
             (name, path)
@@ -145,7 +145,7 @@ class Nodes:
         )
         child = [[number.get((name, (*path, x)), 0) for x in range(target.shape[1])] for name, path in keys]
         target_NV, draft_NV = (torch.from_numpy(law.astype(np.float64)).to(dtype) for law in (target, draft))
-        return Nodes(target_NV, draft_NV, torch.tensor(child), number)
+        return WorldNodes(target_NV, draft_NV, torch.tensor(child), number)
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,12 @@ def moved(part: Any, device: torch.device) -> Any:
 class Batch:
     """Requests of several kinds in turn, through a rule step by step."""
 
-    def __init__(self, kinds: Sequence[Kind], num_requests: int, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, kinds: Sequence[RequestCase], num_requests: int, seed: int, dtype: torch.dtype) -> None:
         """num_requests: of every kind."""
         self.kinds = kinds
         # As the engine has it; other laws than the engine's are verified by plain operations.
         self._knows_shape = dtype == torch.float32
-        self.nodes = Nodes.of([kind.world for kind in kinds], dtype)
+        self.nodes = WorldNodes.of([kind.world for kind in kinds], dtype)
         self.chance = np.random.default_rng(seed)
         self.kind_B = torch.arange(len(kinds)).repeat(num_requests)
         starts = [self.nodes.number[id(kind.world), kind.start] for kind in kinds]
@@ -245,7 +245,7 @@ class Batch:
         return chains, LawTable(self.nodes.target_NV, node_CX, KERNELS)
 
     def _draw(
-        self, kind: Kind, chain_RK: Tensor, node_R: Tensor, tokens_CL: Tensor, leads_CL: Tensor, node_CX: Tensor
+        self, kind: RequestCase, chain_RK: Tensor, node_R: Tensor, tokens_CL: Tensor, leads_CL: Tensor, node_CX: Tensor
     ) -> None:
         """Level by level; a chain leads a node when it is the first of those below it."""
         node_RW = node_R.unsqueeze(1)
@@ -285,7 +285,7 @@ class Batch:
             getattr(self.shifts, name)[request_B] = getattr(verdict.shifts, name)
 
 
-def _shifts(kinds: Sequence[Kind], most: int) -> TargetShifts:
+def _shifts(kinds: Sequence[RequestCase], most: int) -> TargetShifts:
     """By kind; 0 positions remain of what is not there."""
     remaining, states = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most, 4))
     counts = np.ones((len(kinds), most), dtype=np.int64)
@@ -304,7 +304,7 @@ def first_law(outcomes: Sequence[RuleOutcome]) -> dict[tuple[Path, int], float]:
     return law
 
 
-def text_law(kind: Kind, num_tokens: int) -> dict[Path, float]:
+def text_law(kind: RequestCase, num_tokens: int) -> dict[Path, float]:
     """The target's own law of the first tokens after the kind's start, changed where its shifts hold."""
     every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.shifts))
     chance_C = torch.ones(len(every.paths), dtype=torch.float64)

@@ -23,7 +23,7 @@ from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.rrs import rrs
 from tests.speculation import served
-from tests.speculation.served import Fit, Kind
+from tests.speculation.served import Fit, RequestCase
 from tests.speculation.test_served_rules import ALPHA, WORLDS, fits, fits_of, kinds_with_layers
 
 Patch = AbstractContextManager[Any]
@@ -210,7 +210,7 @@ def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
     """As the rules are checked, or with generic laws only."""
     if shapes != "generic":
         return fits_of(rule, method, shapes, 0)
-    return fits(rule, [Kind(WORLDS[4][world], fanout, method) for world, fanout in GENERIC], num_requests=60_000)
+    return fits(rule, [RequestCase(WORLDS[4][world], fanout, method) for world, fanout in GENERIC], num_requests=60_000)
 
 
 @pytest.mark.parametrize(("rule", "method", "shapes", "wrong"), MUTANTS)
@@ -238,7 +238,7 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
             return replace(noise, chosen_accept_CL=noise.accept_CL)
         return replace(noise, chosen_residual_C=getattr(noise, number))
 
-    kinds = [Kind(WORLDS[5][world], fanout) for world, fanout in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
+    kinds = [RequestCase(WORLDS[5][world], fanout) for world, fanout in ((0, (4, 1)), (3, (3, 1)), (6, (4, 1)))]
     with other_noise("spectr_gbv", reused):
         assert min(found.p_value for found in fits("spectr_gbv", kinds)) < ALPHA
 

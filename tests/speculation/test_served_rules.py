@@ -26,7 +26,7 @@ from engine.speculation.verification.traversal import leaders
 from tests.grid import grid
 from tests.speculation import served
 from tests.speculation.exact import from_prefix, outcomes_of
-from tests.speculation.served import Batch, Fit, Kind, NoiseOf, first_law, fit, small_world, text_law
+from tests.speculation.served import Batch, Fit, NoiseOf, RequestCase, first_law, fit, small_world, text_law
 
 ALPHA = 1e-6
 NUM_REQUESTS = 66_000
@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[Kind]:
+def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[RequestCase]:
     """Requests that the rule takes; with every turn the shapes meet other worlds."""
     known = RULES[rule]
     # Three tokens are all that can be most likely; a node of more drafts is filled up only without replacement.
@@ -63,14 +63,14 @@ def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[Kind]:
         wanted = FEW if shapes == "chains" else ((2, 2),)
     worlds = WORLDS[3 if shapes == "trees" or rule == "traversal" else 4 if known.trees else 5]
     return [
-        Kind(worlds[(i + 4 * turn) % len(worlds)], tuple(min(n, most) for n in shape), method)
+        RequestCase(worlds[(i + 4 * turn) % len(worlds)], tuple(min(n, most) for n in shape), method)
         for i, shape in enumerate(wanted)
     ]
 
 
 def fits(
     rule: str,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RequestCase],
     dtype: torch.dtype = torch.float32,
     num_requests: int = NUM_REQUESTS // 2,
     num_tokens: int = 3,
@@ -102,9 +102,9 @@ def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: 
         assert found.p_value > ALPHA
 
 
-def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int) -> Kind:
+def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int) -> RequestCase:
     """Requests that are inside the windows of earlier blocks, each of which refused what it could."""
-    kind = Kind(WORLDS[4][world], fanout)
+    kind = RequestCase(WORLDS[4][world], fanout)
     for _ in range(num_blocks):
 
         def left(outcome: RuleOutcome) -> tuple[int, float]:
@@ -113,20 +113,20 @@ def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int)
         # What a block of no accepted token leaves holds longest.
         model = from_prefix(kind.world, kind.start, kind.length, kind.shifts)
         last = max((o for o in outcomes_of(rule, model, fanout[0]) if not o.accepted), key=left)
-        kind = Kind(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), shifts=last.shifts)
+        kind = RequestCase(WORLDS[4][world], fanout, start=(*kind.start, last.next_token), shifts=last.shifts)
     assert len(kind.shifts) == num_blocks
     return kind
 
 
-def kinds_with_layers(rule: str) -> list[Kind]:
+def kinds_with_layers(rule: str) -> list[RequestCase]:
     """None, one and two shifts side by side, of chains of two lengths."""
     most = RULES[rule].max_drafts or 3
     return [
         with_layers(rule, (most, 1, 1), 2, 1),
-        Kind(WORLDS[4][6], (min(most, 2), 1)),
+        RequestCase(WORLDS[4][6], (min(most, 2), 1)),
         with_layers(rule, (most, 1, 1), 3, 2),
         with_layers(rule, (min(most, 2), 1), 6, 1),
-        Kind(WORLDS[4][1], ()),
+        RequestCase(WORLDS[4][1], ()),
     ]
 
 
@@ -179,8 +179,8 @@ def test_tiles_decide_as_rows_do(rule: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:
     """Neither 0 nor the last number below 1 makes a token of the target out of one that has no mass there."""
     method = RULES[rule].draft_methods[0]
-    kinds = [Kind(WORLDS[5][7], shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
-    kinds += [] if RULES[rule].max_drafts == 1 else [Kind(WORLDS[5][7], (2, 1), method)]
+    kinds = [RequestCase(WORLDS[5][7], shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
+    kinds += [] if RULES[rule].max_drafts == 1 else [RequestCase(WORLDS[5][7], (2, 1), method)]
     assert CORNERS[7] == "disjoint"
 
     def noise(chains: Chains, _: int) -> ChainNoise:
@@ -197,7 +197,9 @@ def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_batch_in_which_nothing_is_drafted(rule: str) -> None:
     """Then there are no depths at all."""
-    for found in fits(rule, [Kind(WORLDS[5][0], ()), Kind(WORLDS[5][1], ())], num_requests=4000, num_tokens=2):
+    for found in fits(
+        rule, [RequestCase(WORLDS[5][0], ()), RequestCase(WORLDS[5][1], ())], num_requests=4000, num_tokens=2
+    ):
         assert found.p_value > ALPHA
 
 

@@ -33,7 +33,7 @@ from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
 from engine.step import verifying
 from tests.speculation import served
-from tests.speculation.served import Batch, Fit, Kind, fit, small_world
+from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
 
 ALPHA = 1e-6
 NUM_ROWS = 2_000
@@ -231,7 +231,7 @@ def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> No
     """By hand along every path: b = min(1, (p + eps)/q), then norm (p - b q)+ or p."""
     epsilon, biases = 0.08, []
     world = small_world("generic", VOCABULARY, 5)
-    kinds = [Kind(world, (1, 1)), Kind(world, ()), Kind(world, (1, 1, 1))]
+    kinds = [RequestCase(world, (1, 1)), RequestCase(world, ()), RequestCase(world, (1, 1, 1))]
     rule = OverAcceptance(epsilon, residual)  # type: ignore[arg-type]
 
     def verify(*parts: Any) -> Any:
