@@ -56,7 +56,7 @@ _FLOAT, _LONG, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
-class _Kind(NamedTuple):
+class _WeightType(NamedTuple):
     """Numbers of a weight."""
 
     stored: Any
@@ -74,10 +74,10 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    types.float32: _Kind(_FLOAT, 4),
-    types.uint16: _Kind(_SHORT, 2),
-    types.int16: _Kind(ir.HalfType(), 2),
-    types.int8: _Kind(_BYTE, 1),
+    types.float32: _WeightType(_FLOAT, 4),
+    types.uint16: _WeightType(_SHORT, 2),
+    types.int16: _WeightType(ir.HalfType(), 2),
+    types.int8: _WeightType(_BYTE, 1),
 }
 """By the type of a weight's array; bfloat16 comes as uint16, float16 as int16."""
 
@@ -85,7 +85,9 @@ _KINDS = {
 class _Loop:
     """The instructions that sum products of a fixed number of rows with a fixed number of blocks."""
 
-    def __init__(self, builder: ir.IRBuilder, kind: _Kind, operands: Sequence[Any], num_rows: int, num_blocks: int):
+    def __init__(
+        self, builder: ir.IRBuilder, kind: _WeightType, operands: Sequence[Any], num_rows: int, num_blocks: int
+    ):
         self._builder, self._kind, self._num_blocks = builder, kind, num_blocks
         rows, weight, scale, self._bias, result, row_stride, self._result_stride, self._depth = operands
         self._size = builder.mul(self._depth, _long(BLOCK))

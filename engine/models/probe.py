@@ -52,7 +52,7 @@ class BackendChoice(NamedTuple):
     """Whether the Triton kernel attends."""
 
 
-class _Kind(NamedTuple):
+class _BackendOption(NamedTuple):
     """A backend that there is."""
 
     name: str
@@ -76,9 +76,9 @@ def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
 
 
 BACKENDS = (
-    _Kind("CPU decoder", _is_cpu_decoder, _cpu_decoder),
-    _Kind("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
-    _Kind("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
+    _BackendOption("CPU decoder", _is_cpu_decoder, _cpu_decoder),
+    _BackendOption("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
+    _BackendOption("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
 )
 """The fastest first; the last takes any model."""
 

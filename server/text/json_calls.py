@@ -17,7 +17,7 @@ from server.text.call_formats import JsonFormat
 from server.text.call_pieces import CallParts, Calls
 
 
-class _At(Enum):
+class _JsonState(Enum):
     TEXT = auto()
     HEAD = auto()
     """In the text after a mark that begins a call."""
@@ -37,7 +37,7 @@ class JsonRegions:
         self._find = re.compile("|".join(map(re.escape, self._marks)))
         self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
         self._behind = regex.compile(form.behind)
-        self._at = _At.TEXT
+        self._at = _JsonState.TEXT
         self._mark = self._before = ""
         """Mark of the current call, and the text between it and the object."""
         self._text, self._position = "", 0
@@ -48,11 +48,11 @@ class JsonRegions:
         """Read a piece of text."""
         self._text, self._position = self._text[self._position :] + text, 0
         steps = {
-            _At.TEXT: self._say,
-            _At.HEAD: self._read_head,
-            _At.OBJECT: self._read_object,
-            _At.BROKEN: self._read_broken,
-            _At.BEHIND: self._read_behind,
+            _JsonState.TEXT: self._say,
+            _JsonState.HEAD: self._read_head,
+            _JsonState.OBJECT: self._read_object,
+            _JsonState.BROKEN: self._read_broken,
+            _JsonState.BEHIND: self._read_behind,
         }
         while self._position < len(self._text) and steps[self._at](found):
             pass
@@ -60,12 +60,12 @@ class JsonRegions:
     def finish(self, found: CallParts) -> None:
         """Read the end of the answer. The beginning of a mark is text, unless the mark would end a complete call."""
         rest = self._text[self._position :]
-        if self._at is _At.TEXT:
+        if self._at is _JsonState.TEXT:
             found.say(rest)
-        elif self._at is _At.HEAD:
+        elif self._at is _JsonState.HEAD:
             found.say(self._mark + rest)
         else:
-            if self._at is _At.BROKEN:
+            if self._at is _JsonState.BROKEN:
                 self._calls.add(rest, found)
             self._calls.end(found, self._before)
 
@@ -81,7 +81,7 @@ class JsonRegions:
             return False
         self._position = mark.end()
         if mark[0] in self._heads:
-            self._at, self._mark = _At.HEAD, mark[0]
+            self._at, self._mark = _JsonState.HEAD, mark[0]
         elif not self._follows_call:
             found.say(mark[0])
         return True
@@ -90,7 +90,7 @@ class JsonRegions:
         head = self._heads[self._mark].match(self._text, self._position, partial=True)
         if head is None:
             found.say(self._mark)
-            self._at, self._follows_call = _At.TEXT, False
+            self._at, self._follows_call = _JsonState.TEXT, False
         elif head.partial:
             return False
         else:
@@ -101,25 +101,25 @@ class JsonRegions:
         """Begin an object, at the last character of a head."""
         self._before, self._position = before + head[0][:-1], head.end() - 1
         self._calls.begin(head["name"] if self._form.is_named else None)
-        self._at = _At.OBJECT
+        self._at = _JsonState.OBJECT
 
     def _read_object(self, found: CallParts) -> bool:
         self._position = self._calls.feed(self._text, self._position, found)
         if self._calls.is_complete:
             if self._form.behind and self._calls.settle(found):
-                self._at = _At.BEHIND
+                self._at = _JsonState.BEHIND
             else:
                 self._end(found)
         elif self._calls.is_broken:
             if self._calls.is_announced:
-                self._at = _At.BROKEN
+                self._at = _JsonState.BROKEN
             else:
                 self._end(found)
         return True
 
     def _end(self, found: CallParts) -> None:
         self._follows_call = self._calls.end(found, self._before)
-        self._at = _At.TEXT
+        self._at = _JsonState.TEXT
 
     def _read_broken(self, found: CallParts) -> bool:
         close = self._form.close

@@ -35,7 +35,7 @@ _BEGINNINGS = (_OPEN, _CLOSE, "</function>", "</parameter>", "<function=", "<par
 _LONGEST_TAG = 212
 
 
-class _At(Enum):
+class _XmlState(Enum):
     FUNCTION = auto()
     """In the text after the first tag."""
     PARAMETERS = auto()
@@ -54,7 +54,7 @@ class _Region:
         self.raw: list[str] = []
         self.name = ""
         self.is_complete = False
-        self._at = _At.FUNCTION
+        self._at = _XmlState.FUNCTION
         self._key = ""
         self._values: dict[str, list[str]] = {}
         self._since_end: list[str] | None = None
@@ -69,7 +69,7 @@ class _Region:
         self.raw.append(text)
         if text.strip():
             self._last = ""
-        if self._at is _At.VALUE or (text.strip() and self._back_to_value()):
+        if self._at is _XmlState.VALUE or (text.strip() and self._back_to_value()):
             self._values[self._key].append(text)
             return True
         if self._since_end is not None:
@@ -81,7 +81,7 @@ class _Region:
         if self._since_end is None:
             return False
         self._values[self._key] += self._since_end
-        self._at, self._since_end = _At.VALUE, None
+        self._at, self._since_end = _XmlState.VALUE, None
         return True
 
     def tag(self, tag: re.Match[str]) -> bool:
@@ -95,29 +95,29 @@ class _Region:
         return True
 
     def _tag(self, tag: str, name: str | None) -> bool:
-        if self._at is _At.VALUE:
+        if self._at is _XmlState.VALUE:
             self._in_value(tag)
             return True
-        if self._at is _At.FUNCTION:
-            self._at, self.name = _At.PARAMETERS, name or ""
+        if self._at is _XmlState.FUNCTION:
+            self._at, self.name = _XmlState.PARAMETERS, name or ""
             return tag.startswith("<function=") and self.name in self._parameters
-        if self._at is _At.END:
+        if self._at is _XmlState.END:
             self.is_complete = tag == _CLOSE
             return self.is_complete
         if tag.startswith("<parameter=") and name not in self._values:
-            self._at, self._key, self._since_end = _At.VALUE, name or "", None
+            self._at, self._key, self._since_end = _XmlState.VALUE, name or "", None
             self._values[self._key] = []
             return True
         if tag != "</function>":
             return False
-        self._at = _At.END
+        self._at = _XmlState.END
         if self._since_end is not None:
             self._since_end.append(tag)
         return True
 
     def _in_value(self, tag: str) -> None:
         if tag == "</parameter>" and not self._depth:
-            self._at, self._since_end = _At.PARAMETERS, [tag]
+            self._at, self._since_end = _XmlState.PARAMETERS, [tag]
             return
         if self._quotes and tag.startswith("<function=") and self._last == _OPEN:
             self._depth += 1
