@@ -34,7 +34,7 @@ _WEATHER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class TestedServer:
+class DaemonUnderTest:
     """Tested daemon."""
 
     url: str
@@ -47,7 +47,7 @@ class TestedServer:
         return f"{self.url}/v1"
 
 
-def openai_chat(server: TestedServer) -> None:
+def openai_chat(server: DaemonUnderTest) -> None:
     """Whole and streamed answers, and legacy completions."""
     import openai
 
@@ -60,7 +60,7 @@ def openai_chat(server: TestedServer) -> None:
         assert client.completions.create(model=server.model, prompt="Once", max_tokens=_TOKENS).choices[0].text
 
 
-def openai_responses(server: TestedServer) -> None:
+def openai_responses(server: DaemonUnderTest) -> None:
     """Streamed answers of the Responses API."""
     import openai
 
@@ -71,7 +71,7 @@ def openai_responses(server: TestedServer) -> None:
         assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
-def openai_tools(server: TestedServer) -> None:
+def openai_tools(server: DaemonUnderTest) -> None:
     """Forced call whose result is sent back."""
     import openai
 
@@ -88,7 +88,7 @@ def openai_tools(server: TestedServer) -> None:
         assert again.choices[0].finish_reason
 
 
-def anthropic_messages(server: TestedServer) -> None:
+def anthropic_messages(server: DaemonUnderTest) -> None:
     """Whole and streamed answers, a forced tool, counted tokens."""
     import anthropic
 
@@ -106,7 +106,7 @@ def anthropic_messages(server: TestedServer) -> None:
         assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens
 
 
-def litellm_both(server: TestedServer) -> None:
+def litellm_both(server: DaemonUnderTest) -> None:
     """OpenAI's and Anthropic's providers of litellm."""
     import litellm
 
@@ -118,7 +118,7 @@ def litellm_both(server: TestedServer) -> None:
         assert answer.choices[0].message.content
 
 
-def langchain_openai(server: TestedServer) -> None:
+def langchain_openai(server: DaemonUnderTest) -> None:
     """invoke and stream."""
     from langchain_openai import ChatOpenAI
 
@@ -127,7 +127,7 @@ def langchain_openai(server: TestedServer) -> None:
     assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
 
 
-def langchain_anthropic(server: TestedServer) -> None:
+def langchain_anthropic(server: DaemonUnderTest) -> None:
     """invoke and stream."""
     from langchain_anthropic import ChatAnthropic
 
@@ -136,7 +136,7 @@ def langchain_anthropic(server: TestedServer) -> None:
     assert "".join(str(chunk.content) for chunk in chat.stream(_QUESTION))
 
 
-def llama_index(server: TestedServer) -> None:
+def llama_index(server: DaemonUnderTest) -> None:
     """chat and stream_complete."""
     from llama_index.core.llms import ChatMessage
     from llama_index.llms.openai_like import OpenAILike
@@ -146,7 +146,7 @@ def llama_index(server: TestedServer) -> None:
     assert [part.delta for part in llm.stream_complete(_QUESTION)]
 
 
-def pydantic_ai(server: TestedServer) -> None:
+def pydantic_ai(server: DaemonUnderTest) -> None:
     """Agent with OpenAI's protocol."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -156,7 +156,7 @@ def pydantic_ai(server: TestedServer) -> None:
     assert Agent(model, model_settings={"max_tokens": 200}).run_sync(_QUESTION).output
 
 
-def openai_agents(server: TestedServer) -> None:
+def openai_agents(server: DaemonUnderTest) -> None:
     """Agent with a tool that it must call once."""
     from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
     from openai import AsyncOpenAI
@@ -178,7 +178,7 @@ def openai_agents(server: TestedServer) -> None:
     assert Runner.run_sync(agent, _QUESTION).final_output is not None
 
 
-def instructor_model(server: TestedServer) -> None:
+def instructor_model(server: DaemonUnderTest) -> None:
     """Pydantic model from a JSON schema."""
     import instructor
     import openai
@@ -195,7 +195,7 @@ def instructor_model(server: TestedServer) -> None:
     assert client.create(model=server.model, response_model=Place, messages=messages, max_tokens=100).city is not None
 
 
-def smolagents_model(server: TestedServer) -> None:
+def smolagents_model(server: DaemonUnderTest) -> None:
     """Model of smolagents, called like its agents do."""
     from smolagents import OpenAIServerModel
 
@@ -203,7 +203,7 @@ def smolagents_model(server: TestedServer) -> None:
     assert model([{"role": "user", "content": [{"type": "text", "text": _QUESTION}]}]).content
 
 
-def haystack(server: TestedServer) -> None:
+def haystack(server: DaemonUnderTest) -> None:
     """Chat generator of haystack."""
     from haystack.components.generators.chat import OpenAIChatGenerator
     from haystack.dataclasses import ChatMessage
@@ -218,14 +218,14 @@ def haystack(server: TestedServer) -> None:
     assert generator.run([ChatMessage.from_user(_QUESTION)])["replies"][0].text
 
 
-def dspy_model(server: TestedServer) -> None:
+def dspy_model(server: DaemonUnderTest) -> None:
     """Language model of dspy."""
     import dspy
 
     assert dspy.LM(f"openai/{server.model}", api_base=server.v1, api_key=server.key, max_tokens=_TOKENS)(_QUESTION)
 
 
-def llm_command(server: TestedServer) -> None:
+def llm_command(server: DaemonUnderTest) -> None:
     """Command line tool with a configured model."""
     home = Path(os.environ.get("TMPDIR", "/tmp")) / "polydraft-llm-client"
     home.mkdir(exist_ok=True)
@@ -239,7 +239,7 @@ def llm_command(server: TestedServer) -> None:
     assert run.stdout.strip()
 
 
-def autogen(server: TestedServer) -> None:
+def autogen(server: DaemonUnderTest) -> None:
     """Assistant of AutoGen."""
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -253,7 +253,7 @@ def autogen(server: TestedServer) -> None:
     assert asyncio.run(AssistantAgent("a", model_client=client).run(task=_QUESTION)).messages
 
 
-CLIENTS: dict[str, tuple[str, Callable[[TestedServer], None]]] = {
+CLIENTS: dict[str, tuple[str, Callable[[DaemonUnderTest], None]]] = {
     "openai: chat, stream, completions": ("openai", openai_chat),
     "openai: responses, streamed": ("openai", openai_responses),
     "openai: tools": ("openai", openai_tools),
@@ -281,7 +281,7 @@ JAVASCRIPT_CLIENTS: dict[str, str] = {
 }
 
 
-def tried(server: TestedServer, name: str) -> dict[str, str]:
+def tried(server: DaemonUnderTest, name: str) -> dict[str, str]:
     """Return the result of one client."""
     package, use = CLIENTS[name]
     try:
@@ -296,7 +296,7 @@ def tried(server: TestedServer, name: str) -> dict[str, str]:
     return {"client": name, "package": package, "version": version, "result": result}
 
 
-def tried_in_node(server: TestedServer, name: str, folder: Path) -> dict[str, str]:
+def tried_in_node(server: DaemonUnderTest, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a JavaScript client that is installed in a folder."""
     package = JAVASCRIPT_CLIENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
@@ -317,7 +317,7 @@ def tried_in_node(server: TestedServer, name: str, folder: Path) -> dict[str, st
     return {"client": name, "package": package, "version": version, "result": result}
 
 
-def tried_agent(server: TestedServer, name: str, folder: Path) -> dict[str, str]:
+def tried_agent(server: DaemonUnderTest, name: str, folder: Path) -> dict[str, str]:
     """Return the result of a coding agent's task; its program is installed in a folder."""
     package, program, run = AGENTS[name]
     manifest = folder / "node_modules" / package / "package.json"
@@ -345,7 +345,7 @@ def main() -> int:
     parser.add_argument("--npm", type=Path, help="folder with node_modules; without it JavaScript clients are left out")
     parser.add_argument("--output", type=Path, help="JSON file for the table")
     options = parser.parse_args()
-    server = TestedServer(options.url, options.model)
+    server = DaemonUnderTest(options.url, options.model)
     table = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
     if options.npm:
         wanted = [name for name in JAVASCRIPT_CLIENTS if not options.only or options.only in name]

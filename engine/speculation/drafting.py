@@ -1,10 +1,11 @@
 """Drafted chains, the laws they were drawn from, and the noise that decides about them.
 
 A request's chains are the leaves of a tree: below every node some children are drawn together, by one of the draft
-methods (`engine.speculation.rule_facts`), from the draft distribution below the node's prefix. In the usual tree only the
-root has several children, and every chain continues alone below its first token. With `iid` such chains are independent
-given the context; block rules need this. A chain *leads* a node if it is the first of the chains through it. Rules
-over nodes see every drawn node once, through its leader (equal tokens of different draws stay different nodes).
+methods (`engine.speculation.rule_facts`), from the draft distribution below the node's prefix. In the usual tree only
+the root has several children, and every chain continues alone below its first token. With `iid` such chains are
+independent given the context; block rules need this. A chain *leads* a node if it is the first of the chains through
+it. Rules over nodes see every drawn node once, through its leader (equal tokens of different draws stay different
+nodes).
 A row that does not speculate has one chain of length 0, so that it can be verified in one batch with rows that do. (A
 step in which no row drafts draws its tokens directly: `engine.step.verifying`.)
 

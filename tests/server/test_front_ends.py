@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.clients import CLIENTS, TestedServer, tried
+from loadtest.clients import CLIENTS, DaemonUnderTest, tried
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.test_tools import PARAMETERS, TEMPLATES
 
@@ -239,4 +239,4 @@ def test_official_clients_work(tool_daemon: Daemon) -> None:
     official = [name for name, (package, _) in CLIENTS.items() if package in ("openai", "anthropic")]
     assert len(official) == 4
     for name in official:
-        assert tried(TestedServer(tool_daemon.url, MODEL), name)["result"] == "works"
+        assert tried(DaemonUnderTest(tool_daemon.url, MODEL), name)["result"] == "works"
