@@ -1,7 +1,7 @@
 """`python -m engine`: the engine process (`process.py`).
 
-Python searches for garbage again and again while modules are imported and a model is loaded, and would search what they
-left for ever after. Both are left out: the search begins when the engine is ready, and looks at nothing older.
+The garbage collector is off while modules are imported and the model is loaded, and later ignores the objects that were
+created then. It would otherwise scan them repeatedly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> int:
-    """Run the process; its exit code."""
+    """Run the process and return its exit code."""
     gc.disable()
     from engine.process import main as run
 

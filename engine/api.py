@@ -1,7 +1,7 @@
-"""The front door of the engine: messages to and from its process, and how to start it.
+"""Interface of the engine: messages to and from its process, and how to start it.
 
-The only engine module the server imports. No torch: the HTTP process never loads it. Messages
-are msgpack over two one-way sockets; one message per step, never one per token.
+This is the only engine module that the server imports. It does not import torch, so the HTTP process never loads it.
+Messages are msgpack over two one-way sockets; there is one message per step, never one per token.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from engine.request import GRAMMAR, Limits, Request, Sampling, Speculation, Thin
 from engine.scheduling.admission import check_requests, default_speculation, unknown_rule, with_kept_shape
 from engine.scheduling.outcome import PHASES, Outcome, StepStats, read_logprobs
 
-# How long an idle OpenMP thread spins. The default makes two threads 8 to 36 times slower as soon
-# as anything else runs on one of their cores.
+# Spins of an idle OpenMP thread. With the default, two threads are 8 to 36 times slower as soon as anything else runs
+# on one of their cores.
 _SPIN_COUNT = "10000"
 
 
 class RequestVariant(msgspec.Struct, frozen=True, array_like=True):
-    """In what a request differs from the first of its call."""
+    """Fields in which a request differs from the first one of its call."""
 
     request_id: str
     prompt: int
@@ -64,7 +64,9 @@ class RequestVariant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start the requests of one call; what they share is sent once, and is the same object there."""
+    """To the engine: start the requests of one call. Values that they share are sent once, and are the same objects
+    there.
+    """
 
     first: Request
     """The first request, without its prompt."""
@@ -73,7 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
-        """The message for requests that differ in nothing but what a `RequestVariant` has, and their prompts."""
+        """Return the message for requests that differ only in their prompts and in the fields of `RequestVariant`."""
         prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         number = {name: index for index, name in enumerate(prompts)}
         choices = [
@@ -89,7 +91,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         return cls(msgspec.structs.replace(requests[0], prompt_token_ids=()), list(prompts.values()), choices)
 
     def requests(self) -> list[Request]:
-        """The requests, which share prompts and lists as those sent do."""
+        """Return the requests; they share prompts and lists as the sent ones did."""
         first, replace = self.first, msgspec.structs.replace
         return [
             replace(
@@ -105,7 +107,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: forget a request, silently if it has ended."""
+    """To the engine: abort a request; no effect if it has ended."""
 
     request_id: str
 
@@ -115,7 +117,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what it is doing before it can serve."""
+    """From the engine: progress while it loads."""
 
     text: str
 
@@ -133,7 +135,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a request it cannot serve (any further); the request's last message."""
+    """From the engine: last message of a request that it cannot serve, or cannot continue to serve."""
 
     request_id: str
     message: str
@@ -142,7 +144,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what one step gave."""
+    """From the engine: results of one step."""
 
     outcomes: list[Outcome]
     stats: StepStats
@@ -156,13 +158,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """To the engine, on its standard input: what it loads, and the zmq addresses of its messages."""
+    """To the engine, on its standard input: the models to load, and the zmq addresses of its messages."""
 
     config: EngineConfig
     inbox: str
     outbox: str
     is_offline: bool
-    """Whether the hub is not asked."""
+    """Whether the hub must not be contacted."""
 
 
 ToEngine = Submit | Abort | Stop
@@ -175,17 +177,17 @@ _launch = msgspec.msgpack.Decoder(Launch)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """A message the server sent."""
+    """Decode a message from the server."""
     return _to_engine.decode(data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """A message the engine sent."""
+    """Decode a message from the engine."""
     return _from_engine.decode(data)
 
 
@@ -195,9 +197,9 @@ def decode_launch(data: bytes) -> Launch:
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """Start the engine process, which imports its libraries until `launch` says what it loads.
+    """Start the engine process. It imports its libraries while it waits for `launch`.
 
-    It exits by itself when this process ends. (-P: modules in the user's folder are not ours.)
+    It exits when this process ends. (-P: modules in the user's folder are not ours.)
     """
     environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false", **os.environ}
     return subprocess.Popen(
@@ -206,16 +208,16 @@ def start_process() -> subprocess.Popen[bytes]:
 
 
 def launch(process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str) -> None:
-    """Tell a new engine process what to load, and that it reads messages from `inbox` and writes to `outbox`."""
-    is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"  # may have been found out after the process was started
+    """Send a new engine process its configuration and the addresses of the sockets it reads from and writes to."""
+    is_offline = os.environ.get("HF_HUB_OFFLINE") == "1"  # may have been downloaded after the process was started
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended is noticed as such
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # a process that has ended is detected elsewhere
         process.stdin.write(_encoder.encode(Launch(config=config, inbox=inbox, outbox=outbox, is_offline=is_offline)))
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of the `index`-th of several choices; choice 0 keeps the request's own seed."""
-    # Brings numpy, for which `polydraft serve --help` need not wait.
+    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own seed."""
+    # Imports numpy, which `polydraft serve --help` does not need.
     from engine.sampling import noise
 
     return noise.choice_seed(seed, index)

@@ -1,4 +1,4 @@
-"""Checks of a configuration that need no model and no torch: the command line makes them before anything is loaded."""
+"""Checks of a configuration that need neither a model nor torch. The command line runs them before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANY_VOCABULARY = 1 << 31
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that cannot work together, whatever the models are."""
+    """Raise ConfigError for settings that cannot work together with any model."""
     wanted = config.speculation
     if wanted.rule != "off" and wanted.rule not in RULE_FACTS:
         raise ConfigError(f"--spec-rule {wanted.rule}: unknown; choose off or one of {', '.join(RULE_FACTS)}")
@@ -51,7 +51,7 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def lookahead(config: EngineConfig) -> int:
-    """Most tokens that one request drafts in a step."""
+    """Return the most tokens that one request drafts in a step."""
     copied = most_copied(config.scheduler.max_copied_tokens)
     if config.model.draft is None:
         return copied
@@ -59,7 +59,7 @@ def lookahead(config: EngineConfig) -> int:
 
 
 def early_facts(config: EngineConfig, vocab_size: int, max_model_len: int = 0, architecture: str = "") -> EngineFacts:
-    """Return what is known of an engine before its weights are read."""
+    """Return the facts about an engine that are known before its weights are read."""
     return EngineFacts(
         vocab_size=vocab_size,
         max_model_len=max_model_len,

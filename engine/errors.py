@@ -14,25 +14,28 @@ from __future__ import annotations
 from typing import Literal
 
 NON_FINITE = "non_finite_logits"
-"""Error code of a request that was ended because a model computed NaN or infinity: the server's fault."""
+"""Error code of a request that was ended because a model computed NaN or infinity; a fault of the server."""
 
 NO_END_TOKEN = "no_end_token"
-"""Error code of structured output from a model whose files name no end token: the operator's to correct."""
+"""Error code of structured output from a model whose files name no end token; the operator can correct it."""
 DEAD_END = "grammar_dead_end"
-"""Error code of structured output after which the grammar allows no token of this model: no client can correct it."""
+"""Error code of structured output after which the grammar allows no token of this model; no client can correct it."""
 NOTHING_LEFT = "no_token_left"
-"""Error code of a request whose own masks (bad_words, allowed_token_ids, min_tokens) allow no token: the caller's."""
+"""Error code of a request whose own masks (bad_words, allowed_token_ids, min_tokens) allow no token; a fault of the
+caller.
+"""
 GRAMMAR_UNAVAILABLE = "grammar_unavailable"
-"""Error code of structured output that this machine cannot serve: its process was killed, cannot start or gets no time,
-or the model has no tokenizer.json."""
+"""Error code of structured output that this machine cannot serve: its process was killed, cannot start or gets no CPU
+time, or the model has no tokenizer.json.
+"""
 TEMPLATE_FAILED = "chat_template_failed"
-"""Error code of a conversation on which the chat template makes a mistake: the operator's to correct."""
+"""Error code of a conversation on which the chat template fails; the operator can correct it."""
 SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, GRAMMAR_UNAVAILABLE, TEMPLATE_FAILED})
 """Error codes of requests that no client can correct."""
 
 
 class PolydraftError(Exception):
-    """Root of every error raised on purpose."""
+    """Root of all errors that are raised on purpose."""
 
 
 class RequestError(PolydraftError):
@@ -52,9 +55,9 @@ class EngineBusy(PolydraftError):
 
 
 class EngineStopped(PolydraftError):
-    """The engine process has ended, is loading, or accepts no new work.
+    """The engine process has ended, is loading, or accepts no new requests.
 
-    `rejects` says why a new request was not admitted; None where a request that ran was ended.
+    `rejects`: reason why a new request was not admitted; None if a running request was ended.
     """
 
     def __init__(self, message: str, rejects: Literal["loading", "draining", "engine_stopped"] | None = None) -> None:
@@ -63,7 +66,7 @@ class EngineStopped(PolydraftError):
 
 
 class DeadlineExceeded(PolydraftError):
-    """A request has taken longer than the operator lets one take."""
+    """A request has exceeded the operator's time limit."""
 
 
 class ConfigError(PolydraftError):
@@ -71,9 +74,9 @@ class ConfigError(PolydraftError):
 
 
 class LoadError(PolydraftError):
-    """A model that cannot be loaded, or would be served wrongly."""
+    """A model that cannot be loaded, or would give wrong results."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """Return the message of another library's error in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""Edits of one request's logits that no token changes, as arrays that are made once.
+"""Edits of one request's logits that do not depend on its tokens, as arrays that are built once.
 
-A step edits the logits of hundreds of nodes. Whatever grows with what a client sends (65,536 allowed tokens, 1,024
-biases) is prepared here, so that a node costs no more than reading it. No torch.
+A step edits the logits of hundreds of nodes. Everything whose size a client controls (65,536 allowed tokens, 1,024
+biases) is prepared here, so that a node only reads it. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FixedEdits:
     """Bias and masks of the requests of one call, which share the lists that the client sent."""
 
     def __init__(self, sampling: Sampling, ends: Sequence[int]) -> None:
-        """ends: tokens that are held back before min_tokens."""
+        """Prepare the edits; `ends` are tokens that are masked until min_tokens."""
         self.source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
         self.bias_tokens = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self.bias_values = np.array([added for _, added in sampling.logit_bias], np.float32)
@@ -39,9 +39,9 @@ class FixedEdits:
         self._masks: dict[tuple[int, bool], Bools | None] = {}
 
     def mask(self, vocab_size: int, holds_back: bool) -> Bools | None:
-        """[V] tokens that may come next as far as that is always the same; None for all. Not to be written to.
+        """Return [V] the tokens that the fixed masks allow; None for all. Read-only.
 
-        holds_back: whether no end may come yet.
+        holds_back: whether end tokens are masked.
         """
         key = vocab_size, holds_back
         if key not in self._masks:
@@ -60,7 +60,7 @@ class FixedEdits:
         return mask
 
     def allowed(self, vocab_size: int, holds_back: bool, tokens: Sequence[int], path: Sequence[int]) -> Bools | None:
-        """[V] tokens that may come after a text and a path below it; None for all. Not to be written to."""
+        """Return [V] the tokens that may come after a text and a path below it; None for all. Read-only."""
         allowed = self.mask(vocab_size, holds_back)
         if barred := self.barred_after(tokens, path):
             allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
@@ -68,9 +68,9 @@ class FixedEdits:
         return allowed
 
     def has_dead_end(self, tokens: Sequence[int], emitted: Sequence[int], num_held: int, vocab_size: int) -> bool:
-        """Whether one of the tokens emitted after a text is masked: they come only where the masks leave nothing.
+        """Whether one of the tokens emitted after a text is masked, which happens only if the masks allow no token.
 
-        num_held: how many of them must come before an end may.
+        num_held: number of emitted tokens before which end tokens are masked.
         """
         for depth, token in enumerate(emitted):
             allowed = self.mask(vocab_size, depth < num_held)
@@ -81,7 +81,7 @@ class FixedEdits:
         return False
 
     def barred_after(self, tokens: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Tokens that would complete a bad word of several tokens after a text and a path below it."""
+        """Return the tokens that would complete a bad word of several tokens after a text and a path below it."""
         if not self._words or not (path or tokens):
             return []
         words = self._words.get(path[-1] if path else tokens[-1])
@@ -92,13 +92,13 @@ class FixedEdits:
 
 
 class SharedEdits:
-    """The edits of the requests that run, each made once for all requests that have them."""
+    """Edits of the running requests, each built once for all requests that share it."""
 
     def __init__(self) -> None:
         self._known: WeakValueDictionary[tuple[object, ...], FixedEdits] = WeakValueDictionary()
 
     def of(self, sampling: Sampling, ends: tuple[int, ...]) -> FixedEdits:
-        """The edits of a request. Those of the same objects are shared: they are not compared by what they hold."""
+        """Return the edits of a request. They are shared by identity of the objects, not by equality of the values."""
         source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
         key = (*map(id, source), ends)
         edits = self._known.get(key)

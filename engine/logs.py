@@ -1,4 +1,4 @@
-"""Log lines: text for people, or one JSON object a line for machines. Fields of a line come with `log_fields`."""
+"""Log lines: text for people, or one JSON object per line for machines. `log_fields` adds fields to a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN = re.compile(r"[!#-~]+")
 
 
 def log_fields(**values: Any) -> dict[str, Any]:
-    """`extra` of a log call: values to be shown by name; None is left out."""
+    """Return `extra` of a log call: values to show by name, without those that are None."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -32,16 +32,16 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (named by logging)
-        """The line without its traceback."""
+        """Return the line without its traceback."""
         values = getattr(record, "fields", {})
         return " ".join([super().formatMessage(record), *(f"{name}={_value(value)}" for name, value in values.items())])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: time, level, message, the line's fields, and the traceback where there is one."""
+    """One JSON object: time, level, message, the line's fields, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object."""
+        """Return the object as a line."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "message": record.getMessage()}
         line |= getattr(record, "fields", {})
@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_log(level: str, form: Literal["text", "json"]) -> None:
-    """Write the log to standard error in this form, from this level on."""
+    """Write the log to standard error in this format, from this level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper())

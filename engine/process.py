@@ -1,7 +1,7 @@
-"""The engine process: read the inbox, step, deliver, for ever; die loudly.
+"""The engine process: read the inbox, run a step, deliver the results, repeat.
 
-One thread owns all engine state and the device. A request it cannot serve gets a `Refused`; any
-other error ends the process with a `Failed`. It leaves when its parent is gone.
+One thread owns all engine state and the device. A request that cannot be served is answered with a `Refused`; any other
+error ends the process with a `Failed`. The process exits when its parent has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GRAMMAR_POLL_MS = 2
 
 
 class Mailbox:
-    """The two sockets, without limits: the engine never waits for the HTTP process."""
+    """The two sockets, with unbounded queues: the engine never waits for the HTTP process."""
 
     def __init__(self, inbox: str, outbox: str) -> None:
         self._context = zmq.Context()
@@ -58,7 +58,7 @@ class Mailbox:
         self._outbox.send(encode(message))
 
     def receive(self, wait_ms: int) -> list[bytes]:
-        """All waiting messages, after at least one has come or so much time has passed."""
+        """Return all waiting messages, after at least one has arrived or `wait_ms` have passed."""
         if wait_ms:
             self._inbox.poll(wait_ms)
         messages = []
@@ -74,14 +74,14 @@ class Mailbox:
         return os.getppid() != self._parent
 
     def close(self) -> None:
-        """Flush what was sent, then close."""
+        """Flush sent messages, then close."""
         self._inbox.close(linger=0)
         self._outbox.close(linger=2000)
         self._context.term()
 
 
 def serve(engine: Engine, mailbox: Mailbox) -> None:
-    """Step while there is work, until told to stop."""
+    """Run steps while there is work, until a `Stop` arrives."""
     while not mailbox.is_orphaned:
         for data in mailbox.receive(_wait_ms(engine)):
             message = decode_to_engine(data)
@@ -89,7 +89,7 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
                 return
             if isinstance(message, Abort):
                 if engine.abort(message.request_id) and not engine.scheduler.has_work:
-                    # No step will report that the memory is free.
+                    # No later step will report that the memory is free.
                     mailbox.send(Step([], engine.stats()))
             else:
                 _submit(engine, message, mailbox)
@@ -119,7 +119,7 @@ def _refuse(failures: Failures, mailbox: Mailbox) -> None:
 
 
 def _wait_ms(engine: Engine) -> int:
-    """How long to wait for a message: not while there is work, and shortly while a grammar is being read."""
+    """Return how long to wait for a message: 0 while there is work, and a short time while a grammar is being read."""
     if engine.scheduler.has_work:
         return 0
     return _GRAMMAR_POLL_MS if engine.following.num_waiting else _IDLE_POLL_MS
@@ -161,20 +161,22 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
 
 def _restart_garbage_collection() -> None:
-    """Collect once, exempt all that is loaded from later collections (they would take a quarter of a second, in which
-    no step is made), and switch the collector on again."""
+    """Collect once, exempt all loaded objects from later collections, and enable the collector again.
+
+    Each later collection would otherwise scan them, and stop the steps for a quarter of a second.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def main() -> int:
-    """Run the process; 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
-    with contextlib.suppress(Exception):  # raised again, and reported, where they are used
+    """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad configuration."""
+    with contextlib.suppress(Exception):  # raised again, and reported, when they are used
         import engine.step.building
         import engine.step.calibration  # noqa: F401  (while the other process reads its settings)
     told = sys.stdin.buffer.read()
-    if not told:  # the parent was ended before it could say what to load
+    if not told:  # the parent has ended before it sent a `Launch`
         return 0
     launch = decode_launch(told)
     if launch.is_offline:
@@ -190,7 +192,7 @@ def main() -> int:
         mailbox.send(Failed(str(error), 1))
         return 1
     except Exception as error:
-        log.exception("the engine ends")
+        log.exception("the engine has failed and its process ends")
         mailbox.send(Failed(f"{type(error).__name__}: {error}", 1))
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""What a client asked for, in tokens. Frozen: the running state is `scheduling.sequence`."""
+"""A client's request, in tokens. Frozen: the running state is `scheduling.sequence`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.config import MODEL
 
 _MIN_TEMPERATURE = 1e-5
 GRAMMAR = "grammar"
-"""Field that errors of grammars name; who made the grammar knows which of its own fields that was."""
+"""Field that errors of grammars name; the server replaces it by the field that the client sent."""
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """Thoughts at the beginning of an answer, which one token opens and one closes."""
+    """Thoughts at the beginning of an answer, between an opening and a closing token."""
 
     opens: int
     closes: int
     is_begun: bool
-    """Whether the prompt has opened them; otherwise the answer may, with its first token."""
+    """Whether the prompt has opened them; otherwise the first token of the answer may."""
     budget: int | None = None
     """Most tokens of the thoughts; then they are closed."""
     may_end: bool = True
@@ -27,34 +27,34 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. The same values make the target law and the draft law."""
+    """Parameters of sampling. Both the target and the draft distribution are computed with them."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Sample from the k most likely tokens; 0 uses all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this mass; 1 keeps all."""
+    """Sample from the smallest set of tokens with this probability; 1 uses all."""
     min_p: float = 0.0
     """Drop tokens below this share of the most likely token's probability."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the text (prompt and answer) become less likely."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it is in the answer."""
+    """Subtracted from a token's logit for each time it is in the answer."""
     presence_penalty: float = 0.0
-    """Taken from a token's logit when it is in the answer."""
+    """Subtracted from a token's logit if it is in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """(token, addend of its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these may be emitted; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that may not be emitted."""
+    """Sequences of tokens that may not be emitted."""
     grammar: str = ""
-    """What the answer must follow, as llguidance reads it; empty is anything."""
+    """Grammar of the answer in llguidance's format; empty allows everything."""
     thinking: Thinking | None = None
-    """Thoughts that have a budget, or come before what follows the grammar."""
+    """Thoughts that have a budget, or come before the part that follows the grammar."""
     seed_stable: bool = False
-    """The same seed gives the same answer whatever is drafted (`sampling/stable.py`)."""
+    """Whether the same seed gives the same answer for any drafts (`sampling/stable.py`)."""
     seed: int = 0
     """Every random number of the request is a function of this (64 bits)."""
 
@@ -71,65 +71,68 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_certain(self) -> bool:
-        """Whether law and seed leave one token only: drafts are right or wrong, and no rule is needed."""
+        """Whether distribution and seed allow one token only: drafts are right or wrong, and no rule is needed."""
         return self.is_greedy or self.seed_stable
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the law is the most likely token: below this a temperature is 0, float32 could not scale by it."""
+        """Whether the most likely token has probability 1: a smaller temperature would overflow float32."""
         return self.temperature < _MIN_TEMPERATURE
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """When an answer ends."""
+    """Conditions that end an answer."""
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """No end and no stop token before this many tokens."""
+    """Number of tokens before which no end token and no stop token is allowed."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens are drafted, and how they are verified."""
+    """Number of drafted tokens, and their verification."""
 
     rule: str = "bv_race"
     num_drafts: int = 0
-    """Chains per step (the leaves of a tree); 0 is plain decoding."""
+    """Chains per step (leaves of a tree); 0 is plain decoding."""
     draft_length: int = 0
-    """Tokens in a chain (the depth of a tree)."""
+    """Tokens in a chain (depth of a tree)."""
     draft_method: str = ""
-    """How the children of one node are drawn; empty is the rule's own method."""
+    """Method of drawing the children of one node; empty is the rule's own method."""
     tree: tuple[int, ...] = ()
     """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is chains that part at
-    the root."""
+    the root.
+    """
     drafters: tuple[str, ...] = (MODEL,)
-    """Where drafts come from: the draft model, `prompt_lookup`, the request's `prediction`."""
+    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`."""
     adaptive: bool = False
-    """Whether the engine chooses the shape by load and acceptance (`scheduling.controller`); the two counts above are
-    the most it drafts then."""
+    """Whether the engine chooses the shape by load and acceptance (`engine.control`). The two counts above are then
+    maxima.
+    """
     over_acceptance: float = 0.0
-    """Lossy: drafts are accepted as if the target law were larger by this much; 0 is exact."""
+    """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is exact."""
     over_acceptance_residual: Literal["optimal", "target"] = "optimal"
-    """Lossy: where rejected drafts are drawn again from: `optimal` (Theorem 4 of Yin et al.) or `target`."""
+    """Lossy: distribution from which rejected drafts are replaced: `optimal` (Theorem 4 of Yin et al.) or `target`."""
 
     @property
     def copies(self) -> bool:
-        """Whether chains may be copied instead of drawn."""
+        """Whether text drafts may be used."""
         return self.drafters != (MODEL,)
 
     @property
     def fanout(self) -> tuple[int, ...]:
-        """Children of every node by depth."""
+        """Return the children of every node by depth."""
         if not self.num_drafts:
             return ()
         return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """How likely the model found an emitted token, and the likeliest ones instead.
+    """Log probability of an emitted token, and the likeliest tokens at its position.
 
-    Of the target model's own law: before temperature, filters, bias, penalties and masks (as vLLM's raw_logprobs).
+    They are those of the target model's distribution before temperature, filters, bias, penalties and masks (vLLM's
+    raw_logprobs).
     """
 
     logprob: float
@@ -138,7 +141,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DrafterCount(msgspec.Struct, frozen=True, array_like=True):
-    """What one drafter contributed to a step."""
+    """Contribution of one drafter to a step."""
 
     name: str
     num_chains: int
@@ -158,14 +161,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int | None = None
     """Report each emitted token's logprob, and this many of the likeliest tokens; None reports nothing."""
     priority: int = 0
-    """Lower is served earlier and preempted later; among equals the first come."""
+    """Lower is served earlier and preempted later; equal priorities are served in order of arrival."""
     prediction: tuple[int, ...] = ()
-    """What the answer will probably be."""
+    """Predicted text of the answer."""
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
     client: str = ""
-    """Opaque name of the client: clients take turns where they wait for grammars."""
+    """Opaque name of the client: clients take turns when they wait for grammars."""
     num_prompt_logprobs: int | None = None
-    """The same for the prompt's tokens (all but the first)."""
+    """Number of likeliest tokens to report for each prompt token except the first; None reports nothing."""
     reports_drafts: bool = False
     """Report the chains of every step."""

@@ -1,4 +1,4 @@
-"""Counts of the tokens of an answer, for penalties: a step counts what the steps before it have emitted."""
+"""Counts of the tokens of an answer, for penalties. A step counts only the tokens that were added since the last one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class TextCounts:
     """Counts of one sequence's text. A text only grows: a preempted sequence keeps its tokens."""
 
     def __init__(self, num_prompt: int) -> None:
-        """num_prompt: tokens of the prompt, which are in the text and not in the answer."""
+        """Count from here; `num_prompt` tokens are in the text and not in the answer."""
         self._num_prompt = num_prompt
         self._num_counted = 0
         self._token_E: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._times_E: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
     def of(self, tokens: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """([E] different tokens of the whole text, [E] how often each is in the answer).
+        """Return ([E] different tokens of the whole text, [E] how often each is in the answer).
 
         tokens: prompt and answer, at least as long as in the call before.
         """
-        assert len(tokens) >= self._num_counted, "a text does not shrink"
+        assert len(tokens) >= self._num_counted, "a text must not shrink"
         if more := tokens[self._num_counted :]:
             in_answer_T = np.arange(self._num_counted, len(tokens)) >= self._num_prompt
             token_X = np.concatenate([self._token_E, np.array(more, np.int64)])
