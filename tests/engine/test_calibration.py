@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,14 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
         engine.scheduler.times = times = Told(Machine())
         engine.submit(tiny.request("0", [1, 2, 3], speculation, max_tokens=9))
-        known = [engine.run_step().stats for _ in range(3)]
-        plain_s = times.rest_s(StepWork(rows=1, text=3))
+        known, around_s = [], []
+        for _ in range(3):
+            known.append(engine.run_step().stats)
+            around_s.append(times.host_s)
         # What passes between two steps is a plain step's, too.
-        assert all(stats.plain_s is not None and plain_s <= stats.plain_s < plain_s + 0.05 for stats in known)
+        plain_s = times.rest_s(StepWork(rows=1, text=3))
+        assert [stats.plain_s for stats in known] == pytest.approx([plain_s + one for one in around_s])
+        assert around_s[0] == 0 < min(around_s[1:])
         (work, draft_s, rest_s), *others = times.told
         assert (work.prompt, work.rows) == (2, 1)
         assert known[0].prompt_s == pytest.approx(rest_s - times.rest_s(work.without_prompts))
@@ -143,8 +146,8 @@ def test_phases_are_as_long_as_the_device_takes() -> None:
             pass
     wall_s, phases_s = stopwatch.stop()
     assert (phases_s["target"], phases_s["verify"]) == pytest.approx((0.001, 0.03))
-    assert phases_s["keep"] < 0.001, "what the device has not come to counts as the host saw it"
-    assert stopwatch.parts_s == pytest.approx(wall_s, abs=0.005)
+    assert phases_s["keep"] != pytest.approx(0.002), "what the device has not come to counts as the host saw it"
+    assert 0.04 <= stopwatch.parts_s <= wall_s
     assert device.waited == []
     stopwatch.start()
     with stopwatch.phase("target"):
@@ -169,26 +172,23 @@ def test_a_step_behind_an_aborted_request_does_not_pay_for_the_time_between() ->
 
 def test_what_the_controller_takes_is_not_plain_decodings() -> None:
     """A plain engine has none: otherwise answers would report that speculation gains more, the slower it chooses."""
+    claimed_s = 1000.0
 
-    class Slow(StepTimes):
-        def step_s(self, works: Any) -> Any:
-            time.sleep(0.02)
-            return super().step_s(works)
-
-    class Always(Controller):
+    class Slow(Controller):
         def choose(self, *asked: Any) -> None:
             self._next = 0
             super().choose(*asked)
+            self.spent_s += claimed_s
 
     target = tiny.llama(seed=1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.02))
-    engine.scheduler.times = times = Slow(Machine().points())
-    engine.scheduler.controller = Always(times, 3)
+    engine.scheduler.times = times = StepTimes(Machine().points())
+    engine.scheduler.controller = controller = Slow(times, 3)
     adaptive = Speculation(rule="block", num_drafts=1, draft_length=3, adaptive=True)
     engine.submit(tiny.request("0", [1, 2, 3], adaptive, max_tokens=30))
     known = [engine.run_step().stats for _ in range(8)]
-    assert all(stats.wall_s > 0.02 for stats in known)
-    assert statistics.median(stats.plain_s or 0.0 for stats in known) < 0.02
+    assert controller.spent_s > len(known) * claimed_s, "what it really took is counted, too"
+    assert all(stats.plain_s < -0.9 * claimed_s for stats in known[1:]), "all that it says it took is taken off"
 
 
 def measured(engine: Engine, folder: Path | str, num_drafts: int = 3, draft_window: int = 0) -> tuple[list[str], Any]:
