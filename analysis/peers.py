@@ -108,7 +108,8 @@ class Transformers:
         import transformers
 
         device = torch.device(options.device)
-        dtype, load = arithmetic_dtype(options.dtype, device), transformers.AutoModelForCausalLM.from_pretrained
+        dtype = arithmetic_dtype(options.dtype, device) or "auto"
+        load = transformers.AutoModelForCausalLM.from_pretrained
         self.target, self.draft = (
             load(path, dtype=dtype).to(device).eval() for path in (options.target, options.draft)
         )
@@ -161,17 +162,23 @@ class Transformers:
 
 
 def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace, progress: Any) -> dict[str, Any]:
-    """All arms on the same prompts, in turn, the order reversed each time."""
+    """All arms on the same prompts, in turn, the order reversed each time; they have all run for a while before."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for repeat in range(options.repeats + 1):
+    prompts = random_prompts(concurrency, options.prompt, 100 * concurrency)
+    for arm in arms.values():
+        deadline = time.perf_counter() + options.warm_up
+        arm(prompts, options.temperature)
+        while time.perf_counter() < deadline:
+            arm(prompts, options.temperature)
+        progress.update()
+    for repeat in range(1, options.repeats + 1):
         prompts = random_prompts(concurrency, options.prompt, 100 * concurrency + repeat)
         for name in list(arms) if repeat % 2 else list(arms)[::-1]:
             began = time.perf_counter()
             answers = arms[name](prompts, options.temperature)  # on the host, so nothing is left to wait for
             elapsed = time.perf_counter() - began
             assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
-            if repeat:  # the first warms up
-                seconds[name].append(elapsed)
+            seconds[name].append(elapsed)
             progress.update()
     num_tokens = concurrency * options.tokens
     return {
@@ -212,11 +219,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("draft", help="folder of the draft model")
     result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
-    result.add_argument("--dtype", default="float32", help="type of weights here and in transformers")
+    result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where all arms run")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
+    result.add_argument(
+        "--warm-up", type=float, default=2.0, help="seconds that an arm runs before: the controller tries shapes then"
+    )
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
     result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
     result.add_argument(

@@ -69,9 +69,12 @@ def test_peers_agree_and_are_compared(
     monkeypatch.setattr(peers.Transformers, "continuous", peers.Transformers.generate)
     output = tmp_path / "peers.json"
     optional = ["--llama-cpp-types", "f32"] if find_spec("llama_cpp") and find_spec("gguf") else []
-    few = ("--concurrency", "2", "--repeats", "1", "--tokens", "6", "--prompt", "9", "--threads", "1", *optional)
+    few = ("--concurrency", "2", "--repeats", "1", "--warm-up", "0", "--tokens", "6", "--prompt", "9", "--threads", "1")
     arms = ("--shapes", "block:1x2", "bv_race:2x2")
-    assert peers.main([str(folder / "target"), str(folder / "draft"), *arms, *few, "--output", str(output)]) == 0
+    assert (
+        peers.main([str(folder / "target"), str(folder / "draft"), *arms, *few, *optional, "--output", str(output)])
+        == 0
+    )
     result = json.loads(output.read_text())
     assert all(result["greedy_answers_equal_generate"].values())
     (cell,) = result["cells"]
