@@ -1,4 +1,6 @@
-"""Checks of a configuration that need neither a model nor torch. The command line runs them before anything is loaded."""
+"""Checks of a configuration that need neither a model nor torch; the command line runs them before it loads
+anything.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,9 @@ class Plan:
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """Tokens that one sampling row emits: accepted draft tokens, then one more token. (A msgspec struct, as a row is.)"""
+    """Tokens that one sampling row emits: accepted draft tokens, then one more token (a msgspec struct, as a row
+    is).
+    """
 
     accepted: tuple[int, ...]
     next_token: int

@@ -1,1 +1,1 @@
-"""Who runs, how many tokens each, and what becomes of the answer. Pure Python, no tensors."""
+"""Scheduling: which requests run, how many tokens each computes in a step, and when an answer ends. Pure Python."""

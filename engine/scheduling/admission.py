@@ -1,6 +1,6 @@
-"""What the engine accepts: one check, made by the server before it answers and again at the engine's door.
+"""Admission checks of requests. The server runs them before it answers, and the engine runs them again.
 
-No torch: the server imports it through `engine.api`.
+No torch: the server imports this module through `engine.api`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from engine.request import Request, Speculation
 from engine.scheduling.text_drafters import TEXT_DRAFTERS
 
 MAX_LOGPROBS = 20
-"""Most alternatives reported beside a token."""
+"""Most alternatives that are reported for a token."""
 
 _SEED_SHAPE_ON_CPU = (1, 4)
-# Draft methods that are made for so many children of a node only.
+# Draft methods that require this number of children below a node.
 _MOST_CHILDREN_OF_METHOD = {"spechub": 2}
 
 
 def check_requests(requests: Sequence[Request], facts: EngineFacts, limits: SpeculationConfig) -> None:
-    """Raise RequestError where the engine cannot serve the requests of one call as asked.
+    """Raise RequestError if the engine cannot serve the requests of one call.
 
-    Lists that several of them share, as the same object, are read once.
+    Lists that several of them share as one object are read once.
     """
     for request in requests:
         _check_lengths(request, facts)
@@ -66,7 +66,7 @@ def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
 
 
 def _check_copies(request: Request, facts: EngineFacts) -> None:
-    """Drafts that are not drawn: known sources, and a rule that they go with."""
+    """Check text drafts: the drafters exist, and the rule allows text drafts."""
     speculation = request.speculation
     known = (MODEL, *TEXT_DRAFTERS)
     if unknown := [name for name in speculation.drafters if name not in known]:
@@ -98,7 +98,7 @@ def _check_copies(request: Request, facts: EngineFacts) -> None:
 
 
 def _check_edits(request: Request, facts: EngineFacts) -> None:
-    """The fields that change logits: numbers in their bounds, which fit together."""
+    """Check the fields that change logits: bounds, and combinations."""
     sampling, limits = request.sampling, request.limits
     if limits.min_tokens > limits.max_tokens:
         raise RequestError(
@@ -128,7 +128,7 @@ def _mask_key(request: Request) -> tuple[int, ...]:
 
 
 def _check_masks(request: Request, facts: EngineFacts) -> None:
-    """Masks and biases: tokens of the vocabulary, of which some token is left."""
+    """Check masks and biases: all tokens are in the vocabulary, and the masks leave some token."""
     sampling, limits = request.sampling, request.limits
     _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], facts)
     _check_tokens("allowed_token_ids", sampling.allowed_token_ids, facts)
@@ -149,18 +149,20 @@ def _check_masks(request: Request, facts: EngineFacts) -> None:
 
 
 def served_rules(facts: EngineFacts) -> list[str]:
-    """Names of the rules that this model can be served with."""
+    """Return the names of the rules that this model can be served with."""
     return [name for name, rule in facts.rules.items() if facts.vocab_size <= (rule.max_vocabulary or facts.vocab_size)]
 
 
 def unknown_rule(rule: str, facts: EngineFacts) -> RequestError:
-    """The refusal of a rule that does not exist."""
+    """Return the error for a rule that does not exist."""
     offered = ", ".join(served_rules(facts))
     return RequestError(f"unknown rule {rule!r}; choose off or one of {offered}", "speculation.rule")
 
 
 def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """What a request gets that names nothing; plain decoding where the default rule is `off`, or nothing drafts."""
+    """Return the speculation of a request that sets none: plain decoding if the default rule is `off`, or there is
+    no drafter.
+    """
     drafters = tuple(name for name in limits.drafters if facts.has_draft or name != MODEL)
     if limits.rule == "off" or not drafters:
         return Speculation()
@@ -180,9 +182,9 @@ def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Specul
 
 
 def with_kept_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
-    """What a request with a seed drafts instead of shapes that change: a seed means the same answer under any load.
+    """Return speculation with a fixed shape, for a request with a seed: a seed means the same answer under any load.
 
-    On a CPU one short chain, which pays at any load; elsewhere the most that would be drafted.
+    On a CPU the shape is one short chain, which pays at any load; elsewhere it is the maximum.
     """
     by_device = _SEED_SHAPE_ON_CPU if device.startswith("cpu") else (speculation.num_drafts, speculation.draft_length)
     num_drafts, draft_length = limits.seed_shape or by_device
@@ -195,14 +197,15 @@ def with_kept_shape(speculation: Speculation, limits: SpeculationConfig, device:
 
 
 def may_adapt(rule: str, tree: tuple[int, ...], limits: SpeculationConfig, facts: EngineFacts) -> bool:
-    """Whether shapes may change from step to step: not for trees, nor where a rule's steps reach into later ones or
-    its drafts come in twos."""
+    """Whether the shape may change from step to step. It may not for trees, for rules whose steps affect later
+    steps, or for rules whose drafts come in pairs.
+    """
     method = limits.draft_method or facts.rules[rule].draft_methods[0]
     return limits.adaptive and not tree and not facts.rules[rule].changes_targets and method != "spechub"
 
 
 def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
-    """Raise ConfigError where the default speculation would be refused, or would be biased."""
+    """Raise ConfigError if the default speculation would be refused or biased."""
     try:
         speculation = default_speculation(limits, facts)
         check_speculation(speculation, facts, limits)
@@ -216,7 +219,7 @@ def check_defaults(facts: EngineFacts, limits: SpeculationConfig) -> None:
 
 
 def check_speculation(speculation: Speculation, facts: EngineFacts, limits: SpeculationConfig) -> None:
-    """Raise RequestError for speculation that cannot be served, or would change what the model says."""
+    """Raise RequestError for speculation that cannot be served, or would change the output distribution."""
     if not speculation.num_drafts:
         return
     if not facts.has_draft:

@@ -1,10 +1,10 @@
-"""Which blocks of the K/V pool are free.
+"""Free blocks of the K/V pool.
 
-Blocks are handed out in runs that are as contiguous as the pool allows, because a sequence
-whose blocks follow each other is read without a copy. Pure Python; one pool serves the target's
-and the draft model's storage, which have the same blocks.
+Blocks are allocated in runs that are as contiguous as possible, because a sequence with contiguous blocks is read
+without a copy. Pure Python. One pool serves the storage of the target and of the draft model, which have the same
+blocks.
 
-Not for: what is in a block, or who owns it (sequences hold their own block ids).
+Not for: contents or owners of blocks (sequences hold their block ids).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Return the number of blocks without a holder."""
         return self._num_free
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds."""
+        """Return the number of blocks with a holder."""
         return self.num_blocks - self._num_free
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks, continuing behind block `after` where those are free.
+        """Take `count` blocks, continuing after block `after` if the blocks there are free.
 
-        The caller checks `num_free` first; taking more than that is our mistake.
+        The caller checks `num_free` first; it is an internal error to take more.
         """
         assert 0 <= count <= self._num_free, f"{count} blocks wanted, {self._num_free} free"
         taken: list[int] = []
@@ -47,12 +47,12 @@ class BlockPool:
         return taken
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back."""
+        """Return blocks to the pool."""
         for block in block_ids:
             self._release_one(block)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the runs contradict each other."""
+        """Raise AssertionError if the runs contradict each other."""
         runs = sorted(self._stop_of.items())
         assert {stop: start for start, stop in runs} == self._start_of
         assert sum(stop - start for start, stop in runs) == self._num_free
@@ -64,13 +64,13 @@ class BlockPool:
 
     def _take_from_largest(self, count: int) -> list[int]:
         start, stop = max(self._stop_of.items(), key=lambda run: run[1] - run[0])
-        # Starting in the middle leaves room to grow for whoever lives before this run.
+        # Start in the middle, so that the sequence before this run has room to grow.
         spare = max(0, (stop - start) - count)
         begin = start if start == 0 else start + spare // 2
         return self._take(start, begin, count)
 
     def _take(self, start: int, begin: int, count: int) -> list[int]:
-        """Take up to `count` blocks at `begin` out of the run that starts at `start`."""
+        """Take up to `count` blocks at `begin` from the run that starts at `start`."""
         stop = self._stop_of.pop(start)
         del self._start_of[stop]
         end = min(stop, begin + count)

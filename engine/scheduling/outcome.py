@@ -1,4 +1,4 @@
-"""What a step gave, in the message that leaves the engine: to each request, and of the engine itself."""
+"""Results of a step in the message that leaves the engine: for each request, and for the engine itself."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ PHASES = ("draft", "target", "verify", "keep", "host")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave one request."""
+    """Results of one step for one request."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop`, `length`, or None while the answer goes on."""
+    """`stop`, `length`, or None while the answer continues."""
     draft_length: int
     """Longest chain this step drafted; 0 for a plain step."""
     num_chains: int
     copied: list[DrafterCount]
-    """What each text drafter contributed; the other counts include it."""
+    """Contributions of the text drafters; the other counts include them."""
     num_predicted: int
-    """Tokens among `token_ids` that the request's prediction has foreseen."""
+    """Tokens among `token_ids` that the request's prediction contained."""
     rule: str
     num_nodes: int
     """Drafted nodes verified for this request."""
     num_accepted: int
     """Drafted tokens among `token_ids`."""
     num_cached: int
-    """Prompt tokens whose K/V was there when the request was admitted."""
+    """Prompt tokens whose K/V was cached when the request was admitted."""
     queue_s: float
-    """How long the request waited before it was first admitted."""
+    """Time until the request was first admitted."""
     logprobs: list[TokenLogprob] = []
-    """One per token, where the request asked for them."""
+    """One per token, if the request asked for them."""
     prompt_logprobs: list[msgspec.Raw] = []
-    """With the first tokens: of the prompt's tokens but the first, where the request asked for them. Written by
-    `write_logprobs` for each step that read the prompt, so that none of it is decoded with the message."""
+    """Logprobs of the prompt's tokens after the first, sent with the first emitted tokens if the request asked for
+    them. `write_logprobs` encodes them for each step that read the prompt; the message's decoder skips them.
+    """
     gap: float | None = None
-    """Optimum acceptance minus the rule's own at this step's first position; None where it was not observed."""
+    """Optimum acceptance minus the rule's own at this step's first position; None if it was not observed."""
     bias: float = 0.0
-    """Distance from the target law that lossy acceptance allowed in this step; 0 is exact."""
+    """Distance from the target distribution that lossy acceptance allowed in this step; 0 is exact."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """The chains of the step, where the request asked for them; none of a plain step."""
+    """Chains of the step, if the request asked for them; empty for a plain step."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -52,12 +53,12 @@ _decoder = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
 def write_logprobs(logprobs: Sequence[TokenLogprob]) -> msgspec.Raw:
-    """Logprobs of one step as bytes."""
+    """Encode the logprobs of one step."""
     return msgspec.Raw(_encoder.encode(logprobs))
 
 
 def read_logprobs(written: Sequence[msgspec.Raw]) -> Iterator[TokenLogprob]:
-    """The logprobs of several steps in their order."""
+    """Yield the logprobs of several steps in order."""
     for some in written:
         yield from _decoder.decode(some)
 
@@ -68,9 +69,11 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """Duration of this step."""
     plain_s: float | None
-    """What a plain decoding step of the rows that emit takes, at their contexts; None where no steps were measured."""
+    """Time of a plain decoding step of the rows that emit, at their contexts; None if plain steps were not measured."""
     prompt_s: float
-    """How much of this step went into prompts, which plain decoding would have to read as well; by chance below 0."""
+    """Part of this step's time that prompts took, and that plain decoding would take as well; noise can make it
+    negative.
+    """
     phases_s: dict[str, float]
     """Duration of this step by phase (`PHASES`)."""
     num_running: int
@@ -80,5 +83,5 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_queries: int
     """Tokens of admitted texts."""
     num_cache_hits: int
-    """Those of them whose K/V was there."""
+    """Those of them with cached K/V."""
     num_steps: int

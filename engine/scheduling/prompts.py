@@ -1,7 +1,7 @@
-"""Prompt tokens of a step: each prompt's share, and as many as there is time for while others decode.
+"""Prompt tokens of a step: each prompt's share, and a time limit while other requests decode.
 
-Each token of a prompt attends to all before it, so a chunk of a fixed number of tokens takes longer and longer: 512
-tokens behind 16,384 others took a core six seconds. Others' streams stand still for that time.
+Each token of a prompt attends to all tokens before it, so the time of a chunk of fixed size grows with the prompt: on
+one core, 512 tokens after 16,384 others took six seconds, during which all other streams stood still.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from engine.control.step_time import StepTimes, StepWork
 from engine.scheduling.sequence import Sequence
 
 MOST_SHARING = 8
-"""Waiting requests that are taken into account when a step's prompt tokens are shared out."""
+"""Number of waiting requests that are considered when a step's prompt tokens are divided."""
 _LEAST_S = 0.1
-"""Seconds that prompts may add to a step, if decoding itself takes less than that."""
+"""Seconds that prompts may add to a step if decoding itself takes less."""
 _LEAST_TOKENS = 8
-"""Tokens of a prompt that a step reads in any case, so that every prompt is read to its end."""
+"""Prompt tokens that a step always reads, so that every prompt is completed."""
 
 
 class PromptLimit:
-    """Time that the prompts of one step may add: as much as decoding takes, and at least 0.1 seconds."""
+    """Time that the prompts of one step may add: as long as decoding takes, and at least 0.1 seconds."""
 
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
-        """rows, text: the requests that decode in this step, and the tokens of their texts together."""
+        """rows, text: number of requests that decode in this step, and total length of their texts."""
         self._times = times
         self._work = StepWork(rows=rows, text=text)
         decoding_s = times.rest_s(self._work)
@@ -37,23 +37,23 @@ class PromptLimit:
         return replace(work, prompt=work.prompt + count, prompt_text=work.prompt_text + count * (first + count // 2))
 
     def most(self, first: int, count: int) -> int:
-        """Return the number of `count` prompt tokens after `first` others that there is time for; always a few."""
+        """Return how many of `count` prompt tokens after `first` others fit the time; at least a few always do."""
         fitting = bisect_right(
             range(1, count + 1), self._most_s, key=lambda tokens: self._times.rest_s(self._with(first, tokens))
         )
         return max(_LEAST_TOKENS, fitting)
 
     def take(self, first: int, count: int) -> None:
-        """This many prompt tokens are planned."""
+        """Reserve the time of these prompt tokens."""
         self._work = self._with(first, count)
 
 
 def shares_of(prompts: Iterable[Sequence], budget: int, lag: Callable[[Sequence], int]) -> dict[int, int]:
-    """Most tokens of a step for each prompt, by the sequence's id.
+    """Return the most tokens of a step for each prompt, by the sequence's id.
 
-    Within a priority all get an equal share, plus what shorter prompts leave over. Waiting requests for which a seat is
-    free take part, so that a short prompt is computed together with a long one and not after it.
-    lag: tokens that the draft model computes of a text beyond the target's.
+    Within a priority all get an equal share, plus the tokens that shorter prompts leave. Waiting requests with a free
+    seat are included, so that a short prompt is computed together with a long one and not after it. lag: tokens that
+    the draft model computes of a text beyond the target's.
     """
     sharing = sorted(prompts, key=lambda s: (s.request.priority, s.num_missing))
     shares = {}

@@ -1,4 +1,4 @@
-"""How much of a sequence a step takes: known tokens, the draft model's own, nodes; and the row made of it."""
+"""Size of a sequence's part of a step (known tokens, tokens of the draft model, nodes), and the row built from it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from engine.plan import LogitContext, Row, TextDraft, level_widths
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 
-# Prompt tokens a step computes of a row that reports their logprobs.
+# Prompt tokens that a step computes of a row that reports their logprobs.
 _PROMPT_LOGPROBS = 64
 
 
 class PlannedRow(NamedTuple):
-    """What a step computes of one sequence, before its blocks are known to be free."""
+    """Planned part of a step for one sequence, before its blocks are allocated."""
 
     sequence: Sequence
     end: int
@@ -28,38 +28,38 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_known(self) -> int:
-        """Tokens the target computes."""
+        """Return the number of tokens that the target computes."""
         return self.end - self.sequence.num_target_computed
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens it puts into a pass."""
+        """Return the most tokens that it adds to a pass."""
         of_target = self.num_known + self.num_nodes
-        # A head's layer is a small part of the target: however far it is behind, it catches up in one step.
+        # A head's layer is small compared with the target, so it catches up in one step whatever its lag.
         return of_target if self.sequence.by_head else max(of_target, self.draft_end - self.draft_first)
 
 
 def _most_known(sequence: Sequence, budget: int) -> int:
-    """How many of its tokens the target computes in a step with so many left."""
-    # Each token that reports its logprob needs a row of logits: few at a time.
+    """Return how many of its tokens the target computes in a step with this budget."""
+    # Each token that reports its logprob needs a row of logits, so a step computes few of them.
     return min(budget, _PROMPT_LOGPROBS) if sequence.wants_prompt_logprobs else budget
 
 
 def part_of(
     sequence: Sequence, fanout: tuple[int, ...], budget: int, max_copied_tokens: int, draft_chunk: int
 ) -> PlannedRow:
-    """The part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
+    """Plan the part of a sequence that fits `budget`: all of it with its nodes, or a chunk of its prompt.
 
-    draft_chunk: for a row without drafts, how many tokens more than the target the draft model may compute; 0: it
+    draft_chunk: for a row without drafts, number of tokens beyond the target's that the draft model may compute; 0: it
     computes none.
     """
     total, first = len(sequence.tokens), sequence.num_target_computed
     num_missing = total - first
-    # One token must stay to be emitted after the drafts.
+    # One token must remain to be emitted after the drafts.
     most = max(0, sequence.num_remaining - 1)
     fanout = fanout[:most]
     reads_along = bool(fanout)
-    # A text that is computed again goes on drafting where it stopped: its last token waits for a step of its own.
+    # A recomputed text resumes drafting where it stopped: its last token waits for a separate step.
     is_held = reads_along and not sequence.may_draft and sequence.num_emitted > 0
     if not sequence.may_draft:
         fanout = ()
@@ -67,7 +67,7 @@ def part_of(
     nodes = sum(level_widths(fanout)) + sum([len(copy.tokens) for copy in copies])
     chunk = min(budget, _most_known(sequence, budget) + nodes)
     draft_first = draft_from(sequence)
-    # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by that many.
+    # The draft model computes `lag` tokens more than the target, so the target's chunk is smaller by `lag`.
     lag = max(0, first - draft_first) if fanout and not sequence.by_head else 0
     emits = num_missing + max(nodes, lag) <= chunk and not is_held
     end = total if emits else first + max(0, min(num_missing - 1, chunk - lag))
@@ -83,7 +83,7 @@ def part_of(
 
 
 def _text_of(sequence: Sequence) -> LogitContext | None:
-    """What the sequence's law depends on besides its logits; None if on nothing."""
+    """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
     request, least = sequence.request, sequence.request.limits.min_tokens
     holds_back = least > 0 and sequence.num_emitted < least
     if not sequence.edits_logits and not holds_back:
@@ -95,7 +95,7 @@ def _text_of(sequence: Sequence) -> LogitContext | None:
 
 
 def row_of(part: PlannedRow) -> Row:
-    """The row of a part whose sequence holds its blocks."""
+    """Return the row of a planned part whose sequence holds its blocks."""
     sequence, request = part.sequence, part.sequence.request
     first, end = sequence.num_target_computed, part.end
     moved = part.draft_first != sequence.num_draft_computed

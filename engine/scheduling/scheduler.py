@@ -1,14 +1,13 @@
 """Continuous batching: `plan()` decides a step, `commit()` is the only writer of sequences.
 
-A step has a budget of tokens. Rows that have waited longest come first, decoding rows before
-prompts, so that a long prompt is cut into chunks that ride along with the others' decoding. The queue is served by
-priority, then by arrival. When the pool has no block left for a row, the sequence of the lowest priority that loses
-least is preempted: it goes back to the queue and is recomputed later, with the same output (its noise depends on
-positions only).
+A step has a budget of tokens. Rows that have waited longest come first, and decoding rows come before prompts, so a
+long prompt is cut into chunks that are computed while others decode. The queue is served by priority, then by arrival.
+If the pool has no free block for a row, the sequence of the lowest priority that loses least is preempted: it returns
+to the queue and is recomputed later, with the same output (its noise depends on positions only).
 
-How many tokens a row drafts is fixed by its request, or chosen by the controller once it is known which rows emit. It
-never depends on the drafted tokens, which keeps the law exact. Where the request fixes it, the answer does not depend
-on the load.
+The number of tokens that a row drafts is fixed by its request, or chosen by the controller once the emitting rows are
+known. It never depends on the drafted tokens, which keeps the output exact. If the request fixes it, the answer does
+not depend on the load.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ class Scheduler:
         self.block_size = blocks.block_size
         self.eos_token_ids = eos_token_ids
         self.controller: Controller | None = None
-        """Set once costs have been measured; without it adaptive requests draft all they may."""
+        """Set once costs have been measured; without it adaptive requests draft their maximum."""
         self.times: StepTimes | None = None
-        """Set once costs have been measured; without it prompts are bounded by their number of tokens alone."""
+        """Set once costs have been measured; without it only the number of prompt tokens is limited."""
         self.num_preemptions = 0
         self.num_cache_queries = 0
         """Tokens of all admitted texts."""
         self.num_cache_hits = 0
-        """How many of these had their K/V in the prefix cache."""
+        """Number of these with K/V in the prefix cache."""
         self._waiting: list[Sequence] = []
         """Sorted by `urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
@@ -64,19 +63,20 @@ class Scheduler:
         self._edits = SharedEdits()
         self.last_plan = Plan(())
         self._read_along = 0
-        """How many tokens beyond the target's chunk the draft model may compute of an adaptive prompt in this step; 0:
-        it computes none. Set before the controller chooses: by then `_publish` has promised other requests the draft
-        K/V of these blocks."""
+        """Number of tokens beyond the target's chunk that the draft model may compute of an adaptive prompt in this
+        step; 0: it computes none. It is set before the controller chooses, because by then `_publish` has promised
+        other requests the draft K/V of these blocks.
+        """
         self._next_id = self._step = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Return the number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Return the number of requests that hold blocks."""
         return len(self._running)
 
     @property
@@ -85,12 +85,14 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def running(self, sequence_id: int) -> Sequence:
-        """The running sequence of a row."""
+        """Return the running sequence of a row."""
         return self._running[sequence_id]
 
     def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
-        """Queue a request whose length has been checked (`Engine.submit`), and what its answer must follow.
-        fixed_draft_law: as `Sequence` has it."""
+        """Queue a request whose length has been checked (`Engine.submit`), with its grammar.
+
+        fixed_draft_law: as in `Sequence`.
+        """
         assert request.request_id not in self._sequence_ids, request.request_id
         window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
         now_s, ends = time.monotonic(), self.eos_token_ids
@@ -100,7 +102,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=urgency)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its blocks; False when it is not (or no longer) here."""
+        """Remove a request and free its blocks; return False if it is not here (any longer)."""
         sequence_id = self._sequence_ids.pop(request_id, None)
         if sequence_id is None:
             return False
@@ -112,7 +114,9 @@ class Scheduler:
         return True
 
     def plan(self) -> Plan:
-        """Choose this step's rows within the token budget and the pool: who takes part, then what they draft."""
+        """Plan this step's rows within the token budget and the pool: first which sequences take part, then their
+        drafts.
+        """
         self._step += 1
         self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         reads = self.controller is not None and self.controller.reads
@@ -129,8 +133,9 @@ class Scheduler:
         return self.last_plan
 
     def _plan_texts(self, parts: dict[int, PlannedRow]) -> int:
-        """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts where the
-        request fixes their shape. Returns the tokens left for drafts that the controller chooses."""
+        """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts of
+        requests with a fixed shape. Return the tokens left for drafts that the controller chooses.
+        """
         total = budget = self.config.max_num_batched_tokens
         decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
@@ -147,7 +152,7 @@ class Scheduler:
         if parts and self.times is not None and prompts_wait:
             limit = PromptLimit(self.times, len(parts), sum(part.end for part in parts.values()))
         budget = self._plan_prompts(parts, budget - held, limit) if prompts_wait else budget - held
-        # Requests admitted now can share the blocks of this step: a pass writes all K/V before it reads any.
+        # Requests admitted now can share the blocks of this step, because a pass writes all K/V before it reads any.
         for part in parts.values():
             self._publish(part)
         while (admitted := self._admit(budget, limit)) is not None:
@@ -157,7 +162,7 @@ class Scheduler:
         return held + budget
 
     def _plan_prompts(self, parts: dict[int, PlannedRow], budget: int, limit: PromptLimit | None) -> int:
-        """Add chunks of the running prompts; the tokens left for requests that wait."""
+        """Add chunks of the running prompts; return the tokens left for waiting requests."""
         prompts = self._in_turn(s for s in self._running.values() if s.num_missing > 1)
         num_seats = min(self.config.max_num_seqs - len(self._running), MOST_SHARING)
         shares = shares_of([*prompts, *self._waiting[:num_seats]], budget, self._lag)
@@ -169,7 +174,7 @@ class Scheduler:
         return budget
 
     def _plan_drafts(self, parts: dict[int, PlannedRow], budget: int) -> None:
-        """Let the controller decide about the adaptive rows that emit, and add what they draft where it fits."""
+        """Let the controller decide about the adaptive rows that emit, and add their drafts if they fit."""
         assert self.controller is not None
         emitting = [part for part in self._in_place(parts) if part.emits]
         adaptive = [part for part in emitting if part.sequence.request.speculation.adaptive]
@@ -181,7 +186,7 @@ class Scheduler:
             sum(part.end for part in others),
         )
         for part in adaptive:
-            # An answer's last token is not drafted, so that nothing may be left of the shape.
+            # The last token of an answer is not drafted, so nothing of the shape may remain.
             fanout, draft_chunk = self.controller.fanout(part.sequence)[: part.sequence.num_remaining - 1], 0
             if fanout and self.draft_prefill.is_far(part.sequence):
                 fanout, draft_chunk = (), self.draft_prefill.chunk
@@ -196,18 +201,22 @@ class Scheduler:
                 budget = room - found.num_tokens
 
     def _usual_drafts(self, decoding: list[Sequence]) -> int:
-        """Tokens that the adaptive ones of these would draft in the shape in use."""
+        """Return the tokens that the adaptive ones of these would draft in the current shape."""
         if self.controller is None:
             return 0
         num_drafts, length = self.controller.choice.shape
         return num_drafts * length * sum(s.request.speculation.adaptive for s in decoding)
 
     def _in_place(self, parts: dict[int, PlannedRow]) -> list[PlannedRow]:
-        """The parts whose sequences still hold their blocks: a more urgent one may have taken them since."""
+        """Return the parts whose sequences still hold their blocks: a more urgent sequence may have taken them
+        since.
+        """
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
-        """Append what the step emitted, cut it where the answer ends, free what has ended; not of broken sequences."""
+        """Append emitted tokens, cut them where the answer ends, and free ended sequences. Broken sequences are
+        skipped.
+        """
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -225,7 +234,7 @@ class Scheduler:
         return outcomes
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when blocks and sequences contradict each other."""
+        """Raise AssertionError if blocks and sequences contradict each other."""
         self.blocks.check_invariants(block for s in self._running.values() for block in s.block_ids)
         assert not any(s.block_ids for s in self._waiting), "a waiting sequence holds blocks"
         ids = {s.sequence_id for s in self._waiting} | set(self._running)
@@ -238,7 +247,7 @@ class Scheduler:
 
     @staticmethod
     def _in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
-        """The most urgent first, among equals those that have waited longest for a row."""
+        """Sort by urgency, then by the time since the last row."""
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
     def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
@@ -257,19 +266,20 @@ class Scheduler:
         return part
 
     def _lag(self, sequence: Sequence) -> int:
-        """Tokens that the draft model has to catch up on before it drafts, which are bounded
-        (`DraftPrefill.most_lag`)."""
+        """Return the number of tokens that the draft model must catch up on before it drafts (at most
+        `DraftPrefill.most_lag`).
+        """
         is_bounded = not sequence.by_head and self._controller_of(sequence) is None
         return self.draft_prefill.lag(sequence) if is_bounded else 0
 
     def _controller_of(self, sequence: Sequence) -> Controller | None:
-        """Who says what it drafts; None where its request does."""
+        """Return the controller that chooses its drafts; None if its request does."""
         return self.controller if sequence.request.speculation.adaptive else None
 
     def _take_cached(self, sequence: Sequence) -> None:
-        """Begin behind what is there of the text already; at least its last token is computed."""
+        """Start after the cached part of the text; the last token is always computed."""
         if sequence.wants_prompt_logprobs or not sequence.shares_blocks:
-            return  # all is computed: logprobs of a prompt need a row of logits for each of its tokens
+            return  # all is computed: logprobs of a prompt need a row of logits for each token
         keys = sequence.block_keys(sequence.num_shared // self.block_size, self.block_size)
         sequence.block_ids, num_drafted = self.blocks.take_known(keys)
         if sequence.request.speculation.num_drafts:
@@ -284,7 +294,7 @@ class Scheduler:
         sequence.num_drafted_blocks = num_drafted
 
     def _publish(self, part: PlannedRow) -> None:
-        """Let others use the blocks that are full once the part has been computed."""
+        """Publish the blocks that are full once the part has been computed, so that other requests can use them."""
         if part.sequence.sequence_id in self._running:
             in_one_piece = part.sequence.draft_start == 0 and part.draft_first == part.sequence.num_draft_computed
             self._publish_blocks(part.sequence, part.end, part.draft_end if in_one_piece else 0)
@@ -302,7 +312,9 @@ class Scheduler:
         sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
 
     def _reserve(self, part: PlannedRow) -> bool:
-        """Give the part's sequence blocks, preempting where none are free; False if it has been preempted itself."""
+        """Allocate the blocks of a part, preempting sequences if none are free; False if its own sequence was
+        preempted.
+        """
         while part.sequence.sequence_id in self._running:
             if self._find_blocks(part):
                 return True
@@ -310,7 +322,7 @@ class Scheduler:
         return False
 
     def _find_blocks(self, part: PlannedRow) -> bool:
-        """Give the part's sequence blocks if enough are free."""
+        """Allocate the blocks of a part if enough are free."""
         sequence = part.sequence
         missing = -(-(part.end + part.num_nodes) // self.block_size) - len(sequence.block_ids)
         if missing > 0 and missing > self.blocks.num_free:
@@ -326,7 +338,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int, limit: PromptLimit | None) -> PlannedRow | None:
-        """Start the head of the queue if a seat, some budget and blocks for its whole text are free."""
+        """Start the first request of the queue if a seat, some budget and blocks for its whole text are free."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return None
         sequence = self._waiting[0]
@@ -345,7 +357,7 @@ class Scheduler:
         return part
 
     def _num_blocks(self, sequence: Sequence) -> int:
-        """Blocks it must find before it starts."""
+        """Return the number of blocks that must be free before it starts."""
         copied = most_copied(self.config.max_copied_tokens) if sequence.copier else 0
         return -(-(len(sequence.tokens) + sum(level_widths(sequence.fanout)) + copied) // self.block_size)
 
@@ -361,7 +373,7 @@ class Scheduler:
         prompt_logprobs = sequence.prompt_logprobs if sequence.wants_prompt_logprobs else []
         num_predicted = sequence.copier.num_predicted(sequence.tokens, kept)
         sequence.tokens += kept
-        # The last token's K/V is computed with what follows it, also where an accepted draft has been the last.
+        # The K/V of the last token is computed in the next step, even if this token is an accepted draft.
         sequence.num_target_computed = min(sequence.num_target_computed, len(sequence.tokens) - 1)
         sequence.num_draft_computed = min(sequence.num_draft_computed, len(sequence.tokens) - 1)
         sequence.shifts = emission.shifts

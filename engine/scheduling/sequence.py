@@ -1,4 +1,4 @@
-"""A request while it runs. Only the scheduler writes it."""
+"""Running state of a request. Only the scheduler writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.text_counts import TextCounts
 _RATIO_WEIGHT = 10.0
 """Weight, in tokens, of the prior belief that a request's drafts are accepted as often as those of all requests."""
 _KEEP_DRAFTS = 0.95
-"""Share of the drafts' weight that a further step leaves."""
+"""Factor of the drafts' weight after each further step."""
 
 
 class Sequence:
@@ -66,20 +66,21 @@ class Sequence:
         edits: SharedEdits | None = None,
         by_head: bool = False,
     ) -> None:
-        """sequence_id: they count up, so that their order is that of arrival; draft_window: the server's, 0 is none;
-        fixed_draft_law: whether the draft law below a text must be the same in every step, which a window does not give
-        because it begins somewhere else in each; edits: those that it may share with others; by_head: whether a head
-        drafts, which reads the target's states of the text before the last token."""
+        """sequence_id: increases in order of arrival; draft_window: the server's, 0 is none; fixed_draft_law:
+        whether the draft distribution after a text must be the same in every step (it is not with a window, which
+        begins elsewhere in each step); edits: shared with other requests; by_head: whether a head drafts, which
+        reads the target's states of the text before the last token.
+        """
         self.sequence_id = sequence_id
         self.request = request
         self.by_head = by_head
         self.grammar = grammar
-        # Of the request, because every step asks for them.
+        # Attributes of the request, because every step reads them.
         self.num_prompt = len(request.prompt_token_ids)
         self.edits_logits = request.sampling.edits_logits
         self._stop_ids = frozenset(request.limits.stop_token_ids)
         self.ends: tuple[int, ...] = ()
-        """Tokens that would end the answer, held back before min_tokens; none if it has no min_tokens."""
+        """Tokens that would end the answer, masked until min_tokens; empty without min_tokens."""
         if request.limits.min_tokens:
             self.ends = tuple(sorted(self._stop_ids if request.limits.ignore_eos else self._stop_ids | eos_token_ids))
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, self.ends)
@@ -90,20 +91,21 @@ class Sequence:
         self.num_target_computed = 0
         self.num_draft_computed = 0
         self.draft_start = 0
-        """Index from which on the computed draft K/V has no gap."""
+        """Index from which the computed draft K/V has no gap."""
         self.draft_window = 0 if fixed_draft_law else draft_window
         """Tokens before its drafts that the draft model sees; 0 is all."""
         self.shares_blocks = self.draft_window == draft_window
-        """Whether it uses the prefix cache. False where the server has a draft window, but this request must draft
-        without one: cached draft K/V was computed with the window."""
+        """Whether it uses the prefix cache. False if the server has a draft window but this request must draft
+        without one: cached draft K/V was computed with the window.
+        """
         self.fanout = request.speculation.fanout
-        """What its request drafts in a step."""
+        """Drafts of a step, as its request fixes them."""
         self.block_ids: list[int] = []
         self.num_published_blocks = 0
         self.num_drafted_blocks = 0
-        """How many of its blocks others may use: for the target, and for the draft model."""
+        """Number of its blocks that others may use: for the target, and for the draft model."""
         self.num_cached = 0
-        """Prompt tokens whose K/V was there at the first admission."""
+        """Prompt tokens with cached K/V at the first admission."""
         self._keys: list[Key] = []
         self._drafts_taken = self._drafts_expected = 0.0
         self.last_step = -1
@@ -111,55 +113,60 @@ class Sequence:
         self.shifts: tuple[TargetShift, ...] = ()
         self._arrived_s = arrived_s
         self.queue_s = 0.0
-        """How long it waited for its first admission."""
+        """Time until its first admission."""
         self._was_admitted = False
 
     @property
     def num_emitted(self) -> int:
-        """Tokens of the answer so far."""
+        """Return the number of tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
-        """Tokens the answer may still get."""
+        """Return the number of tokens that the answer may still get."""
         return self.request.limits.max_tokens + self.num_prompt - len(self.tokens)
 
     @property
     def num_missing(self) -> int:
-        """Known tokens whose target K/V is missing; at least one while the request runs."""
+        """Return the number of known tokens without target K/V; at least one while the request runs."""
         return len(self.tokens) - self.num_target_computed
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts can follow its text now. A head drafts behind a lone token whose target K/V is missing, and
-        never before the answer's first: so that what is drafted does not depend on how the prompt was cut."""
+        """Whether drafts can follow its text now. A head drafts after a single token without target K/V, and never
+        before the answer's first token, so drafts do not depend on how the prompt was cut.
+        """
         return not self.by_head or (self.num_missing == 1 and self.num_emitted > 0)
 
     @property
     def num_shared(self) -> int:
-        """Tokens of its text whose K/V may come from the prefix cache: the last is computed in any case. In the step
-        that shares blocks with those that compute them, a head cannot draft: a text that goes on drafting takes two."""
+        """Return the number of tokens of its text whose K/V may come from the prefix cache; the last token is always
+        computed. A head cannot draft in a step that shares blocks with the requests that compute them, so a text
+        that resumes drafting takes two steps.
+        """
         return len(self.tokens) - (2 if self.by_head and self.num_emitted else 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of the prompt are still to be reported: they come with the first emitted tokens."""
+        """Whether logprobs of the prompt are still to be reported; they come with the first emitted tokens."""
         return self.request.num_prompt_logprobs is not None and not self.num_emitted
 
     @property
     def acceptance_ratio(self) -> float:
-        """Drafted tokens accepted over those expected of any request; near 1 while little is known."""
+        """Return the number of accepted draft tokens over the number that was expected; near 1 while little is
+        known.
+        """
         return (self._drafts_taken + _RATIO_WEIGHT) / (self._drafts_expected + _RATIO_WEIGHT)
 
     def note_drafts(self, num_taken: int, expected: float) -> None:
-        """Drafts have been verified: so many tokens were accepted, so many were expected; older drafts count less."""
+        """Record verified drafts: accepted tokens and their expected number. Older drafts count less."""
         self._drafts_taken = _KEEP_DRAFTS * self._drafts_taken + num_taken
         self._drafts_expected = _KEEP_DRAFTS * self._drafts_expected + expected
 
     def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
-        """(the emitted tokens that the answer takes, why it ends with them: `stop`, `length` or None)."""
+        """Return the emitted tokens that the answer takes, and why it ends with them: `stop`, `length` or None."""
         limits, num_remaining = self.request.limits, self.num_remaining
-        if not limits.max_tokens:  # the prompt alone was asked for; what was drawn after it is dropped
+        if not limits.max_tokens:  # only the prompt was requested; the token drawn after it is dropped
             return [], "length"
         ends = self._stop_ids if limits.ignore_eos else self._stop_ids | eos_token_ids
         emitted = emitted[:num_remaining]
@@ -169,14 +176,14 @@ class Sequence:
         return emitted, "length" if len(emitted) == num_remaining else None
 
     def block_keys(self, count: int, block_size: int) -> list[Key]:
-        """Keys of the first `count` blocks of its text, all of them full."""
+        """Return the keys of the first `count` blocks of its text, all of them full."""
         for start in range(len(self._keys) * block_size, count * block_size, block_size):
             before = self._keys[-1] if self._keys else root_key(self.request.cache_salt)
             self._keys.append(next_key(before, self.tokens[start : start + block_size]))
         return self._keys[:count]
 
     def note_admission(self, now_s: float) -> None:
-        """Remember how the first admission went; later ones (after preemption) do not count."""
+        """Record the first admission; later ones (after preemption) do not count."""
         if not self._was_admitted:
             self._was_admitted = True
             self.queue_s = now_s - self._arrived_s
@@ -192,10 +199,12 @@ class Sequence:
 
 
 def urgency(sequence: Sequence) -> tuple[int, int]:
-    """Order of admission."""
+    """Return the key for the order of admission."""
     return sequence.request.priority, sequence.sequence_id
 
 
 def expendability(sequence: Sequence) -> tuple[int, int, int]:
-    """The largest is preempted first: the least urgent, of these the one that loses least, of these the latest."""
+    """Return the key for preemption; the largest is preempted first: the least urgent, then the one that loses
+    least, then the latest.
+    """
     return sequence.request.priority, -sequence.num_target_computed, sequence.sequence_id

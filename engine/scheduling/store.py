@@ -1,10 +1,10 @@
-"""Which blocks hold the K/V of which text, so that a later request with the same beginning need not compute it.
+"""Prefix cache: which blocks hold the K/V of which text, so that later requests with the same beginning can use it.
 
-A block that is full of known tokens is *published* under a key that names these tokens and all before them. Holders of
-a block are counted; a published block without holders keeps its content until its memory is needed, the longest unused
-first. The target's and the draft model's storage have the same blocks, and a block may hold the K/V of the target
-alone, where the request that computed it did not speculate: the draft model then computes its own into the same block.
-Pure Python.
+A block that is full of known tokens is *published* under a key of these tokens and all tokens before them. Holders of a
+block are counted. A published block without holders keeps its content until its memory is needed; the least recently
+used block goes first. The storage of the target and of the draft model have the same blocks. A block may hold only the
+target's K/V, if the request that computed it did not speculate; the draft model then computes its own K/V into the same
+block. Pure Python.
 
 Not for: what a sequence does with its blocks (`scheduling`).
 """
@@ -22,17 +22,17 @@ Key = bytes
 
 
 def root_key(salt: str) -> Key:
-    """What the first block's key is made of; requests of different salts share nothing."""
+    """Return the seed of the first block's key; requests with different salts share nothing."""
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
 def next_key(before: Key, tokens: Sequence[int]) -> Key:
-    """Key of a block of `tokens` behind the block of key `before`."""
+    """Return the key of a block of `tokens` after the block with key `before`."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockStore:
-    """A block pool whose blocks may have several holders, and outlive them.
+    """Block pool whose blocks may have several holders, and stay after them.
 
     keeps_content: False publishes nothing, so that nothing is shared.
     """
@@ -49,16 +49,16 @@ class BlockStore:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, with content or without."""
+        """Return the number of blocks without a holder, with content or without."""
         return self._pool.num_free + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds."""
+        """Return the number of blocks with a holder."""
         return len(self._num_holders)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks of no content, continuing behind block `after` where that is free."""
+        """Take `count` blocks without content, continuing after block `after` if the blocks there are free."""
         while self._pool.num_free < count:
             self._forget(next(iter(self._idle)))
         blocks = self._pool.allocate(count, after)
@@ -66,7 +66,9 @@ class BlockStore:
         return blocks
 
     def take_known(self, keys: Sequence[Key]) -> tuple[list[int], int]:
-        """Hold the blocks of the longest known beginning of `keys`; and how many of them the draft model has, too."""
+        """Hold the blocks of the longest cached beginning of `keys`; return them, and how many of them the draft
+        model has, too.
+        """
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -79,7 +81,7 @@ class BlockStore:
         return blocks, num_drafted
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up a sequence's hold of its blocks; the last of them are the first to be used for something else."""
+        """Release a sequence's blocks; the last ones are reused first."""
         for block in reversed(block_ids):
             self._num_holders[block] -= 1
             if self._num_holders[block]:
@@ -91,14 +93,14 @@ class BlockStore:
                 self._pool.release([block])
 
     def publish(self, block: int, key: Key, drafted: bool) -> None:
-        """Say what a held block holds: the target's K/V, and the draft model's when `drafted`."""
+        """Declare the content of a held block: the target's K/V, and the draft model's if `drafted`."""
         if not self.keeps_content:
             return
         known = self._block_of.get(key)
         if known is not None and known != block:
             if not drafted or known in self._drafted:
                 return
-            # Another block of the same text, with more in it: it takes the place of the first.
+            # Another block of the same text has more content and replaces the first.
             self._forget(known)
         self._block_of[key] = block
         self._key_of[block] = key
@@ -106,7 +108,7 @@ class BlockStore:
             self._drafted.add(block)
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """Take blocks out of the prefix cache; their holders keep them. Returns those that nobody holds."""
+        """Remove blocks from the prefix cache; their holders keep them. Return those without holders."""
         blocks = list(block_ids)
         for block in blocks:
             if block in self._key_of:
@@ -114,20 +116,20 @@ class BlockStore:
         return [block for block in blocks if block not in self._num_holders]
 
     def forget_all(self) -> None:
-        """Forget what the blocks hold; their holders keep them."""
+        """Remove all blocks from the prefix cache; their holders keep them."""
         self.forget(list(self._key_of))
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless `held`, each block once per holder, agrees with the accounting."""
+        """Raise AssertionError unless `held`, with each block once per holder, agrees with the accounting."""
         self._pool.check_invariants()
         counts: dict[int, int] = {}
         for block in held:
             counts[block] = counts.get(block, 0) + 1
-        assert counts == self._num_holders, "a block is lost, or has holders nobody knows of"
+        assert counts == self._num_holders, "a block is lost, or has unknown holders"
         assert not counts.keys() & self._idle.keys(), "a held block counts as free"
         assert self._pool.num_used == len(counts) + len(self._idle)
         assert {block: key for key, block in self._block_of.items()} == self._key_of
-        assert self._key_of.keys() >= self._idle.keys() | self._drafted, "a block without content is kept"
+        assert self._key_of.keys() >= self._idle.keys() | self._drafted, "a block without content is not free"
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

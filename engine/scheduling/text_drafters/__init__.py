@@ -1,7 +1,7 @@
-"""Drafters that find chains in texts, instead of drawing them from a law.
+"""Text drafters: they find chains in texts instead of drawing them from a distribution.
 
-A chain is a function of the text alone, token by token: it survives preemption, and does not depend on the steps by
-which the text came about. To add a drafter: a file with a class that has `chain`, and a line in `TEXT_DRAFTERS`.
+A chain is a function of the text alone, token by token. It survives preemption, and does not depend on the steps that
+produced the text. To add a drafter, add a file with a class that has `chain`, and an entry in `TEXT_DRAFTERS`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from engine.scheduling.text_drafters.prediction import PredictionDrafter
 
 
 class TextDrafter(Protocol):
-    """Proposes how one request's text goes on."""
+    """Proposes a continuation of one request's text."""
 
     def chain(self, text: Sequence[int]) -> tuple[int, ...]:
-        """What probably follows the text (prompt and answer so far); empty where nothing was found."""
+        """Return the probable continuation of the text (prompt and answer so far); empty if none was found."""
 
 
 class TextDrafterKind(NamedTuple):
-    """A kind of text drafter."""
+    """Registered text drafter: its constructor and limits."""
 
     make: Callable[[Request], TextDrafter]
     most_tokens: int | None = None
-    """Longest chain; None is as long as may be copied at all."""
+    """Longest chain; None is the server's limit."""
     for_every_request: bool = True
-    """Whether the server may use it by default; else a request brings what it needs."""
+    """Whether the server may use it by default; otherwise a request must bring its input."""
 
 
 TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
@@ -44,16 +44,16 @@ TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
         PROMPT_LOOKUP: TextDrafterKind(lambda _: LookupDrafter(), lookup.MOST_TOKENS),
     }
 )
-"""By the name that requests call it; the chains of the first come first."""
+"""Text drafters by the name that requests use; the chains of the first one come first."""
 
 
 def most_copied(longest_chain: int) -> int:
-    """Most tokens that are copied for one request at once."""
+    """Return the most tokens of text drafts for one request in a step."""
     return sum(min(source.most_tokens or longest_chain, longest_chain) for source in TEXT_DRAFTERS.values())
 
 
 class TextDraftFinder:
-    """The copied chains of one request."""
+    """Text drafts of one request."""
 
     def __init__(self, request: Request) -> None:
         wanted = request.speculation.drafters
@@ -63,7 +63,7 @@ class TextDraftFinder:
         return bool(self._drafters)
 
     def copies(self, text: Sequence[int], most: int) -> tuple[TextDraft, ...]:
-        """Chains of at most `most` tokens behind the text; none with which an earlier one begins."""
+        """Return chains of at most `most` tokens after the text, without those that an earlier chain begins with."""
         found: list[TextDraft] = []
         for name, drafter in self._drafters.items():
             chain = drafter.chain(text)[:most]
@@ -72,6 +72,6 @@ class TextDraftFinder:
         return tuple(found)
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
-        """How many of the tokens emitted behind the text the request's prediction has foreseen."""
+        """Return how many of the tokens emitted after the text the request's prediction contained."""
         drafter = self._drafters.get(PREDICTION)
         return drafter.num_predicted(text, emitted) if isinstance(drafter, PredictionDrafter) else 0

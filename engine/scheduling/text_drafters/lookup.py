@@ -1,6 +1,6 @@
-"""Prompt lookup: when the last tokens of the text have been in it before, what followed them then is a chain.
+"""Prompt lookup: if the last tokens of the text occurred in it before, the tokens after that place are a chain.
 
-A chain is the longer, the longer the match is.
+A longer match gives a longer chain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LookupDrafter:
         self._num_seen = 0
 
     def chain(self, text: Sequence[int]) -> tuple[int, ...]:
-        """What followed the text's last tokens when they were there before; nothing where they were not."""
+        """Return the tokens that followed the text's last tokens when they occurred before; empty if they did not."""
         end = len(text)
         for stop in range(max(_MATCH, self._num_seen), end):
             self._end_of[tuple(text[stop - _MATCH : stop])] = stop
@@ -32,6 +32,6 @@ class LookupDrafter:
         length = _MATCH
         while length < min(_LONGEST_MATCH, found) and text[found - length - 1] == text[end - length - 1]:
             length += 1
-        # A match that runs into the text's end repeats itself.
+        # A match that reaches the end of the text repeats itself.
         period = end - found
         return tuple(text[found + i % period] for i in range(min(MOST_TOKENS, 2 * length)))

@@ -1,8 +1,8 @@
-"""Predictions: the client says what the answer will probably be.
+"""Predictions: the client sends the probable answer.
 
-The chain is what follows in the prediction: from its beginning; where the answer has left it, from the place where the
-answer's last tokens are in it again, or, after a good run, one token further on. A chain is the longer, the longer the
-prediction has been right.
+The chain is the continuation in the prediction. It starts at the beginning. Once the answer has left the prediction,
+the chain starts after the next place where the answer's last tokens occur in it, or, after a long match, one token
+further on. A longer match gives a longer chain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TRUST = 8
 
 
 class PredictionDrafter:
-    """Follows where an answer is in its prediction."""
+    """Tracks the position of an answer in its prediction."""
 
     def __init__(self, prediction: Sequence[int], num_prompt: int) -> None:
         """num_prompt: tokens of the text before the answer."""
@@ -24,13 +24,13 @@ class PredictionDrafter:
         for stop in range(_MATCH, len(self.prediction) + 1):
             self._ends_of.setdefault(self.prediction[stop - _MATCH : stop], []).append(stop)
         self.position: int | None = 0
-        """Index of the prediction's token that should come next; None where the answer is not in it."""
+        """Index of the prediction's token that should come next; None if the answer is not in the prediction."""
         self._last = 0
         self._run = 0
         self._num_seen = 0
 
     def chain(self, text: Sequence[int]) -> tuple[int, ...]:
-        """What the prediction says comes after the text, which ends with the answer so far."""
+        """Return the prediction's continuation of the text, which ends with the answer so far."""
         answer = text[self._num_prompt :]
         for end in range(self._num_seen + 1, len(answer) + 1):
             self._follow(answer, end)
@@ -40,7 +40,7 @@ class PredictionDrafter:
         return self.prediction[self.position :][: _TRUST + 2 * self._run]
 
     def _follow(self, answer: Sequence[int], end: int) -> None:
-        """Take the answer's token before `end`."""
+        """Advance by the answer's token before `end`."""
         if self.position is not None and self.prediction[self.position : self.position + 1] == (answer[end - 1],):
             self.position += 1
             self._run += 1
@@ -57,7 +57,7 @@ class PredictionDrafter:
             self.position, self._run = None, 0
 
     def num_predicted(self, text: Sequence[int], emitted: Sequence[int]) -> int:
-        """How many of the tokens emitted behind the text the prediction has foreseen."""
+        """Return how many of the tokens emitted after the text the prediction contained."""
         self.chain(text)
         if self.position is None:
             return 0
