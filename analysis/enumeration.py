@@ -21,6 +21,7 @@ from engine.kernels.protocol import Chains, LawTable, TargetShifts
 from engine.kernels.torch_block import blocks, residual, score_bounds
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
+from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.target_shift import effective_laws
 from engine.speculation.theory import Law, top_tokens
 from engine.speculation.verification import RULES
@@ -266,6 +267,8 @@ def _greedy_ends(
 def draft_tuples(method: str, q: Law, count: int) -> Tuples:
     """Joint law of `count` children of one node; shorter tuples where the support is smaller."""
     support = np.flatnonzero(q > 0).tolist()
+    if method == MOST_LIKELY:
+        return {tuple(top_tokens(q, count).tolist()): 1.0}
     if method == "iid" or count == 1:
         return {drawn: float(np.prod(q[list(drawn)])) for drawn in itertools.product(support, repeat=count)}
     if method == "without_replacement":

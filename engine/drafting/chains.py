@@ -20,7 +20,8 @@ from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
 from engine.sampling.node_laws import NodePaths, node_laws
-from engine.speculation.drafting import MOST_LIKELY, children
+from engine.speculation.drafting import children
+from engine.speculation.rule_facts import MOST_LIKELY
 
 
 @torch.inference_mode()

@@ -23,7 +23,8 @@ from engine.kernels.protocol import ChainNoise, Chains
 from engine.kernels.transfer import to_device
 from engine.plan import Plan, Row, level_widths
 from engine.sampling.law import LawParameters
-from engine.speculation.drafting import MOST_LIKELY
+from engine.speculation.drafting import method_below
+from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.topology import Tree, drawn_tree, merge_chains
 from engine.speculation.verification import RULES
 
@@ -63,7 +64,8 @@ class ChainShape(NamedTuple):
 @lru_cache(maxsize=1024)
 def _shape_of(fanout: tuple[int, ...], method: str, stable: bool, greedy: bool) -> ChainShape:
     likeliest = stable or (greedy and method != "iid")
-    return ChainShape(fanout, MOST_LIKELY if likeliest else method, MOST_LIKELY if stable else "iid")
+    of_one = MOST_LIKELY if stable else method_below(method, 1)
+    return ChainShape(fanout, MOST_LIKELY if likeliest else method, of_one)
 
 
 def method_of(row: Row) -> str:

@@ -48,7 +48,7 @@ def _chains_of(layout: Layout) -> _Chains:
     np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
     leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
     return _Chains(
-        all(draw.method == "iid" or draw.shape[1] == 1 for level in layout.levels for draw in level.draws),
+        all(draw.method == "iid" for level in layout.levels for draw in level.draws),
         np.array([level.laws.stop for level in layout.levels]),
         first_chains,
         np.bincount(law_row_CL[drawn_CL], minlength=layout.num_laws),

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import Kernels
+from engine.speculation.rule_facts import MOST_LIKELY
 
-MOST_LIKELY = "most_likely"
-"""At temperature 0 nothing is drawn: the children are the most likely tokens by their logits."""
+
+def method_below(method: str, num_children: int) -> str:
+    """How the children of one node are drawn: a single one that is drawn comes from the draft law itself."""
+    return method if num_children > 1 or method == MOST_LIKELY else "iid"
 
 
 def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:

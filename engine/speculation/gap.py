@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.speculation import theory
+from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.theory import Law
 from engine.speculation.verification import RULES
 from engine.speculation.verification.rule import NodeRule
@@ -44,6 +45,8 @@ def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int
 
 def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> float | None:
     """alpha* of `count` drafts (without replacement within 1e-6); None where it needs too many quadratures."""
+    if method == MOST_LIKELY:
+        return float(p[theory.top_tokens(q, count)].sum())
     if method == "iid" or count == 1:
         return theory.alpha_star_iid(p, q, count)
     if method == "without_replacement":

@@ -10,11 +10,15 @@ from types import MappingProxyType
 
 from engine.config import RuleFacts
 
+MOST_LIKELY = "most_likely"
+"""Draft method that draws nothing; at temperature 0, whatever the method, several children are these."""
+
 DRAFT_METHODS = {
     "iid": "independent draws, duplicates and all",
     "without_replacement": "one after another, each token at most once",
     "greedy": "the most likely tokens, and one drawn from the rest",
     "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
+    MOST_LIKELY: "the most likely tokens by their logits, with no random number",
 }
 """Methods of drawing the children of one node."""
 

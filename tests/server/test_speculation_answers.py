@@ -255,7 +255,7 @@ def test_greedy_answers_are_the_same_with_and_without_speculation(http: httpx.Cl
 
 # How few tokens a law may leave: a rule must cope with fewer of them than there are drafts.
 NARROW = ({}, {"top_k": 1}, {"top_k": 2}, {"top_p": 0}, {"temperature": 1e-300}, {"temperature": 0})
-METHODS = ("iid", "without_replacement", "greedy")
+METHODS = ("iid", "without_replacement", "greedy", "most_likely")
 
 
 def check_served_or_refused(http: httpx.Client, rule: str, method: str | None, num_drafts: int | None) -> None:

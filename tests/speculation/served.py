@@ -23,7 +23,8 @@ from analysis.enumeration import EveryChain, Path, RuleOutcome, TabularModel, ru
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable, TargetShifts
 from engine.plan import TargetShift
-from engine.speculation.drafting import children
+from engine.speculation.drafting import children, method_below
+from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.theory import Law
 from engine.speculation.verification import Verify
 from tests.engine.tiny import DEVICE
@@ -109,7 +110,8 @@ class RequestCase:
         )
 
     def _is_definite(self, descending_V: Law, count: int) -> bool:
-        tied = self.method == "greedy" and count > 1 and descending_V[count - 2] == descending_V[count - 1]
+        num_likely = {"greedy": count - 1, MOST_LIKELY: count}.get(self.method, 0)
+        tied = 0 < num_likely < len(descending_V) and descending_V[num_likely - 1] == descending_V[num_likely]
         return bool(np.count_nonzero(descending_V) >= count and not tied)
 
     @property
@@ -252,7 +254,7 @@ class Batch:
         node_CX[chain_RK, 0] = node_RW
         for depth, count in enumerate(kind.fanout):
             uniform = torch.from_numpy(self.chance.random((node_RW.numel(), count)))
-            method = kind.method if count > 1 else "iid"
+            method = method_below(kind.method, count)
             token_RW = children(KERNELS, method, self.nodes.draft_NV[node_RW.reshape(-1)], uniform).reshape(
                 len(node_R), -1
             )

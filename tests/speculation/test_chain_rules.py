@@ -236,6 +236,8 @@ def test_the_stream_of_several_steps_has_the_target_law(rule: str, method: str, 
         ("greedy", "greedy", (2, 2)),
         ("greedy", "greedy", (1, 3)),
         ("nss", "spechub", (2, 2)),
+        ("nss", "most_likely", (2, 2)),
+        ("nss", "most_likely", (1, 3)),
     ],
 )
 def test_trees_that_branch_later_keep_the_target_law(rule: str, method: str, tree: tuple[int, ...]) -> None:

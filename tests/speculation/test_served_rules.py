@@ -57,7 +57,7 @@ def kinds_of(rule: str, method: str, shapes: str, turn: int) -> list[RequestCase
     """Requests that the rule takes; with every turn the shapes meet other worlds."""
     known = RULES[rule]
     # Three tokens are all that can be most likely; a node of more drafts is filled up only without replacement.
-    most = {"spechub": 2, "greedy": 3}.get(method, known.max_drafts or 4)
+    most = {"spechub": 2, "greedy": 3, "most_likely": 3}.get(method, known.max_drafts or 4)
     wanted = {"chains": CHAINS, "trees": TREES}[shapes]
     if known.max_vocabulary is not None:
         wanted = FEW if shapes == "chains" else ((2, 2),)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.config import RuleFacts
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
+from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.theory import Law, accept_token
 
 Verify = Callable[[Chains, LawTable, ChainNoise], ChainVerdict]
@@ -47,4 +48,6 @@ class Rule(RuleFacts, frozen=True):
 
     def has_closed_form(self, method: str, count: int) -> bool:
         """Whether the acceptance of `count` drafts is known without drawing them."""
+        if method == MOST_LIKELY:  # the drafts are known
+            return False
         return count == 1 or self.closed_form_of is None or method in self.closed_form_of
