@@ -1,1 +1,1 @@
-"""Masks of grammars, computed in a process of each request."""
+"""Masks of grammars, computed in a separate process for each request."""

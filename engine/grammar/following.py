@@ -1,7 +1,7 @@
 """Requests whose answers follow a grammar, from their arrival until they end.
 
-They wait here until their grammar can be followed, which takes a process of its own some time; nobody waits for that.
-Clients take turns: one that sends many costly grammars delays another client's by one of them, and its own by all.
+Requests wait here until a separate process has read their grammar; the engine does not wait for that. Clients take
+turns: a client that sends many costly grammars delays another client by one of them, and its own requests by all.
 """
 
 from __future__ import annotations
@@ -14,58 +14,59 @@ from engine.errors import GRAMMAR_UNAVAILABLE, RequestError
 from engine.plan import Grammar
 from engine.request import GRAMMAR, Request
 
-# Reading a grammar may take a core for seconds; one call may ask for many.
+# Reading a grammar may occupy a core for seconds, and one call may need many grammars.
 _READ_AT_ONCE = 4
-# A grammar that takes longer than its first slice begins again behind all others, and few such are read at once:
-# costly grammars leave room for ordinary ones, which take milliseconds. New ones leave room for a costly one, too.
+# A grammar that takes longer than its first slice starts again after all others, and few such grammars are read at
+# once, so costly grammars leave room for ordinary ones, which take milliseconds. New grammars leave room for a costly
+# one, too.
 _FIRST_SLICE_S = 0.25
 _SLOW_AT_ONCE, _SLOW_AMONG_OTHERS = 2, 1
 
 
 class FollowedGrammar(Grammar, Protocol):
-    """A grammar that is followed elsewhere, and may fail."""
+    """A grammar that another process follows, and that may fail."""
 
     @property
     def failure(self) -> RequestError | None:
-        """Why it cannot be followed any further."""
+        """Return why it cannot be followed any further; None if it can."""
 
     def is_ready(self) -> bool:
-        """Whether masks can be asked for; does not wait. Raises RequestError for one that cannot be followed."""
+        """Whether masks can be requested; does not wait. Raise RequestError for a grammar that cannot be followed."""
 
     def seconds_read(self) -> float:
-        """CPU time that reading it has taken so far."""
+        """Return the CPU time that reading it has taken so far."""
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Note what a step has emitted; `failure` says if the grammar does not allow it."""
+        """Record the tokens that a step has emitted; `failure` is set if the grammar does not allow them."""
 
     def end(self) -> None:
-        """Stop following it, whatever it does."""
+        """Stop following it, even while it computes."""
 
 
 class GrammarSource(Protocol):
     """Starts grammars."""
 
     def start(self, grammar: str) -> FollowedGrammar:
-        """Begin to follow a grammar."""
+        """Start to follow a grammar."""
 
 
 class FairQueue:
-    """Waiting requests: the most urgent come first, and clients of one priority take turns."""
+    """Queue of waiting requests: the most urgent come first, and clients of one priority take turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, str], deque[Request]] = {}
-        """Requests by priority and client; the client whose turn comes last is last."""
+        """Requests by priority and client, in the order of the clients' turns."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def add(self, request: Request) -> None:
-        """Append a request to its client's; a client without one gets the last turn."""
+        """Append a request to its client's queue; a new client gets the last turn."""
         self._waiting.setdefault((request.priority, request.client), deque()).append(request)
 
     @property
     def first(self) -> Request:
-        """The next request; there must be one."""
+        """Return the next request; the queue must not be empty."""
         return self._waiting[self._turn()][0]
 
     def take(self) -> Request:
@@ -78,7 +79,7 @@ class FairQueue:
         return request
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request; whether it waited here."""
+        """Remove a request; return whether it was here."""
         for turn, own in self._waiting.items():
             for request in own:
                 if request.request_id == request_id:
@@ -93,7 +94,7 @@ class FairQueue:
 
 
 class Following:
-    """The grammars of all requests."""
+    """Grammars of all requests."""
 
     def __init__(
         self,
@@ -101,33 +102,34 @@ class Following:
         most: int,
         after_thoughts: Callable[[Request, FollowedGrammar], FollowedGrammar] = lambda _, grammar: grammar,
     ) -> None:
-        """most: grammars that are followed at once; further requests wait for one to end, the most urgent first;
-        after_thoughts: makes of a request's grammar one that holds after its thoughts."""
+        """most: number of grammars that are followed at once; further requests wait, the most urgent first;
+        after_thoughts: wraps a request's grammar so that it holds only after its thoughts.
+        """
         self.source = source
         self._after_thoughts = after_thoughts
         self._most = most
         self._waiting = FairQueue()
         self._slow = FairQueue()
-        """Requests whose grammars have used up their first slice."""
+        """Requests whose grammars have exceeded their first slice."""
         self._starting: dict[str, tuple[Request, FollowedGrammar]] = {}
         self._starting_slow: set[str] = set()
         self._followed: dict[str, FollowedGrammar] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run because their grammar is not ready."""
+        """Return the number of requests that do not run because their grammar is not ready."""
         return len(self._waiting) + len(self._slow) + len(self._starting)
 
     def add(self, request: Request) -> None:
-        """Begin with a request's grammar as soon as there is room."""
+        """Start a request's grammar as soon as there is room."""
         self._waiting.add(request)
 
     def ready(self) -> tuple[list[tuple[Request, FollowedGrammar]], list[tuple[str, RequestError]]]:
-        """(requests that can run from now on, those that never will and why); does not wait."""
+        """Return (requests that can run from now on, requests that failed and why); does not wait."""
         ready: list[tuple[Request, FollowedGrammar]] = []
         failed: list[tuple[str, RequestError]] = []
         num_ready = -1
-        while len(ready) > num_ready:  # whoever is ready makes room for another to begin
+        while len(ready) > num_ready:  # a ready grammar makes room for another one
             num_ready = len(ready)
             self._begin(failed)
             self._collect(ready, failed)
@@ -139,7 +141,7 @@ class Following:
             request = queue.first
             try:
                 state = self.source.start(request.sampling.grammar)
-            except OSError as error:  # no more processes or files: others will end
+            except OSError as error:  # no more processes or files: wait until others end
                 if self._starting or self._followed:
                     break
                 refusal = RequestError(f"no grammar can be followed ({error})", GRAMMAR, GRAMMAR_UNAVAILABLE)
@@ -151,11 +153,11 @@ class Following:
             queue.take()
 
     def _next_queue(self) -> FairQueue:
-        """Return the queue that the next grammar is taken from; it is empty if none is."""
+        """Return the queue of the next grammar; it is empty if none can start."""
         return self._slow if self._slow and self._slow_has_room else self._waiting
 
     def _collect(self, ready: list[tuple[Request, FollowedGrammar]], failed: list[tuple[str, RequestError]]) -> None:
-        """Move started grammars to those that are ready, or have failed."""
+        """Move started grammars to those that are ready or have failed."""
         for request_id, (request, state) in list(self._starting.items()):
             try:
                 if state.is_ready():
@@ -187,9 +189,9 @@ class Following:
         return len(self._starting) < _READ_AT_ONCE and len(self._starting) + len(self._followed) < self._most
 
     def failed(self, emitted: Iterable[tuple[str, Sequence[int]]] = ()) -> list[tuple[str, RequestError]]:
-        """Requests that run and whose grammar cannot be followed any further; they are forgotten.
+        """Return running requests whose grammar cannot be followed any further, and remove them.
 
-        emitted: what a step has emitted of each request, which its grammar may turn out not to allow.
+        emitted: tokens that a step has emitted for each request, which its grammar may not allow.
         """
         for request_id, tokens in emitted:
             if (state := self._followed.get(request_id)) is not None:
@@ -200,7 +202,7 @@ class Following:
         return failed
 
     def end(self, request_id: str) -> bool:
-        """Forget a request that has ended, or will not begin; whether it had not begun yet."""
+        """Remove a request that has ended or will not start; return whether it had not started yet."""
         is_new = self._waiting.remove(request_id) or self._slow.remove(request_id)
         _, state = self._starting.pop(request_id, (None, None))
         self._starting_slow.discard(request_id)

@@ -1,9 +1,9 @@
 """Grammars: which tokens may follow an answer and a path of drafted tokens below it.
 
-A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). Each is followed in a
-process of its own (`grammar_process.py`), with limits of time and memory: where one needs more, or crashes, its request
-alone ends with an error. All grammars of a step compute at the same time.
-Not for: making grammars of what a client asked (`server/text/structured.py`).
+A grammar is a string that llguidance reads (from a JSON schema, a regular expression or Lark). A separate process
+follows each grammar (`grammar_process.py`), with limits of time and memory. If a grammar exceeds them or crashes its
+process, only its request ends with an error. All grammars of a step compute at the same time. Not for: building
+grammars from requests (`server/text/structured.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from engine.request import GRAMMAR
 Bools = npt.NDArray[np.bool_]
 
 _LONGEST_MESSAGE = 1 << 20
-# A process that does not run is not at fault; but nobody waits for ever.
+# A process that gets no CPU time is not at fault, but the wait must end.
 _PATIENCE_S = 30.0
 _LEAST_WAIT_S = 0.001
 
@@ -56,7 +56,7 @@ class GrammarFailed(RequestError):
 
 
 class GrammarState:
-    """Where a request's answer is in its grammar."""
+    """Position of a request's answer in its grammar."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GrammarState:
     ) -> None:
         """connection: to the process that follows it; kill: ends that process, by its number."""
         self.failure: RequestError | None = None
-        """Why the answer cannot go on."""
+        """Reason why the answer cannot continue."""
         self._connection = connection
         self._vocab_size = vocab_size
         self._limits = limits
@@ -76,14 +76,15 @@ class GrammarState:
         self._process_id = 0
         self._num_told = -1
         self._dead_ends: set[tuple[int, ...]] = set()
-        """Paths below the answer after which nothing may follow."""
+        """Paths below the answer after which the grammar allows no token."""
         self._is_ready = False
         self._begin_clock()
         self._send(Start(grammar))
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Note what a step has emitted after the paths that were asked about; a token after a dead end is none of the
-        grammar's, so the answer fails."""
+        """Record the tokens that a step has emitted after the requested paths. A token after a dead end is not the
+        grammar's, so the answer fails.
+        """
         if self.failure is None and any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
             self.failure = RequestError(
                 "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
@@ -92,7 +93,7 @@ class GrammarState:
             )
 
     def is_ready(self) -> bool:
-        """Whether masks can be asked for; does not wait. Raises GrammarFailed."""
+        """Whether masks can be requested; does not wait. Raise GrammarFailed."""
         while not self._is_ready and self.failure is None and self._connection.poll():
             self._receive()
         if not self._is_ready and self.failure is None:
@@ -102,20 +103,20 @@ class GrammarState:
         return self._is_ready
 
     def seconds_read(self) -> float:
-        """CPU time that reading the grammar has taken; 0 before its process runs."""
+        """Return the CPU time that reading the grammar has taken; 0 before its process runs."""
         return self._computed_s() if self._process_id else 0.0
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
-        """Ask which tokens may follow each path below an answer: [V], None where a path has ended before.
+        """Ask which tokens may follow each path below an answer: [V], None if a path has ended before.
 
-        answer: the request's tokens so far; it only grows from step to step. The result waits for the masks: ask all
-        grammars first. Where the grammar fails, anything may follow, and `failure` says so.
+        answer: the request's tokens so far; it only grows from step to step. The result waits for the masks, so ask all
+        grammars first. If the grammar fails, all tokens are allowed and `failure` is set.
         """
         if len(answer) != self._num_told:
             self._dead_ends.clear()
         more = list(answer[max(0, self._num_told) :])
         if len(answer) != self._num_told or not answer:
-            self._begin_clock()  # a step asks several times about one answer; many steps, about none after thoughts
+            self._begin_clock()  # a step may ask several times about one answer, or about none after thoughts
         self._num_told = len(answer)
         if self.failure is None:
             self._send(Ask(more, [list(path) for path in paths]))
@@ -142,7 +143,7 @@ class GrammarState:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def _send(self, message: Start | Ask) -> None:
-        # The end of its process is found where its answer is read.
+        # The end of its process is detected when its answer is read.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(encode(message))
 
@@ -160,9 +161,9 @@ class GrammarState:
         elif isinstance(message, GaveUp):
             self._fail(message.reason, message.code)
         elif isinstance(message, Ended) and message.exit_code == -signal.SIGKILL:
-            # The engine kills only those that it does not ask any more.
+            # The engine kills only processes that it no longer asks.
             self._fail(
-                "its process has ended: the system killed it, most often for want of memory; try again",
+                "its process has ended: the system killed it, probably because memory ran out; try again",
                 GRAMMAR_UNAVAILABLE,
             )
         elif isinstance(message, Ended) and message.exit_code == -signal.SIGXCPU:
@@ -175,11 +176,11 @@ class GrammarState:
         self._asked_s, self._asked_cpu_s = time.monotonic(), self._cpu_s()
 
     def _computed_s(self) -> float:
-        """CPU time since the clock began."""
+        """Return the CPU time since the clock was started."""
         return self._cpu_s() - self._asked_cpu_s
 
     def _check_time(self, limit_s: float) -> None:
-        """Fail if the process has computed for longer than this since it was asked."""
+        """Fail if the process has computed longer than this since the last question."""
         waited_s = time.monotonic() - self._asked_s
         if not self._process_id:
             if waited_s >= _PATIENCE_S:
@@ -193,19 +194,19 @@ class GrammarState:
         self._fail(f"it takes more than {1000 * limit_s:.0f} ms to compute what may follow; make it simpler")
 
     def _cpu_s(self) -> float:
-        """CPU time of the process, as clock_getcpuclockid(3) finds it; 0 while its number is not known."""
+        """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is unknown."""
         if not self._process_id:
             return 0.0
         try:
             return time.clock_gettime((~self._process_id << 3) | 2)
         except OSError:
-            return 0.0  # it has ended, which its connection tells
+            return 0.0  # it has ended, as its connection will report
 
     def _fail(self, reason: str, code: str | None = None) -> None:
         self.failure = self.failure or GrammarFailed(reason, code)
 
     def end(self) -> None:
-        """Nothing is asked any more: end the process, whatever it does."""
+        """Stop following the grammar and end the process, even while it computes."""
         if self._process_id:
             self._kill(self._process_id)
         self._connection.close()
@@ -239,12 +240,12 @@ class Grammars:
         self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarState:
-        """A state at the beginning of an answer; `is_ready` tells when it can be asked, or what is wrong with it."""
+        """Start following a grammar. `is_ready` reports when masks can be requested, or why they cannot."""
         control = self._running()
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(control, [START], [theirs.fileno()])
-        # The child reads the grammar once it is forked; the engine does not wait for that.
+        # The child reads the grammar after the fork; the engine does not wait for it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST_MESSAGE)
         size = self._vocabulary.vocab_size
         return GrammarState(Connection(ours.detach()), grammar, size, self._limits, self._kill)
@@ -262,7 +263,7 @@ class Grammars:
         self._control = self._process = None
 
     def _running(self) -> socket.socket:
-        """The socket of the process that starts the others; it is started where there is none."""
+        """Return the socket of the process that starts the others; start it if it does not run."""
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self.close()

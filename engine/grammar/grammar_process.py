@@ -1,14 +1,13 @@
 """The process that follows grammars, one child for each: `python -m engine.grammar.grammar_process FD`.
 
-Grammars come from strangers, and the native library that follows them (llguidance) may take for ever, take all memory
-or crash. So this process reads the model's vocabulary once and forks a child for every grammar, which is cheap because
-memory is shared until it is written. The child has a limit of memory, follows one answer, and can be killed at any
-time.
-No torch here, and one thread: a fork copies only the thread that asks for it.
+Grammars come from untrusted clients, and the native library that follows them (llguidance) may hang, exhaust memory or
+crash. So this process reads the model's vocabulary once and forks a child for every grammar; a fork is cheap because
+memory is shared until it is written. The child has a memory limit, follows one answer, and can be killed at any time.
+This process does not import torch and has one thread, because a fork copies only the calling thread.
 
 The engine sends a `Vocabulary` first; then, for every grammar, one byte with the child's end of a pair of sockets. It
-ends a child through this process, its parent, so that a process number is never one that was given away again. The
-socket keeps messages apart (SOCK_SEQPACKET). This process keeps each child's own end open and reports there how the
+ends a child through this process, its parent, so that it never kills a process number that has been reused. The socket
+preserves message boundaries (SOCK_SEQPACKET). This process keeps each child's own end open and reports there how the
 child has ended.
 """
 
@@ -37,33 +36,33 @@ START, KILL = b"s", b"k"
 _LONGEST_MESSAGE = 1 << 16
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
-# How llguidance's message begins if no token may follow.
+# Beginning of llguidance's message if no token may follow.
 _DEAD_END = "NoExtensionBias"
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """To the process: what its children know, and may use."""
+    """To the process: vocabulary and limits of its children."""
 
     tokenizer: str
     """Folder with tokenizer.json, or a hub name."""
     revision: str | None
-    """Of the hub's repository."""
+    """Revision of the hub's repository."""
     vocab_size: int
     eos_token_ids: list[int]
     memory_bytes: int
-    """What a child may take beside what it shares."""
+    """Memory that a child may use in addition to what it shares."""
     start_timeout_s: float
-    """CPU time after which a child that still reads its grammar ends, also where nobody asks any more."""
+    """CPU time after which a child that still reads its grammar exits, even if the engine no longer waits for it."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To a child: the grammar it follows."""
+    """To a child: the grammar to follow."""
 
     grammar: str
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """To a child: which tokens may follow the answer, and each path below it?"""
+    """To a child: request for the masks after the answer and after each path below it."""
 
     answer: list[int]
     """Tokens of the answer since the last question."""
@@ -71,7 +70,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """From a child, when it begins: its number."""
+    """From a child, at its start: its process number."""
 
     process_id: int
 
@@ -81,9 +80,10 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
-    """From a child: a bit for each token, for each path; None below a path that has ended before.
+    """From a child: one bit per token for each path; None below a path that has ended before.
 
-    No bit is set after a path that the grammar allows, and after which it allows nothing."""
+    No bit is set after a path that the grammar allows but cannot continue.
+    """
 
     masks: list[bytes | None]
 
@@ -108,10 +108,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Follower:
-    """Where an answer is in its grammar.
+    """Position of an answer in its grammar.
 
-    A copy of the matcher (1 us) goes down every drafted path. Copies, because llguidance 1.9 does not always come back
-    to where it was: after some rollbacks the next mask is another.
+    Each drafted path gets a copy of the matcher (1 us). It does not roll back instead, because llguidance 1.9 does not
+    always restore its state: after some rollbacks the next mask is different.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
@@ -128,13 +128,13 @@ class Follower:
 
     @property
     def fault(self) -> str:
-        """Why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
+        """Return why the grammar cannot be followed; "" while it can, or after a dead end that its masks show."""
         if _is_dead_end(self._matcher):
             return "" if self._has_begun else "it allows no answer at all"
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """What may follow the answer, which has these more tokens, and each path below it."""
+        """Return the masks after the answer, extended by these tokens, and after each path below it."""
         self._has_begun = True
         self._matcher.consume_tokens(list(answer))
         return [self._mask(path) for path in paths]
@@ -148,12 +148,13 @@ class Follower:
         mask = bytes(matcher.compute_bitmask())
         if _is_dead_end(matcher):
             return bytes(len(mask))
-        # A limit of the library: an answer that goes there fails when it is told, and must not end before.
+        # A limit of the library: an answer that reaches it fails when its tokens arrive, and must not end before.
         return self._all_but_ends if path and matcher.is_error() else mask
 
     def _beyond(self, path: Sequence[int]) -> bytes:
-        """The mask below a path that cannot be followed: no answer goes there if the grammar has no such path; where a
-        limit of the library ends it, an answer may."""
+        """Return the mask below a path that cannot be followed. It is empty if the grammar has no such path; if a
+        limit of the library ends the path, an answer may still go there.
+        """
         matcher = self._matcher.deep_copy()
         for token in path:
             mask = matcher.compute_bitmask()
@@ -175,7 +176,7 @@ def _first_line(text: str) -> str:
 
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
-    """The tokens that masks speak of; raises whatever llguidance raises."""
+    """Read the tokens that masks refer to; raise whatever llguidance raises."""
     file = model_file(vocabulary.tokenizer, "tokenizer.json", vocabulary.revision)
     if file is None:
         raise FileNotFoundError("there is none")
@@ -184,7 +185,7 @@ def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
-    """Follow one grammar until nobody asks any more."""
+    """Follow one grammar until the engine closes the connection."""
     follower: Follower | None = None
     while True:
         try:
@@ -205,14 +206,14 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
 
 
 def _go_first() -> None:
-    """Let this process be ended before the engine where memory runs out, and with the process that forked it."""
+    """Let the system end this process before the engine if memory runs out, and together with its parent."""
     with contextlib.suppress(OSError, AttributeError):
         Path("/proc/self/oom_score_adj").write_text("1000")
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let this process take so much more than it has."""
+    """Limit this process to its present memory plus `more_bytes`."""
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, taken + more_bytes))
@@ -220,13 +221,13 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _limit_time(seconds: float | None) -> None:
-    """Let this process compute for so long from its beginning; None is without a limit."""
+    """Limit the CPU time of this process, counted from its start; None removes the limit."""
     soft = resource.RLIM_INFINITY if seconds is None else math.ceil(seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str, vocabulary: Vocabulary) -> None:
-    """All of a child's life; never returns."""
+    """Run a child from its start to its end; never returns."""
     status = 1
     try:
         control.close()
@@ -235,12 +236,12 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
         if isinstance(tokenizer, str):
             connection.send_bytes(encode(GaveUp(tokenizer, GRAMMAR_UNAVAILABLE)))
         else:
-            # Steps go before grammars that are being read; while a step waits for masks its core is free.
+            # Steps have priority over grammars that are being read; a step that waits for masks leaves its core free.
             os.nice(_NICENESS)
             _go_first()
             _limit_memory(vocabulary.memory_bytes)
             _limit_time(vocabulary.start_timeout_s)
-            # What the library prints when it panics may quote the client's grammar.
+            # The library's panic messages may quote the client's grammar.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             follow(connection, tokenizer)
         status = 0
@@ -249,15 +250,15 @@ def _run_child(number: int, control: socket.socket, tokenizer: LLTokenizer | str
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a child for every grammar until the engine is gone; then end those that are left."""
+    """Fork a child for every grammar until the engine has ended, then end the remaining children."""
     vocabulary = msgspec.msgpack.decode(control.recv(_LONGEST_MESSAGE), type=Vocabulary)
     tokenizer: LLTokenizer | str
     try:
         tokenizer = read_vocabulary(vocabulary)
-    except BaseException as error:  # llguidance raises many kinds, panics among them
+    except BaseException as error:  # llguidance raises exceptions of many types, including panics
         tokenizer = f"structured output needs the model's tokenizer.json; it cannot be read: {_first_line(str(error))}"
     children: dict[int, int] = {}
-    """Each child's end of its pair of sockets, by its process."""
+    """Socket of each child, by process number."""
     woken, wake = socket.socketpair()
     for one in (woken, wake):
         one.setblocking(False)
@@ -280,7 +281,7 @@ def serve(control: socket.socket) -> None:
             continue
         try:
             process_id = os.fork()
-        except OSError:  # no room for one more: the engine finds its socket closed
+        except OSError:  # no room for another child: the engine finds its socket closed
             os.close(received[0])
             continue
         if not process_id:
@@ -293,13 +294,13 @@ def serve(control: socket.socket) -> None:
 
 
 def _report_ended(children: dict[int, int]) -> None:
-    """Tell the engine of the children that have ended, and forget them."""
+    """Report ended children to the engine, and forget them."""
     while children:
         process_id, status = os.waitpid(-1, os.WNOHANG)
         if not process_id:
             return
         number = children.pop(process_id)
-        os.set_blocking(number, False)  # the engine may have left it, full
+        os.set_blocking(number, False)  # its buffer may be full
         with contextlib.suppress(OSError), Connection(number) as connection:
             connection.send_bytes(encode(Ended(os.waitstatus_to_exitcode(status))))
 

@@ -1,6 +1,6 @@
-"""Thoughts at the beginning of an answer: how long they may be, and a grammar that holds only after them.
+"""Thoughts at the beginning of an answer: their budget, and a grammar that holds only after them.
 
-Both are masks of single nodes: which tokens may follow depends on the answer and the drafted path alone.
+Both are masks of single nodes: the allowed tokens depend on the answer and the drafted path alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Thoughts:
-    """The thoughts of one answer, and where paths below it are in them."""
+    """Thoughts of one answer, and the positions of drafted paths in them."""
 
     def __init__(self, thinking: Thinking, answer: Sequence[int]) -> None:
         self._thinking = thinking
@@ -27,15 +27,16 @@ class Thoughts:
         self._end = self._end_in(self._answer)
 
     def _end_in(self, tokens: tuple[int, ...]) -> int | None:
-        """Return the index after the token that closes the thoughts, 0 if there are none, None if they go on or have
-        not begun yet."""
+        """Return the index after the token that closes the thoughts, 0 if there are none, None if they are open or
+        have not begun.
+        """
         thinking = self._thinking
         if not thinking.is_begun and tokens[:1] not in ((), (thinking.opens,)):
             return 0
         return tokens.index(thinking.closes) + 1 if thinking.closes in tokens else None
 
     def end(self, path: Sequence[int] = ()) -> int | None:
-        """The index in answer and path at which what follows the thoughts begins; None before it."""
+        """Return the index in answer and path at which the text after the thoughts begins; None before it."""
         if self._end is not None:
             return self._end
         if not self._answer:
@@ -48,7 +49,7 @@ class FollowedThoughts:
     """Thoughts with their budget, and the grammar that holds after them, as one grammar."""
 
     def __init__(self, thinking: Thinking, facts: EngineFacts, grammar: FollowedGrammar | None = None) -> None:
-        """The thoughts of a request, and what it follows after them."""
+        """Combine the thoughts of a request and its grammar."""
         self._thinking = thinking
         self._grammar = grammar
         self._only_close = np.zeros(facts.vocab_size, dtype=bool)
@@ -62,19 +63,19 @@ class FollowedThoughts:
 
     @property
     def failure(self) -> RequestError | None:
-        """Why the grammar cannot be followed any further."""
+        """Return why the grammar cannot be followed any further; None if it can."""
         return None if self._grammar is None else self._grammar.failure
 
     def is_ready(self) -> bool:
-        """Whether masks can be asked for."""
+        """Whether masks can be requested."""
         return self._grammar is None or self._grammar.is_ready()
 
     def seconds_read(self) -> float:
-        """CPU time that reading the grammar has taken so far."""
+        """Return the CPU time that reading the grammar has taken so far."""
         return 0.0 if self._grammar is None else self._grammar.seconds_read()
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Note what a step has emitted; of it the grammar sees what comes after the thoughts."""
+        """Record the tokens that a step has emitted; the grammar sees those after the thoughts."""
         end = self._thoughts.end(emitted)
         if self._grammar is not None and end is not None:
             self._grammar.check_answer(emitted[max(0, end - self._num_told) :])
@@ -85,10 +86,10 @@ class FollowedThoughts:
             self._grammar.end()
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
-        """Ask which tokens may follow an answer and each path below it, as `plan.Grammar` has it."""
+        """Ask which tokens may follow an answer and each path below it, as in `plan.Grammar`."""
         self._thoughts, self._num_told = thoughts, told = Thoughts(self._thinking, answer), len(answer)
         ends = [thoughts.end(path) for path in paths]
-        # Thoughts that have not begun need not begin: the grammar may begin instead.
+        # Thoughts are optional: the grammar may begin instead.
         begins = [not (self._thinking.is_begun or answer or path) for path in paths]
         masks = [self._inside(told + len(path)) if end is None else None for end, path in zip(ends, paths, strict=True)]
         if self._grammar is None:
@@ -109,7 +110,7 @@ class FollowedThoughts:
         return found
 
     def _inside(self, num_tokens: int) -> Bools | None:
-        """Return the mask after this many tokens of an answer, where the thoughts go on or have not begun."""
+        """Return the mask after this many tokens of an answer while the thoughts are open or have not begun."""
         thinking = self._thinking
         length = num_tokens - (not thinking.is_begun)
         is_over = thinking.budget is not None and length >= thinking.budget

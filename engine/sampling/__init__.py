@@ -1,1 +1,1 @@
-"""From logits to tokens: the law of a request, its random numbers, and the draw itself."""
+"""From logits to tokens: the distribution of a request, its random numbers, and sampling."""

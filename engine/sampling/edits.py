@@ -1,14 +1,14 @@
 """Changes of a request's logits that depend on its text: bias, penalties, masks. Before temperature and filters.
 
-A *context* is where a law is needed: after a text, and after a path of drafted tokens below it; every node of every
-branch has a context of its own, and counts are those of its own path. Order, as vLLM has it: logit_bias; repetition
-penalty (tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence
-penalties (tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end before min_tokens (unless
-the grammar demands one). Where the masks leave nothing, all tokens are equally likely, and a request that comes there
-is ended (`has_dead_end`).
+A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens below it. Every node
+of every branch has a context, and counts are those of its own path. Order, as in vLLM: logit_bias; repetition penalty
+(tokens of prompt and answer: a positive logit is divided, a negative one multiplied); frequency and presence penalties
+(tokens of the answer); then masks: allowed tokens, bad words, the grammar, no end token before min_tokens (unless the
+grammar demands one). If the masks leave no token, all tokens are equally likely, and a request that reaches such a
+context is ended (`has_dead_end`).
 
-Penalties count drafted tokens where they are, so that they never wait for a device; bad words and grammars need them on
-the host.
+Penalties count drafted tokens on their device, so that they never wait for it; bad words and grammars need the tokens
+on the host.
 
 Not for: temperature, top-k, top-p, min-p (`law.py`).
 """
@@ -44,26 +44,26 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What the law at one node depends on, besides its logits."""
+    """Inputs of one node's distribution besides its logits."""
 
     sampling: Sampling
     text: LogitContext
     depth: int = 0
-    """How many drafted tokens come after the text."""
+    """Number of drafted tokens after the text."""
     path: tuple[int, ...] = ()
-    """These tokens, where masks depend on them (`plan.Row.needs_path`)."""
+    """These tokens, if masks depend on them (`plan.Row.needs_path`)."""
 
     @property
     def num_emitted(self) -> int:
-        """Tokens of the answer before this context."""
+        """Return the number of tokens of the answer before this context."""
         return len(self.text.tokens) - self.text.num_prompt + self.depth
 
 
 def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Tensor | None = None) -> Tensor:
-    """The logits that the laws are made of; rows with None are left alone.
+    """Return the edited logits; rows whose context is None are unchanged.
 
-    path_ND: the drafted tokens above each node, which penalties count, on the logits' device; beyond a node's depth may
-    be anything. None where no node has any.
+    path_ND: the drafted tokens above each node, which penalties count, on the logits' device; entries beyond a node's
+    depth are ignored. None if no node has any.
     """
     if not any(contexts):
         return logits_NV
@@ -77,7 +77,7 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
     penalised = [(row, context) for row, context in enumerate(contexts) if context and context.sampling.has_penalties]
     if penalised:
         _penalise(edited_NV, penalised, path_ND)
-    # A sum beyond float32 would make the law not a number.
+    # A sum beyond float32 would give non-finite probabilities.
     edited_NV.clamp_(max=_LARGEST)
     masks = _masks(contexts, fixed, vocab_size)
     if masks:
@@ -94,9 +94,9 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
 
 
 def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) -> bool:
-    """Whether one of the tokens emitted after a text was drawn where the request's masks left nothing.
+    """Whether one of the tokens emitted after a text was drawn where the request's masks leave no token.
 
-    Dead ends of the grammar itself are found where it is followed.
+    Dead ends of the grammar itself are detected by the grammar (`engine.grammar`).
     """
     assert text.fixed is not None
     num_held = 0 if text.grammar else text.min_tokens - (len(text.tokens) - text.num_prompt)
@@ -104,9 +104,9 @@ def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) ->
 
 
 def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], path_ND: Tensor | None) -> None:
-    """Penalties, in place; penalised: the rows that have any.
+    """Apply penalties in place to the rows `penalised`.
 
-    A token has the penalties of all its times in the text and in the path above its node.
+    A token is penalised for all its occurrences in the text and in the path above its node.
     """
     device = edited_NV.device
     texts = list({id(context.text): context.text for _, context in penalised}.values())
@@ -126,7 +126,7 @@ def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], p
     if path_ND is None or not depth_P.any():
         edited_NV[of_text] = changed_E
         return
-    # One entry for every token of every path; equal ones of a path all get the same value.
+    # One entry for every token of every path; equal ones of a path get the same value.
     place_X = np.repeat(np.arange(len(penalised)), depth_P)
     at_X = np.arange(len(place_X)) - (np.cumsum(depth_P) - depth_P)[place_X]
     row_X = to_device(row_P[place_X], device)
@@ -141,14 +141,14 @@ def _penalise(edited_NV: Tensor, penalised: Sequence[tuple[int, NodeContext]], p
 
 
 def _changed(logit_E: Tensor, strength_E3: Tensor, count_E: Tensor) -> Tensor:
-    """[E] logits with their penalties; count_E: how often each token is in the answer."""
+    """Return [E] logits with their penalties; count_E: how often each token is in the answer."""
     repetition, frequency, presence = strength_E3.unbind(1)
     repeated = torch.where(logit_E > 0, logit_E / repetition, logit_E * repetition)
     return repeated - frequency * count_E - presence * (count_E > 0)
 
 
 def _table(counts: Sequence[tuple[Ints, Numbers]], vocab_size: int, device: torch.device) -> Tensor:
-    """[texts, V] how often each token is in each answer."""
+    """Return [texts, V] how often each token is in each answer."""
     text_E = np.repeat(np.arange(len(counts)), [len(tokens) for tokens, _ in counts])
     token_E, times_E = (np.concatenate([one[part] for one in counts]) for part in (0, 1))
     table = torch.zeros((len(counts), vocab_size), device=device)
@@ -165,7 +165,7 @@ def _fixed(context: NodeContext) -> FixedEdits:
 
 
 def _by_identity(fixed: dict[int, FixedEdits]) -> list[tuple[FixedEdits, list[int]]]:
-    """Different edits, each with its rows."""
+    """Group rows by identity of their edits."""
     rows: dict[int, list[int]] = {}
     for row, edits in fixed.items():
         rows.setdefault(id(edits), []).append(row)
@@ -173,7 +173,7 @@ def _by_identity(fixed: dict[int, FixedEdits]) -> list[tuple[FixedEdits, list[in
 
 
 def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits], vocab_size: int) -> dict[int, Bools]:
-    """[V] tokens that may come next, by row, where not all may."""
+    """Return [V] the allowed tokens by row, for rows that do not allow all."""
     following = _followed(contexts)
     masks = {}
     for row, edits in fixed.items():
@@ -186,7 +186,9 @@ def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits],
 
 
 def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]:
-    """What the grammars allow, by row. Each is asked once for all its rows, and all are asked before any is awaited."""
+    """Return the grammars' masks by row. Each grammar is asked once for all its rows, and all are asked before any
+    is awaited.
+    """
     rows: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         if context is not None and context.text.grammar is not None:
@@ -201,9 +203,10 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
 
 
 def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:
-    """[V] tokens that may come next, None for all; an end that the grammar demands comes before min_tokens.
+    """Return [V] the tokens that may come next, None for all. An end token that the grammar demands may come before
+    min_tokens.
 
-    following: what its grammar allows.
+    following: mask of the context's grammar.
     """
     text = context.text
     holds_back = context.num_emitted < text.min_tokens

@@ -1,10 +1,10 @@
-"""The law a request samples from: logits in, probabilities out.
+"""Distribution that a request samples from: logits in, probabilities out.
 
-**The one function that makes a request's law**: for drafting, for verification and for plain
-decoding. Order of the filters (as vLLM has it): temperature, min-p, top-k, top-p. Every filter
-keeps ties at its edge, so the law is a function of the logits and not of a sort's order.
+**The one function that computes a request's distribution** (`law`), for drafting, verification and plain decoding.
+Order of the filters, as in vLLM: temperature, min-p, top-k, top-p. Every filter keeps ties at its edge, so the
+distribution is a function of the logits and not of a sort's order.
 
-Not for: drawing (`draw.py`), penalties and masks (`edits.py` changes the logits before this).
+Not for: sampling (`draw.py`), penalties and masks (`edits.py` changes the logits before this).
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ from engine.request import Sampling
 
 @dataclass(frozen=True)
 class LawParameters:
-    """Sampling parameters of N law rows, as tensors on the logits' device."""
+    """Sampling parameters of N rows of probabilities, as tensors on the logits' device."""
 
     temperature_N: Tensor
-    """0 where the law is the most likely token."""
+    """0 if the most likely token has probability 1."""
     any_greedy: bool
     all_greedy: bool
     values: Mapping[str, Tensor]
-    """[N] parameters of the filters that change the law of any row, by name."""
+    """[N] parameters of the filters that change any row, by name."""
     largest: Mapping[str, float]
-    """The largest of each, at most, where it was known on the host."""
+    """Upper bound of each, if it was known on the host."""
     kernels: Kernels
-    """Kernels that make the laws."""
+    """Kernels that compute the probabilities."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device, kernels: Kernels) -> LawParameters:
-        """Parameters of one row per entry of `samplings`."""
+        """Return the parameters of one row per entry of `samplings`."""
         return _parameters_of(
             tuple([(0.0 if s.is_greedy else s.temperature, *_filtered(s)) for s in samplings]), device, kernels
         )
 
     def select(self, index_N: Tensor | slice) -> LawParameters:
-        """The parameters at `index_N`, one entry per law row."""
+        """Return the parameters at `index_N`, one entry per row."""
         values = {name: value_N[index_N] for name, value_N in self.values.items()}
         return replace(self, temperature_N=self.temperature_N[index_N], values=values)
 
 
 @lru_cache(maxsize=256)
 def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device, kernels: Kernels) -> LawParameters:
-    """rows: temperature and the parameters of `FILTERS`. What it returns is kept: nobody may write to it."""
+    """Return the parameters of these rows (temperature and the parameters of `FILTERS`). They are cached: do not
+    write to them.
+    """
     temperatures, *of_filters = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
     values, largest = {}, {}
     for one, of_rows in zip(FILTERS, of_filters, strict=True):
@@ -64,9 +66,9 @@ def _parameters_of(rows: tuple[tuple[float, ...], ...], device: torch.device, ke
 
 
 def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None) -> Tensor:
-    """Probabilities (float32, same shape) of the law that each row's request samples from.
+    """Return the probabilities (float32, same shape) of the distribution that each row's request samples from.
 
-    law_NV: where to write them, if given.
+    law_NV: output tensor, if given.
     """
     if parameters.all_greedy:
         law_NV = torch.empty_like(logits_NV, dtype=torch.float32) if law_NV is None else law_NV
@@ -92,8 +94,8 @@ def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = No
 
 
 def _softmax(logits_NV: Tensor, scale_N: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:
-    """The law before the filters of probabilities; greedy rows get any."""
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    """Return the probabilities before the filters of probabilities; greedy rows are undefined."""
+    # Subtracting the maximum first prevents an overflow at tiny temperatures.
     scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N.unsqueeze(-1)
     for one in filters:
         scaled_NV = one.apply(parameters.kernels, scaled_NV, parameters.values[one.name], parameters.largest[one.name])
@@ -117,22 +119,25 @@ def _top_k(_kernels: Kernels, scaled_NV: Tensor, top_k_N: Tensor, largest: float
 
 
 def _top_p(kernels: Kernels, law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
-    """Keep the smallest set of most likely tokens with mass >= top_p; renormalise."""
+    """Keep the smallest set of most likely tokens with probability >= top_p, and renormalise."""
     return kernels.nucleus(law_NV, top_p_N)
 
 
 class Filter(NamedTuple):
-    """A change of the law that a request asks for."""
+    """A filter of the distribution that a request may set."""
 
     name: str
     """Field of `Sampling` that has its parameter."""
     changes: Callable[[float], bool]
-    """Whether the law changes at this value of the parameter."""
+    """Whether the filter has an effect at this value of the parameter."""
     apply: Callable[[Kernels, Tensor, Tensor, float], Tensor]
-    """[N, V] from [N, V], the parameters [N] and the largest of them, known on the host; a row whose parameter changes
-    nothing stays as it is."""
+    """[N, V] from [N, V], the parameters [N] and their largest value, known on the host; rows whose parameter has no
+    effect are unchanged.
+    """
     of_probabilities: bool
-    """Whether it takes and gives probabilities; else logits over temperature, the largest of each row 0."""
+    """Whether it maps probabilities to probabilities; otherwise its input is logits over temperature, with maximum 0
+    in each row.
+    """
 
 
 FILTERS = (
@@ -140,7 +145,7 @@ FILTERS = (
     Filter("top_k", lambda value: value > 0, _top_k, of_probabilities=False),
     Filter("top_p", lambda value: value < 1, _top_p, of_probabilities=True),
 )
-"""In the order in which they apply. A new one is a function, a line here, and its field of `Sampling`."""
+"""Filters in the order of application. A new one needs a function, an entry here, and its field of `Sampling`."""
 
 _filtered = attrgetter(*(one.name for one in FILTERS))
 """Parameters of all filters."""

@@ -1,7 +1,7 @@
-"""The laws at the nodes of a step: the one function that makes them, of the draft model and of the target alike.
+"""Distributions at the nodes of a step, for the draft model and for the target.
 
-Edits of the logits (`edits.py`), temperature and filters (`law.py`), the race of seed-stable rows (`stable.py`). Not
-for: which nodes there are (`drafters.draft`).
+Combines edits of the logits (`edits.py`), temperature and filters (`law.py`), and the race of seed-stable rows
+(`stable.py`). Not for: which nodes there are (`engine.drafting.draft`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ Ints = npt.NDArray[np.int64]
 
 
 class NodePaths(NamedTuple):
-    """Where laws are wanted: after a row's text, or below tokens drafted for it."""
+    """Nodes that need distributions: after a row's text, or below tokens drafted for it."""
 
     row_N: Ints
     """Number of each node's row."""
     depth_N: Ints
-    """How many drafted tokens are above it."""
+    """Number of drafted tokens above each node."""
     paths: Callable[[], Sequence[Sequence[int]]]
-    """These tokens, on the host; asked for where masks depend on them."""
+    """These tokens, on the host; called only if masks depend on them."""
     path_ND: Callable[[], Tensor | None]
-    """The same on the logits' device, for penalties; None where no node has any."""
+    """The same on the logits' device, for penalties; None if no node has any."""
 
 
 def node_laws(
     rows: Sequence[Row], nodes: NodePaths, logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """([N, V] the laws, [N, V] what orders their tokens: edited logits, or for seed-stable rows the race).
+    """Return ([N, V] probabilities, [N, V] scores that order their tokens: edited logits, or the race of seed-stable
+    rows).
 
-    parameters: one entry per node. law_NV: where to write the laws, if given.
+    parameters: one entry per node. law_NV: output tensor for the probabilities, if given.
     """
     contexts = _contexts(rows, nodes)
     if any(contexts):
@@ -50,7 +51,7 @@ def node_laws(
 
 
 def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]:
-    """What the law at each node depends on besides its logits, for rows that edit them."""
+    """Return the inputs of each node's distribution besides its logits, for rows that edit them."""
     if not any(row.text for row in rows):
         return []
     numbers: list[int] = nodes.row_N.tolist()
@@ -64,7 +65,9 @@ def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]
 
 
 def _race_stable(rows: Sequence[Row], nodes: NodePaths, law_NV: Tensor, logits_NV: Tensor) -> Tensor:
-    """What orders the tokens of every node; laws of seed-stable rows become the winner's, in place."""
+    """Return the scores that order the tokens of every node. Probabilities of seed-stable rows become 1 for the
+    winner, in place.
+    """
     if not any(row.sampling.seed_stable for row in rows):
         return logits_NV
     numbers = [n for n, row in enumerate(nodes.row_N.tolist()) if rows[row].sampling.seed_stable]

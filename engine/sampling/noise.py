@@ -1,13 +1,11 @@
-"""Every random number of the engine, as a function of where it is used.
+"""All random numbers of the engine, as a function of their use.
 
-A number is named by (request seed, position, purpose, chain, depth) and hashed from that name;
-there is no generator and no state, so an answer does not depend on its neighbours, and a request
-that was preempted draws what it would have drawn.
+A number is named by (request seed, position, purpose, chain, depth) and hashed from that name. There is no generator
+and no state, so an answer does not depend on other requests, and a preempted request draws the same numbers again.
 
-`position` is the index of the first token that a step drafts. Each step emits at least one
-token, so no two steps of a request share a position and **no number is ever used twice**, also
-not when a rejected token's index is drafted again (its old number has already influenced where
-the last step stopped; using it again would bias the output).
+`position` is the index of the first token that a step drafts. Each step emits at least one token, so no two steps of a
+request share a position and **no number is used twice**, even if a rejected token's index is drafted again. (Its old
+number has already influenced where the last step stopped; using it again would bias the output.)
 
 Not for: anything that should look random to an adversary. The hash is the 64-bit finaliser of
 splitmix64 (Steele, Lea and Flood, 2014), applied once per part of the name.
@@ -31,7 +29,7 @@ LARGEST = 1 - 2.0**-53
 
 
 class Purpose(IntEnum):
-    """What a random number decides."""
+    """Decision for which a random number is used."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -56,7 +54,7 @@ def _words(values: npt.ArrayLike) -> Words:
 
 
 def hash_words(seed: npt.ArrayLike, *parts: npt.ArrayLike) -> Words:
-    """The word that a name's parts hash to; they broadcast."""
+    """Hash the parts of a name to a word; they broadcast."""
     with np.errstate(over="ignore"):
         word = _mix(_words(seed) + GOLDEN)
         for part in parts:
@@ -71,7 +69,7 @@ def uniform(
     chain: npt.ArrayLike = 0,
     depth: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension).
+    """Return uniform numbers strictly inside (0, 1); the arguments broadcast (at least one dimension).
 
     purpose: one `Purpose`, or several, to draw for them in one call.
     """
@@ -80,7 +78,7 @@ def uniform(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of the `index`-th of several choices; choice 0 keeps the request's own seed."""
+    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own seed."""
     if index == 0:
         return seed
     return int(hash_words(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])

@@ -1,4 +1,4 @@
-"""The random numbers of a step in one Numba kernel: `noise.uniform` says what they are, and is the oracle."""
+"""The random numbers of a step in one Numba kernel; `noise.uniform` is the specification and the oracle."""
 
 # Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -41,7 +41,7 @@ def _fill(seeds, positions, purposes, ranks, numbers):
 
 
 def uniform(seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> npt.NDArray[np.float64]:
-    """[P, C, L] the numbers of these purposes, by chain and depth."""
+    """Return [P, C, L] the numbers of these purposes, by chain and depth."""
     numbers = np.empty((len(purpose_P), len(seed_C), length))
     _fill(seed_C, position_C, purpose_P, rank_C, numbers)
     return numbers

@@ -1,12 +1,12 @@
-"""Seed-stable sampling: a token is a function of the law, the seed and its place in the text, and of nothing else.
+"""Seed-stable sampling: a token is a function of the distribution, the seed and the token's index alone.
 
-Every token x has an exponential clock E_x named by (seed, index of the token drawn, x); the token is the one with the
-largest p(x) / E_x, which has probability p(x). So the same seed gives the same answer with speculation off or on,
-whatever is drafted. The draft model races the same clocks over its own law: where q is near p the same token wins
-(with one draft at least with probability (1 - d) / (1 + d), d the total variation: Daliri, Musco and Suresh, 2025),
-and further drafts are the next in the race. The price is acceptance: a rule that looks at p and q together keeps more.
+Every token x has an exponential clock E_x named by (seed, index of the token drawn, x). The drawn token is the one with
+the largest p(x) / E_x, which has probability p(x). So the same seed gives the same answer with and without speculation,
+for any drafts. The draft model races the same clocks over its own distribution q: if q is near p, the same token wins
+(one draft wins with probability at least (1 - d) / (1 + d), with total variation d: Daliri, Musco and Suresh, 2025),
+and further drafts are the next in the race. The price is acceptance: a rule that uses p and q together accepts more.
 
-Not for: the laws (`law.py`).
+Not for: the distributions (`law.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine.sampling.noise import GOLDEN, LARGEST, MIX_1, MIX_2, Purpose, hash_w
 
 
 def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
-    """[N, V] (float64) how early each token finishes, the first largest; tokens of probability zero have 0.
+    """Return [N, V] (float64) scores of the race, largest first; tokens of probability zero have score 0.
 
-    indices: place in its text of the token that each law is for.
+    indices: index in its text of the token that each row is for.
     """
     names = [(sampling.seed, index) for sampling, index in zip(samplings, indices, strict=True)]
     # Nodes of one depth share their clocks.
@@ -37,18 +37,18 @@ def race(law_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) 
 
 
 def winners_only(race_NV: Tensor) -> Tensor:
-    """[N, V] (float32) all mass on the winner of each race."""
+    """Return [N, V] (float32) probability 1 for the winner of each race."""
     return torch.zeros_like(race_NV, dtype=torch.float32).scatter_(1, race_NV.argmax(1, keepdim=True), 1.0)
 
 
 def uniform_rows(
     seeds: Sequence[int], positions: Sequence[int], purpose: Purpose, count: int, device: torch.device
 ) -> torch.Tensor:
-    """[N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device."""
+    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on the device."""
     begun_N1 = to_device(hash_words(seeds, positions, int(purpose), 0).view(np.int64), device).unsqueeze(1)
     part_K = (torch.arange(count, device=device) + 1) * int(GOLDEN.view(np.int64))
     word = begun_N1 ^ part_K
-    # The finaliser once more, in signed 64-bit words: products wrap, shifts are made logical by masks.
+    # The same finaliser in signed 64-bit words: products wrap, and masks make shifts logical.
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         word = (word ^ _shifted(word, shift)) * int(factor.view(np.int64))
     word = word ^ _shifted(word, 31)

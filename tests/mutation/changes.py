@@ -109,10 +109,14 @@ class Module:
         functions = []
         for node in ast.walk(ast.parse(self.source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if ast.get_docstring(node) is not None:
-                    del node.body[0]
+                node.body = [line for line in node.body if not _is_text(line)]
                 functions.append(ast.dump(node))
         return sha256("\n".join(functions).encode()).hexdigest()
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring, also of an attribute."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _functions(tree: cst.Module) -> Iterator[tuple[cst.FunctionDef, str]]:
