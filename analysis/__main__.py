@@ -86,9 +86,7 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
     pair.add_argument(
         "--concurrency", type=integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)"
     )
-    pair.add_argument(
-        "--output", type=Path, default=Path("analysis"), help="folder for pair.json and plots (default analysis)"
-    )
+    pair.add_argument("--output", type=Path, default=Path("pair"), help="folder for pair.json and plots (default pair)")
     pair.add_argument("--fresh", action="store_true", help="forget what an interrupted run has measured")
 
 

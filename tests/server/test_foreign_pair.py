@@ -153,7 +153,7 @@ def test_the_recipe_of_the_page_runs(
     small = "--rules block,bv_race --num-drafts 2 --tokens 8 --positions 4 --concurrency 1"
     assert analyze([*measure[2:], *small.split()]) == 0
     assert "recommended" in capsys.readouterr().err
-    assert Path("analysis/pair.json").exists()
+    assert Path("pair/pair.json").exists()
     small = "--concurrency 1 --repeats 2 --max-tokens 6 --rules block,again"
     assert bench([*over_http[2:], *small.split()]) == 0
     (cell,) = json.loads(Path("bench.json").read_text())["cells"]
