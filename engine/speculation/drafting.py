@@ -25,17 +25,17 @@ from engine.speculation.rule_facts import MOST_LIKELY
 
 
 def method_below(method: str, num_children: int) -> str:
-    """How the children of one node are drawn: a single one that is drawn comes from the draft law itself."""
+    """Return the method for one node: a single drawn child comes from the draft law itself."""
     return method if num_children > 1 or method == MOST_LIKELY else "iid"
 
 
 def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
-    """[N, K] K children below each node; deterministic in the weights and the noise.
+    """Return [N, K] K children below each node; deterministic in the weights and the noise.
 
-    weights_NV: the draft law (for `most_likely`: anything that orders the tokens, such as logits).
-    If fewer than K tokens have positive probability, the remaining children get a token whose probability in what is
-    left of the law is 0; the method's rules recognise them by that. `greedy` and `spechub` children always differ from
-    each other: their rules expect one node for each, and one draw below it.
+    weights_NV: the draft law (for `most_likely`: any scores that order the tokens, such as logits). If fewer than K
+    tokens have positive probability, the remaining children get a token whose probability in the rest of the law is 0;
+    the method's rules recognise them by this. `greedy` and `spechub` children are always distinct: their rules expect
+    one node for each, and one draw below it.
     """
     num_children = uniform_NK.shape[1]
     if method == MOST_LIKELY:
@@ -63,11 +63,13 @@ def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tens
 
 @cache
 def _parents(num_parents: int, num_children: int, device: torch.device) -> Tensor:
-    """[N * K] the parent of every child. Never forgotten, because recorded steps go on to read it where it is."""
+    """Return [N * K] the parent of every child. It is cached indefinitely, because recorded steps continue to read
+    it at its address.
+    """
     return torch.arange(num_parents, device=device).repeat_interleave(num_children)
 
 
 def _drawn_or(weights_NV: Tensor, uniform_N: Tensor, otherwise_N: Tensor) -> Tensor:
-    """[N, 1] a token drawn from each row, or `otherwise_N` where the row has no mass."""
+    """Return [N, 1] a token drawn from each row, or `otherwise_N` if the row has no mass."""
     drawn_N = torch.where(weights_NV.sum(1) > 0, categorical(weights_NV, uniform_N), otherwise_N)
     return drawn_N.unsqueeze(1)

@@ -1,8 +1,8 @@
-"""How far a rule stays below the optimum at one position, on laws that were met while serving.
+"""Distance of a rule's acceptance from the optimum at one position, measured on laws of served requests.
 
-The gap is alpha* of the draft method minus the rule's own acceptance: the acceptance in closed form where there is
-one (then the gap is never negative), else given the tokens that were drafted (right on average over drafts).
-Not for: deciding anything; it is reported (`spec_optimal_acceptance_gap`).
+The gap is alpha* of the draft method minus the rule's own acceptance. The acceptance is computed in closed form if
+there is one (then the gap is never negative), else given the drafted tokens (unbiased over drafts). The gap decides
+nothing; it is reported (`spec_optimal_acceptance_gap`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from engine.speculation.theory import Law
 from engine.speculation.verification import RULES
 from engine.speculation.verification.rule import NodeRule
 
-# The optimum without replacement is a quadrature per token: above this (vocabulary x drafts) it would stall a step.
+# The optimum without replacement is a quadrature per token; above this size (vocabulary x drafts) it would stall a
+# step.
 _MOST_QUADRATURES = 20_000
-# Of larger vocabularies the likeliest tokens are looked at: sorting all of 152,000 takes 25 ms, of these 2 ms.
+# Of larger vocabularies only the likeliest tokens are used: sorting all of 152,000 takes 25 ms, sorting these 2 ms.
 _MOST_TOKENS = 16_384
 
 
 def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The laws over their likeliest tokens and the drafted ones, each with sum 1, and the drafted tokens' places there.
+    """Return both laws over their likeliest tokens and the drafted ones, each with sum 1, and the drafted tokens'
+    indices there.
 
-    What is left out has little mass in either law, and the gap is at most off by that mass.
+    The other tokens have little mass in either law; the error of the gap is at most this mass.
     """
     if len(p_V) > _MOST_TOKENS:
         order_V = (p_V + q_V).scatter(0, tokens_K, torch.inf)
@@ -38,13 +40,13 @@ def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tenso
 
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:
-    """alpha* minus the rule's acceptance at a node with these drafts; None where it would take too long."""
+    """Return alpha* minus the rule's acceptance at a node with these drafts; None if it would take too long."""
     best = optimum(method, p, q, len(drafted), _MOST_QUADRATURES)
     return None if best is None else best - acceptance(rule, method, p, q, drafted)
 
 
 def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> float | None:
-    """alpha* of `count` drafts (without replacement within 1e-6); None where it needs too many quadratures."""
+    """Return alpha* of `count` drafts (without replacement within 1e-6); None if it needs too many quadratures."""
     if method == MOST_LIKELY:
         return float(p[theory.top_tokens(q, count)].sum())
     if method == "iid" or count == 1:
@@ -57,7 +59,9 @@ def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> f
 
 
 def _without_tail(q: Law) -> Law:
-    """q without its least likely tokens, of mass 1e-7 together: P(all drafts within H) moves by that much a draft."""
+    """Return q without its least likely tokens, of mass 1e-7 together: P(all drafts within H) changes by at most
+    that per draft.
+    """
     order = np.argsort(q)
     dropped = order[np.cumsum(q[order]) < 1e-7]
     shortened = q.copy()
@@ -67,7 +71,7 @@ def _without_tail(q: Law) -> Law:
 
 
 def acceptance(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float:
-    """The rule's acceptance at one position: in closed form, else given these drafts."""
+    """Return the rule's acceptance at one position: in closed form, else given these drafts."""
     known, count = RULES[rule], len(drafted)
     if not known.has_closed_form(method, count):
         assert known.node_rule is not None, rule
@@ -76,7 +80,7 @@ def acceptance(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -
 
 
 def _acceptance_given(rule: NodeRule, p: Law, q: Law, drafted: Sequence[int]) -> float:
-    """P(the emitted token is a draft | the drafts)."""
+    """Return P(the emitted token is a draft | the drafts)."""
     tokens = torch.tensor([list(drafted)])
     law = rule(torch.from_numpy(p[None]), torch.from_numpy(q[None]), tokens, torch.ones_like(tokens, dtype=torch.bool))
     return float(law[0, list(set(drafted))].sum())

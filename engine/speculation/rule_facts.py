@@ -1,6 +1,6 @@
 """Facts of the verification rules and names of the draft methods, for admission and the command line. No torch.
 
-The rules themselves are `engine.speculation.verification.RULES`, which takes these facts.
+`engine.speculation.verification.RULES` combines these facts with the rules themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from types import MappingProxyType
 from engine.config import RuleFacts
 
 MOST_LIKELY = "most_likely"
-"""Draft method that draws nothing; at temperature 0, whatever the method, several children are these."""
+"""Draft method that draws nothing. At temperature 0 every method with several children uses it."""
 
 DRAFT_METHODS = {
-    "iid": "independent draws, duplicates and all",
+    "iid": "independent draws, with duplicates",
     "without_replacement": "one after another, each token at most once",
     "greedy": "the most likely tokens, and one drawn from the rest",
     "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
@@ -42,4 +42,4 @@ RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
         "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT, trees=True),
     }
 )
-"""Facts of each rule by its name, in the order in which rules are listed."""
+"""Facts of each rule by its name, in the order of listings."""

@@ -1,10 +1,10 @@
-"""Pending changes of the target law that greedy block verification leaves behind (`docs/speculation-rules.md`).
+"""Pending changes of the target law, caused by greedy block verification (`docs/speculation-rules.md`).
 
-Greedy rules accept more of a block than rules that leave the target alone; what they took too much of is missing
-from the positions up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the
-next L - tau - 1 positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint
-law of the target and G that of the selected chain, both since the block began. A later block inside the window takes
-p' as its target and may leave a change of its own, so changes nest: a *shift* each, oldest first.
+Greedy rules accept more of a block than rules that leave the target unchanged. The excess is missing from the positions
+up to the end of the block's *window*. After a block of L drafted tokens that stopped at tau, the next L - tau - 1
+positions therefore follow p'(x|v) = norm_x (P_v p(x|v) - G_vx)+ instead of p, where P is the joint law of the target
+and G that of the selected chain, both since the block began. A later block inside the window uses p' as its target and
+may cause another change, so changes nest: one *shift* each, oldest first.
 
 G is that of the chain which the score race selects among K (`race.py`); with one chain G is the draft law. With
 f_K(t) = 1 - (1 - t)^K and all joint probabilities divided by P_v, a node's *state* is (r, u, carry, gamma):
@@ -32,18 +32,20 @@ _HUGE = 1e100
 
 @cache
 def _state(values: tuple[float, float, float, float], device: torch.device) -> Tensor:
-    """[4] on the device, made once: to copy numbers of the host to a device, the host waits for it."""
+    """Return [4] values on the device, created once, because the host waits for every copy from the host to a
+    device.
+    """
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def root_state(count: int, device: torch.device) -> Tensor:
-    """[N, 4] state of the node where a block begins."""
+    """Return [N, 4] state of the node at which a block begins."""
     return _state((1.0, 1.0, 0.0, 1.0), device).expand(count, 4)
 
 
 def at_least_one(probability: Tensor, count: Tensor) -> Tensor:
-    """f_K(t) = 1 - (1 - t)^K."""
+    """Return f_K(t) = 1 - (1 - t)^K."""
     return -torch.expm1(count * torch.log1p(-probability.clamp(0.0, 1.0)))
 
 
@@ -63,7 +65,7 @@ class Selection:
 
     @staticmethod
     def at(target_NV: Tensor, draft_NV: Tensor, state_N4: Tensor, count_N: Tensor) -> Selection:
-        """The selection among `count_N` chains at nodes of these states."""
+        """Compute the selection among `count_N` chains at nodes with these states."""
         ratio_N1, ceiling_N1, carry_N1 = (state_N4[:, i : i + 1] for i in range(3))
         count_N1 = count_N.double().unsqueeze(1)
         drafted_NV = ratio_N1 * draft_NV
@@ -78,11 +80,11 @@ class Selection:
         return Selection(kept_NV + handed_NV, below_NV, handed_NV, target_NV, draft_NV, state_N4)
 
     def missing(self) -> Tensor:
-        """[N, V] mass (p - g)+ that accepted chains do not supply."""
+        """Return [N, V] mass (p - g)+ that accepted chains do not supply."""
         return (self.target_NV - self.mass_NV).clamp(min=0)
 
     def below(self, token_N: Tensor) -> Tensor:
-        """[N, 4] state of each node's child."""
+        """Return [N, 4] state of each node's child."""
         token_N1 = token_N.unsqueeze(1)
         target_N1 = self.target_NV.gather(1, token_N1)
         alive_N1 = target_N1 > 0
@@ -96,7 +98,7 @@ class Selection:
             ],
             1,
         )
-        # Ratios of a target that all but excludes what was drafted; beyond this only the draft's shape counts.
+        # Ratios of a target that nearly excludes the drafted tokens; beyond this bound only the draft's shape matters.
         state_N4 = state_N4.clamp(max=_HUGE)
         return torch.where(alive_N1, state_N4, _state((1.0, 0.0, 0.0, 1.0), state_N4.device))
 
@@ -104,7 +106,7 @@ class Selection:
 def apply_shifts(
     target_NV: Tensor, draft_NV: Tensor, shifts: TargetShifts, depth_N: Tensor, token_N: Tensor
 ) -> tuple[Tensor, TargetShifts]:
-    """([N, V] the law that holds at nodes of these depths, the shifts with the states of the child `token_N`)."""
+    """Return ([N, V] the law at nodes of these depths, the shifts with the states of the child `token_N`)."""
     states = []
     for m in range(shifts.remaining_CM.shape[1]):
         state_N4, holds_N1 = shifts.state_CM4[:, m], (shifts.remaining_CM[:, m] > depth_N).unsqueeze(1)
@@ -112,16 +114,16 @@ def apply_shifts(
         states.append(torch.where(holds_N1, selection.below(token_N), state_N4))
         missing_NV = selection.missing()
         total_N1 = missing_NV.sum(1, keepdim=True)
-        # Without missing mass the node is reached with probability zero.
+        # Without missing mass the node has probability zero.
         changed_N1 = holds_N1 & (total_N1 > 0)
         target_NV = torch.where(changed_N1, missing_NV / torch.where(total_N1 > 0, total_N1, 1.0), target_NV)
     return target_NV, TargetShifts(shifts.remaining_CM, torch.stack(states, 1), shifts.num_chains_CM)
 
 
 def effective_laws(chains: Chains, target: LawTable) -> tuple[LawTable, list[TargetShifts]]:
-    """(the laws that hold along each chain, by depth the shifts with their states at the chain's node).
+    """Return (the laws along each chain, the shifts by depth with their states at the chain's node).
 
-    No shift holds after a whole chain: a window ends with its block, or where the answer does.
+    No shift holds after a whole chain: a window ends with its block, or with the answer.
     """
     if chains.shifts is None:
         return target, []

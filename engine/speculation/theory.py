@@ -1,4 +1,4 @@
-"""What can be known of a pair of laws without sampling: optima, acceptances, rejections. float64, numpy.
+"""Quantities of a pair of laws that need no sampling: optima, acceptances, rejections. float64, numpy.
 
 Notation (as in `docs/speculation.md`): p target law, q draft law, n drafts at one position,
 TV(p, q) = 1 - sum min(p, q). The optimum alpha* of a draft law is the largest probability with which any
@@ -17,13 +17,13 @@ Law = npt.NDArray[np.float64]
 
 
 def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
-    """Tokens by q/p descending; tokens that are never drafted last."""
+    """Sort tokens by q/p, descending; tokens that are never drafted come last."""
     ratio = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0)
     return np.argsort(ratio, kind="stable")
 
 
 def alpha_star_iid(p: Law, q: Law, n: int) -> float:
-    """Optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by q/p, Q(H) = q(H)^n."""
+    """Return the optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by q/p, Q(H) = q(H)^n."""
     order = _ratio_order(p, q)
     mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
     mass_q = np.concatenate([[0.0], np.cumsum(q[order])]).clip(max=1.0)
@@ -31,14 +31,17 @@ def alpha_star_iid(p: Law, q: Law, n: int) -> float:
 
 
 def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
-    """Optimum for n drafts drawn one after another without replacement; the same prefixes, Q by quadrature."""
+    """Return the optimum for n drafts drawn one after another without replacement; the same prefixes, Q by
+    quadrature.
+    """
     order = _ratio_order(p, q)
     mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
     return float(np.min(1 + mass_p - all_drafts_within(q[order], n)))
 
 
 def all_drafts_within(q: Law, n: int) -> Law:
-    """[V + 1] probability that all n sequential draws without replacement lie in the first i tokens, i = 0..V.
+    """Return [V + 1] the probability that all n sequential draws without replacement lie in the first i tokens, i =
+    0..V.
 
     Exponential race: token x arrives at E_x / q_x. With lam = 1 - q(H),
     Q(H) = int lam exp(-lam t) P(at least n tokens of H have arrived by t) dt, by the trapezoid rule in log t
@@ -69,13 +72,13 @@ def all_drafts_within(q: Law, n: int) -> Law:
 
 
 def top_tokens(q: Law, count: int) -> npt.NDArray[np.int64]:
-    """The `count` most likely tokens; ties go to the smaller id."""
+    """Return the `count` most likely tokens; ties go to the smaller id."""
     order: npt.NDArray[np.int64] = np.lexsort((np.arange(len(q)), -q))
     return order[:count]
 
 
 def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
-    """Optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest), O(V log V)."""
+    """Return the optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest), O(V log V)."""
     top = top_tokens(q, n - 1)
     rest = q.copy()
     rest[top] = 0.0
@@ -87,18 +90,18 @@ def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
 
 
 def accept_token(p: Law, q: Law, n: int) -> float:
-    """Single-draft verification: 1 - TV(p, q), whatever n."""
+    """Return the acceptance of single-draft verification: 1 - TV(p, q) for any n."""
     del n
     return float(np.minimum(p, q).sum())
 
 
 def accept_nss(p: Law, q: Law, n: int) -> float:
-    """Naive sampling over n i.i.d. drafts."""
+    """Return the acceptance of naive sampling over n i.i.d. drafts."""
     return float((p * (1 - (1 - q) ** n)).sum())
 
 
 def accept_rrs(p: Law, q: Law, n: int) -> float:
-    """Recursive rejection sampling with replacement."""
+    """Return the acceptance of recursive rejection sampling with replacement."""
     scale = 1.0
     for _ in range(n - 1):
         scale += 1 - np.minimum(p, scale * q).sum()
@@ -106,7 +109,7 @@ def accept_rrs(p: Law, q: Law, n: int) -> float:
 
 
 def kseq_rho(p: Law, q: Law, n: int) -> float:
-    """K-SEQ's rho*: 1 - (1 - beta(rho))^n = rho beta(rho), by bisection on [1, n]."""
+    """Return K-SEQ's rho*: 1 - (1 - beta(rho))^n = rho beta(rho), by bisection on [1, n]."""
 
     def excess(rho: float) -> float:
         beta = np.minimum(q, p / rho).sum()
@@ -122,19 +125,21 @@ def kseq_rho(p: Law, q: Law, n: int) -> float:
 
 
 def accept_kseq(p: Law, q: Law, n: int) -> float:
-    """K-SEQ at rho*."""
+    """Return the acceptance of K-SEQ at rho*."""
     beta = np.minimum(q, p / kseq_rho(p, q, n)).sum()
     return float(1 - (1 - min(beta, 1.0)) ** n)
 
 
 def accept_score_race(p: Law, q: Law, n: int) -> float:
-    """The score race at one position."""
+    """Return the acceptance of the score race at one position."""
     ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
     return float((p * (1 - (1 - ratio) ** n)).sum())
 
 
 def accept_selected_block(p: Law, q: Law, n: int) -> float:
-    """Greedy block verification of the chain that the score race selects, blocks of one token."""
+    """Return the acceptance of greedy block verification of the chain that the score race selects, in blocks of one
+    token.
+    """
     ratio = np.divide(q, p, out=np.zeros_like(p), where=p > 0).clip(max=1.0)
     kept = p * (1 - (1 - ratio) ** n)
     excess = (q - p).clip(min=0)
@@ -143,12 +148,14 @@ def accept_selected_block(p: Law, q: Law, n: int) -> float:
 
 
 def accept_spechub(p: Law, q: Law, n: int) -> float:
-    """SpecHub has two drafts, or one."""
+    """Return the acceptance of SpecHub, which has two drafts or one."""
     return alpha_star_greedy(p, q, min(n, 2))
 
 
 def accept_rrs_without_replacement(p: Law, q: Law, n: int) -> float:
-    """Recursive rejection sampling without replacement, by enumeration of the draws (small vocabularies)."""
+    """Return the acceptance of recursive rejection sampling without replacement, by enumeration of the draws (small
+    vocabularies).
+    """
     support = np.flatnonzero(q > 0)
     if len(support) ** min(n, len(support)) > 200_000:
         raise ValueError("too many drafts to enumerate; there is no closed form without replacement")
@@ -170,5 +177,5 @@ def accept_rrs_without_replacement(p: Law, q: Law, n: int) -> float:
             total += q_now[token] * (pass_here + (1 - pass_here) * below)
         return total
 
-    # Tokens drafted and rejected may still be emitted by a later residual; these are drafts, too.
+    # Tokens drafted and rejected may still be emitted by a later residual; these count as drafts, too.
     return accepted(p, q, n)

@@ -1,12 +1,11 @@
-"""Chains of drafted tokens, and the tree they make when equal prefixes are merged.
+"""Chains of drafted tokens, and the tree that results from merging equal prefixes.
 
-Words: a *chain* is a run of drafted tokens below the root (the last known token). Chains of one
-request that begin alike share *nodes*; merging only saves target rows, the rules still see every
-chain. Node 0 is the root; the others follow chain by chain, so the first chain's nodes are
-1, 2, ..., and a chain's accepted prefix is a path of nodes.
+Words: a *chain* is a sequence of drafted tokens below the root (the last known token). Chains of one request with equal
+prefixes share *nodes*. Merging only saves target rows; the rules still see every chain. Node 0 is the root; the others
+follow chain by chain, so the first chain's nodes are 1, 2, ..., and a chain's accepted prefix is a path of nodes.
 
-Merging needs the tokens on the host. Without it, the tree is that of the draws (`drawn_tree`): its nodes
-are known before any token is, so that the host need not wait for the device between draft and target.
+Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`). Its nodes are known
+before the tokens are, so the host need not wait for the device between draft and target.
 
 Pure Python and numpy.
 """
@@ -23,28 +22,28 @@ import numpy.typing as npt
 
 
 class Tree(NamedTuple):
-    """The chains of one request, merged or as they were drawn."""
+    """Chains of one request, merged or as drawn."""
 
     tokens: list[int]
-    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty while the host does not know them."""
+    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty if the host does not know them."""
     parents: list[int]
     """Parent node of nodes 1, 2, ...; 0 is the root."""
     depths: list[int]
     """Depth of nodes 1, 2, ...; the root has depth 0."""
     paths: list[list[int]]
-    """For each chain its nodes, the root first."""
+    """Nodes of each chain, beginning with the root."""
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
+        """Return the number of drafted nodes, without the root."""
         return len(self.parents)
 
     def tokens_of(self, path: Sequence[int]) -> tuple[int, ...]:
-        """Drafted tokens of a path of nodes, which begins at the root."""
+        """Return the drafted tokens of a path of nodes, which begins at the root."""
         return tuple([self.tokens[node - 1] for node in path[1:]])
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
-        """[N, N] over nodes 1, 2, ...: entry (i, j) says that j is i or an ancestor of i. Not to be written to."""
+        """Return [N, N] over nodes 1, 2, ...: entry (i, j) is true if j is i or an ancestor of i. Read-only."""
         return _ancestry(tuple(self.parents))
 
 
@@ -59,7 +58,7 @@ def _ancestry(parents: tuple[int, ...]) -> npt.NDArray[np.bool_]:
 
 
 def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
-    """Merge the equal prefixes of one request's chains (lists of token ids, any lengths)."""
+    """Merge equal prefixes of one request's chains (lists of token ids, any lengths)."""
     tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
@@ -83,14 +82,16 @@ def merge_chains(chains: Sequence[Sequence[int]]) -> Tree:
 
 @lru_cache(maxsize=1024)
 def drawn_tree(fanout: tuple[int, ...]) -> Tree:
-    """The tree of draws where every node of depth d has `fanout[d]` children, without tokens; equal ones stay apart."""
+    """Return the tree of draws without tokens in which every node of depth d has `fanout[d]` children; equal ones
+    are not merged.
+    """
     num_chains = prod(fanout)
     chains: list[list[int]] = [[] for _ in range(num_chains)]
     width = 1
     for count in fanout:
         width *= count
         for number, chain in enumerate(chains):
-            # The children of all nodes of a depth have numbers of their own in place of tokens.
+            # The children of all nodes of a depth have distinct numbers in place of tokens.
             chain.append(number // (num_chains // width))
     tree = merge_chains(chains)
     return Tree([], tree.parents, tree.depths, tree.paths)

@@ -1,11 +1,11 @@
-"""Chains that were not drawn but copied (prompt lookup, predictions), before any rule.
+"""Verification of text drafts (prompt lookup, predictions), before any rule.
 
-Copied chains are certain: their draft law is the token itself, and together they are a tree. Walk down that tree: at a
-node with target law p and copied children D, go on to x of D with probability p(x); with the rest stop, knowing that
-the next token is none of D, so that its law is p without D, scaled to 1. There the request's own rule takes over: for
-the drawn chains that begin with the path so far (given that they do, the rest of them is drawn as ever), and with that
-law at the root. Every emitted token has the target's law given those before it, so this is lossless with every rule
-that is lossless for any target law; rules that change the targets of later steps are left out.
+A text draft is deterministic: its draft law is the token itself. The text drafts of a request form a tree. Walk down
+that tree: at a node with target law p and children D, continue to x in D with probability p(x). With the remaining
+probability stop; the next token is then not in D, so its law is p without D, scaled to 1. There the request's own rule
+takes over, with that law at the root, for the drawn chains that begin with the path so far (given this prefix, the rest
+of them has its usual law). Every emitted token has the target's law given those before it, so this is lossless with
+every rule that is lossless for any target law. Rules that change the targets of later steps are excluded.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from engine.speculation.topology import Tree
 
 @dataclass(frozen=True)
 class Walk:
-    """How far a request follows its copied chains."""
+    """Accepted part of a request's text drafts."""
 
     path: list[int]
-    """Nodes of its tree, the root first."""
+    """Nodes on the path, beginning with the root."""
     rank: int
-    """Path of the tree that begins with these nodes."""
+    """First chain of the tree that begins with these nodes."""
     refused: list[int]
-    """Tokens that the next one is not."""
+    """Tokens that the next one cannot be."""
 
     @property
     def depth(self) -> int:
-        """Copied tokens that are accepted."""
+        """Return the number of accepted tokens."""
         return len(self.path) - 1
 
 
 def edges_of(tree: Tree, first_copy: int) -> dict[int, list[int]]:
-    """Copied children of every node that has some, in the chains' order; those from `first_copy` on are copied."""
+    """Return the children of every node that has some, in the chains' order; chains from `first_copy` on are text
+    drafts.
+    """
     children: dict[int, list[int]] = {}
     for path in tree.paths[first_copy:]:
         for node, child in pairwise(path):
@@ -50,7 +52,7 @@ def edges_of(tree: Tree, first_copy: int) -> dict[int, list[int]]:
 
 
 def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
-    """Follow the copied chains; `probability` is each copied node's token's, `uniform_L` decides at each depth."""
+    """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L` decides at each depth."""
     children = edges_of(tree, first_copy)
     path, refused = [0], [tree.tokens[child - 1] for child in children[0]]
     while path[-1] in children:
@@ -68,7 +70,9 @@ def walk(tree: Tree, first_copy: int, probability: dict[int, float], uniform_L: 
 
 
 def refuse(law_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]) -> None:
-    """Take tokens out of some laws, in place; where nothing else is left a law stays (that has probability zero)."""
+    """Set the probability of some tokens to zero in some laws, in place; a law without any other token is unchanged
+    (this has probability zero).
+    """
     row_M = torch.tensor(rows, device=law_NV.device)
     rest_MV = law_NV[row_M].double()
     pairs = [(number, token) for number, tokens in enumerate(refused) for token in tokens]
@@ -80,22 +84,22 @@ def refuse(law_NV: Tensor, rows: Sequence[int], refused: Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Below:
-    """What is left to verify below the walks."""
+    """Chains that remain to be verified below the walks."""
 
     chains: Chains
     target: LawTable
     noise: ChainNoise
     origin_C: np.ndarray
-    """Index of each chain among those that were drafted."""
+    """Index of each chain among the drafted ones."""
 
 
 def below(
     chains: Chains, target: LawTable, noise: ChainNoise, offset_C: np.ndarray, lives_C: np.ndarray, root_C: np.ndarray
 ) -> Below:
-    """The chains from `offset_C` tokens on.
+    """Return the chains from `offset_C` tokens on.
 
-    lives_C: which of them go on there; a request without any keeps its first chain, with length 0.
-    root_C: law row of the node where each chain's request stopped.
+    lives_C: which of them continue there; a request without any keeps its first chain, with length 0. root_C: law row
+    of the node at which each chain's request stopped.
     """
     request_C = chains.request_C.cpu().numpy()
     lively = np.isin(request_C, request_C[lives_C])

@@ -5,8 +5,8 @@ Accept x with probability min(1, p(x)/qt(x)), else draw from norm (p - qt)+ over
 token among the n - 1 counts as accepted. Attains the optimum of its draft law,
 p(Top) + sum_{x not in Top} min(p, qt), in O(V) for any n.
 
-SpecHub, n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) when x = a and then x ~ q without
-a. As a set the same law as greedy with n = 2, and the same acceptance.
+SpecHub, n = 2: with a = argmax q, the pair is (x, a) with x ~ q, or (a, x) if x = a and then x ~ q without a. As a set
+it has the same law as greedy with n = 2, and the same acceptance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 
 def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """The last draft that is present was drawn, those before it are the most likely tokens."""
+    """Verify greedy drafts: the last present draft was drawn, those before it are the most likely tokens."""
     place_K = torch.arange(drafted_NK.shape[1], device=drafted_NK.device)
     last_N = torch.where(present_NK, place_K, 0).amax(1)
     rest_NV = draft_NV
@@ -30,20 +30,20 @@ def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: 
     accept_N = ratio(at(target_NV, token_N), at(rest_NV, token_N))
     residual_NV = normalised((target_NV - rest_NV).clamp(min=0), target_NV)
     law_NV = point_mass(token_N, accept_N, target_NV.shape[1]) + (1 - accept_N).unsqueeze(1) * residual_NV
-    # Without a drawn token (no drafts, or no mass outside Top) the target law is emitted as it is.
+    # Without a drawn token (no drafts, or no mass outside Top) the target law is emitted unchanged.
     drawn_N1 = (present_NK.any(1) & (rest_NV.sum(1) > 0)).unsqueeze(1)
     return torch.where(drawn_N1, law_NV, target_NV)
 
 
 def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """A pair with the most likely token a in it; one draft alone is verified by itself."""
+    """Verify a pair that includes the most likely token a; a single draft is verified alone."""
     if drafted_NK.shape[1] == 1:
         return greedy(target_NV, draft_NV, drafted_NK, present_NK)
     hub_N = draft_NV.argmax(1)
     hub_N1 = hub_N.unsqueeze(1)
     hub_mass_N = at(draft_NV, hub_N)
     others_NV = draft_NV.scatter(1, hub_N1, 0.0)
-    # Mass of the pairs (x, a) and (a, x), and what each accepts at x.
+    # Mass of the pairs (x, a) and (a, x), and the accepted mass of each at x.
     second_NV = normalised(others_NV, torch.zeros_like(others_NV)) * hub_mass_N.unsqueeze(1)
     plain_NV = target_NV.scatter(1, hub_N1, 0.0)
     first_taken_NV = torch.minimum(plain_NV, others_NV)

@@ -1,4 +1,4 @@
-"""Greedy block verification (Sun et al., appendix), alone and behind the score race (exact SpecTr-GBV).
+"""Greedy block verification (Sun et al., appendix), alone and after the score race (exact SpecTr-GBV).
 
 Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race selects among K;
 `target_shift.py` has g = G_vx/P_v and gamma = G_v/P_v):
@@ -8,9 +8,9 @@ norm (p - g)+, after a whole chain from p. Prefix v is accepted with probability
 rule can keep of one chain, so E[tau] = sum_v min(P_v, G_v). The price: the positions up to the end of the block
 follow a changed target (a shift); without it the output would be biased (`docs/speculation-rules.md`).
 
-`spectr_gbv`: the score race chooses a chain and its own accepted length and token are thrown away; the decisions
-about the chosen chain take numbers that had no part in the choice. G_v >= P_v f_K(min(1, Q_v/P_v)) for every v, so
-E[tau] is at least the SpecTr-GBV bound (Lin et al.), whose published acceptance rule is biased for K >= 2.
+`spectr_gbv`: the score race selects a chain; its accepted length and token are discarded, and the decisions about the
+selected chain use numbers that had no part in the selection. G_v >= P_v f_K(min(1, Q_v/P_v)) for every v, so E[tau] is
+at least the SpecTr-GBV bound (Lin et al.), whose published acceptance rule is biased for K >= 2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.speculation.verification.race import verify_bv_race
 
 @dataclass(frozen=True)
 class GreedyBlocks:
-    """What greedy block verification knows of each chain before it draws; float64."""
+    """Inputs of greedy block verification for each chain, before it draws; float64."""
 
     accept_CL: Tensor
     """h_i for i = 1..L; 0 past a chain's end."""
@@ -63,14 +63,16 @@ def greedy_blocks(chains: Chains, target: LawTable, count_C: Tensor) -> GreedyBl
 
 
 def _whole(state_C4: Tensor) -> Tensor:
-    """[C] h_L = min(1, 1/gamma)."""
+    """Return [C] h_L = min(1, 1/gamma)."""
     return (1 / state_C4[:, 3].clamp(min=1.0)).clamp(max=1.0)
 
 
 def selection_at(
     chains: Chains, target: LawTable, known: GreedyBlocks, count_C: Tensor, accepted_C: Tensor
 ) -> Selection:
-    """The selected chain's law at the node below the first `accepted_C` tokens (below a whole chain: any)."""
+    """Return the selected chain's law at the node below the first `accepted_C` tokens (undefined below a whole
+    chain).
+    """
     state_C4 = known.state_CX4[torch.arange(chains.num_chains, device=accepted_C.device), accepted_C]
     target_CV = target.rows(accepted_C).double()
     draft_CV = chains.draft.rows(accepted_C.clamp(max=chains.max_length - 1)).double()
@@ -78,7 +80,7 @@ def selection_at(
 
 
 def next_token_weights(chains: Chains, selection: Selection, accepted_C: Tensor) -> Tensor:
-    """[C, V] weights of the token after the accepted prefix."""
+    """Return [C, V] weights of the token after the accepted prefix."""
     missing_CV = selection.missing()
     usable_C = (accepted_C < chains.length_C) & (missing_CV.sum(1) > 0)
     return torch.where(usable_C.unsqueeze(1), missing_CV, selection.target_NV)
@@ -93,7 +95,7 @@ def shifts_after(
     accepted_C: Tensor,
     next_token_C: Tensor,
 ) -> TargetShifts:
-    """The shifts that hold after the accepted prefix and the next token: the old ones moved on, and this block's."""
+    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and this block's."""
     emitted_C = accepted_C + 1
     remaining_CM = (chains.length_C - emitted_C).unsqueeze(1)
     state_CM4, num_CM = selection.below(next_token_C).unsqueeze(1), count_C.unsqueeze(1)
@@ -111,14 +113,14 @@ def shifts_after(
 
 
 def verify_greedy_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """One chain per request."""
+    """Verify one chain per request."""
     laws, by_depth = effective_laws(chains, target)
     order_C = torch.arange(chains.num_chains, device=chains.length_C.device)
     return _verify_chosen(chains, target, laws, by_depth, noise, order_C, torch.ones_like(chains.length_C))
 
 
 def verify_spectr_gbv(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """The score race chooses a chain of each request; greedy block verification decides about it."""
+    """Select a chain of each request by the score race, and verify it by greedy block verification."""
     laws, by_depth = effective_laws(chains, target)
     winner_B = verify_bv_race(chains, laws, noise).chain_B
     _, exists_BK = chain_table(chains)

@@ -1,4 +1,4 @@
-"""K-SEQ (SpecTr, Sun et al. 2023): every i.i.d. draft is tested alike, with probability min(1, p(x)/(rho q(x))).
+"""K-SEQ (SpecTr, Sun et al. 2023): every i.i.d. draft passes the same test, with probability min(1, p(x)/(rho q(x))).
 
 beta(rho) = sum min(q, p/rho); rho* in [1, n] solves 1 - (1 - beta)^n = rho beta (1 where the left side is
 not larger there). Residual p - min(q, p/rho) (1 - (1 - beta)^n)/beta. Acceptance 1 - (1 - beta)^n, which
@@ -16,7 +16,7 @@ _BISECTIONS = 50
 
 
 def kseq(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """The first draft that passes its test is emitted."""
+    """Emit the first draft that passes its test."""
     count_N = present_NK.sum(1).to(target_NV.dtype)
     rho_N = solve_rho(target_NV, draft_NV, count_N)
     accepted_NV = torch.minimum(draft_NV, target_NV / rho_N.unsqueeze(1))
@@ -34,12 +34,12 @@ def kseq(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Te
 
 
 def success(beta_N: Tensor, count_N: Tensor) -> Tensor:
-    """[N] 1 - (1 - beta)^n."""
+    """Return [N] 1 - (1 - beta)^n."""
     return 1 - (1 - beta_N.clamp(max=1.0)) ** count_N
 
 
 def solve_rho(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> Tensor:
-    """[N] rho* by bisection on [1, n]; always on the valid side (rho >= rho*)."""
+    """Return [N] rho* by bisection on [1, n]; always on the valid side (rho >= rho*)."""
     low_N, high_N = torch.ones_like(count_N), count_N.clamp(min=1.0)
     for _ in range(_BISECTIONS):
         middle_N = (low_N + high_N) / 2

@@ -1,6 +1,6 @@
-"""Verification where laws are certain (temperature 0, or a seed that names the answer): the longest exact match.
+"""Verification of deterministic rows (temperature 0, or a seed that fixes the answer): the longest exact match.
 
-Every rule accepts then what the target would emit, and nothing else; this one takes any set of drafts.
+Every rule then accepts exactly the tokens that the target would emit; this one accepts any set of drafts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from engine.kernels.torch_block import longest_match
 
 
 def verify_certain(chains: Chains, target: LawTable, _noise: ChainNoise) -> ChainVerdict:
-    """Each request follows its chain with the longest match (of several the first), and emits the target's next token.
+    """Follow each request's chain with the longest match (of several the first), and emit the target's next token.
 
     target: laws with one token each.
     """

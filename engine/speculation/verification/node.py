@@ -1,11 +1,11 @@
 """Rules at one position, and their composition down the drafted chains.
 
-A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns the law
-of the emitted token given those drafts; it draws nothing. "Accepted" means that the emitted token is
-one of the drafts. Composed top-down: draw the token at the root; if it is a draft, every node with that token
-stays alive and the walk goes on below them with all their children as drafts, else it stops.
-Whatever the draws, each emitted token has the target's law given the tokens before it, so the
-composition is lossless for every node rule that is, also when the token came from a residual.
+A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns the law of the emitted
+token given those drafts; it draws nothing. "Accepted" means that the emitted token is one of the drafts. Composed
+top-down: draw the token at the root. If it is a draft, every node with that token stays alive, and the walk continues
+below them with all their children as drafts; otherwise it stops. For any draws, each emitted token has the target's law
+given the tokens before it. So the composition is lossless for every lossless node rule, even if the token came from a
+residual.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from engine.speculation.verification.rule import NodeRule
 
 
 def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:
-    """Rows scaled to sum 1; a row without mass (a branch of probability zero) becomes the fallback's."""
+    """Scale rows to sum 1; a row without mass (a branch of probability zero) becomes the fallback's."""
     total_N1 = mass_NV.sum(-1, keepdim=True)
     return torch.where(total_N1 > 0, mass_NV / torch.where(total_N1 > 0, total_N1, 1.0), fallback_NV)
 
 
 def at(rows_NV: Tensor, token_N: Tensor) -> Tensor:
-    """[N] the entry of each row at its token."""
+    """Return [N] the entry of each row at its token."""
     return rows_NV.gather(1, token_N.unsqueeze(1)).squeeze(1)
 
 
 def ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
-    """[N] min(1, numerator / denominator), 0 where the denominator is 0."""
+    """Return [N] min(1, numerator / denominator), 0 where the denominator is 0."""
     safe_N = torch.where(denominator_N > 0, denominator_N, 1.0)
     return torch.where(denominator_N > 0, (numerator_N / safe_N).clamp(max=1.0), 0.0)
 
 
 def point_mass(token_N: Tensor, weight_N: Tensor, vocab_size: int) -> Tensor:
-    """[N, V] `weight_N` at each row's token."""
+    """Return [N, V] `weight_N` at each row's token."""
     rows_NV = weight_N.new_zeros((token_N.shape[0], vocab_size))
     return rows_NV.scatter_(1, token_N.unsqueeze(1), weight_N.unsqueeze(1))
 
 
 def packed(drafted_NK: Tensor, present_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, with the drafts that are present moved to the front, in their order.
+    """Return both with the present drafts moved to the front, in order.
 
-    In a tree a node's children are led by chains that do not lie side by side.
+    In a tree, the chains that lead a node's children are not contiguous.
     """
     order_NK = present_NK.int().argsort(dim=1, descending=True, stable=True)
     return drafted_NK.gather(1, order_NK), present_NK.gather(1, order_NK)
@@ -61,7 +61,8 @@ class TopDown:
         """Walk down all requests at once, level by level."""
         chain_BK, exists_BK = chain_table(chains)
         lead_B = chain_BK[:, 0]
-        # Below its own last draft a request draws with its residual number, whatever the others' lengths are.
+        # Below its own last draft a request draws with its residual number, independently of the lengths of other
+        # chains.
         residual_B1 = noise.residual_C[lead_B].unsqueeze(1)
         uniform_BL1 = torch.cat([noise.accept_CL[lead_B], residual_B1], 1)
         depth_L1 = torch.arange(chains.max_length + 1, device=lead_B.device)

@@ -27,7 +27,7 @@ DraftSet = tuple[int, ...]
 
 
 def set_probabilities(q: Numbers, count: int) -> dict[DraftSet, float]:
-    """P(D) for every set of distinct tokens that `count` i.i.d. drafts can make, by inclusion and exclusion."""
+    """Return P(D) for every set of distinct tokens that `count` i.i.d. drafts can have, by inclusion and exclusion."""
     support = np.flatnonzero(q > 0).tolist()
     result: dict[DraftSet, float] = {}
     for size in range(1, min(count, len(support)) + 1):
@@ -45,8 +45,8 @@ def set_probabilities(q: Numbers, count: int) -> dict[DraftSet, float]:
 def transport_plan(
     target: tuple[float, ...], draft: tuple[float, ...], count: int
 ) -> tuple[dict[DraftSet, float], dict[tuple[DraftSet, int], float]]:
-    """(P(D), S[D, x]); the solver's tolerance is taken out of S, so that the plan is exactly feasible."""
-    # They take a third of a second to import, which a server that never asks for this rule need not wait for.
+    """Return (P(D), S[D, x]); S is reduced by the solver's tolerance, so that the plan is exactly feasible."""
+    # Imported here because it takes a third of a second, and most servers never use this rule.
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 
@@ -69,7 +69,7 @@ def transport_plan(
 
 
 def ot_lp(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """The law of the emitted token given the set of drafts."""
+    """Return the law of the emitted token given the set of drafts."""
     assert target_NV.shape[1] <= _MAX_VOCABULARY, "the program grows as V^n; admission refuses larger vocabularies"
     law_NV = target_NV.clone()
     for node, count in enumerate(present_NK.sum(1).tolist()):

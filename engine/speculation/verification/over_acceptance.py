@@ -24,17 +24,17 @@ Residual = Literal["optimal", "target"]
 
 
 def accepted_mass(target_NV: Tensor, draft_NV: Tensor, epsilon: float) -> Tensor:
-    """[N, V] b q = min(q, p + epsilon)."""
+    """Return [N, V] b q = min(q, p + epsilon)."""
     return torch.minimum(draft_NV, target_NV + epsilon)
 
 
 def redraw_law(target_NV: Tensor, mass_NV: Tensor, residual: Residual) -> Tensor:
-    """[N, V] where a rejected draft is drawn again from."""
+    """Return [N, V] the law from which a rejected draft is replaced."""
     return target_NV if residual == "target" else normalised((target_NV - mass_NV).clamp(min=0), target_NV)
 
 
 def position_bias(target_NV: Tensor, mass_NV: Tensor, redraw_NV: Tensor) -> Tensor:
-    """[N] total variation between the law of the emitted token and the target law."""
+    """Return [N] total variation between the law of the emitted token and the target law."""
     law_NV = mass_NV + (1 - mass_NV.sum(1, keepdim=True)).clamp(min=0) * redraw_NV
     return (law_NV - target_NV).clamp(min=0).sum(1)
 
@@ -44,11 +44,11 @@ class OverAcceptance:
     """A chain rule for one chain per request."""
 
     epsilon: float
-    """How much larger than the target law drafts are judged by; above 0."""
+    """Amount by which the target law is increased when drafts are judged; above 0."""
     residual: Residual
 
     def __call__(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-        """Accept the tokens before the first rejection; the bias is summed over the positions that were decided."""
+        """Accept the tokens before the first rejection; the bias is summed over the decided positions."""
         accepted_C = torch.zeros_like(chains.length_C)
         going_C = torch.ones_like(chains.length_C, dtype=torch.bool)
         bias_C = torch.zeros_like(noise.score_C)

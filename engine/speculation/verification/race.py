@@ -9,10 +9,10 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 
 
 def verify_block(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """One chain per request: accept its longest prefix that block verification allows. It wins its race."""
+    """Accept the longest prefix of each request's single chain that block verification allows."""
     return target.kernels.race(chains, target, noise)
 
 
 def verify_bv_race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
-    """Race the chains of each request; the winner's accepted prefix and next token are emitted."""
+    """Race the chains of each request, and emit the winner's accepted prefix and next token."""
     return target.kernels.race(chains, target, noise)

@@ -18,7 +18,7 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 
 def rrs(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Drafts with replacement, all from the same law."""
+    """Verify drafts with replacement, all from the same law."""
     law_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
     residual_NV = target_NV
     for k in range(drafted_NK.shape[1]):
@@ -32,7 +32,7 @@ def rrs(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Ten
 
 
 def rrs_without_replacement(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Distinct drafts in the order they were drawn; a token drawn again is skipped."""
+    """Verify distinct drafts in the order they were drawn; a token drawn again is skipped."""
     law_NV, remaining_N = torch.zeros_like(target_NV), torch.ones_like(target_NV[:, 0])
     residual_NV, left_NV = target_NV, draft_NV
     for k in range(drafted_NK.shape[1]):

@@ -1,4 +1,4 @@
-"""What a chain rule is, and what is known of it."""
+"""Interfaces of verification rules, and their facts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class NodeRule(Protocol):
     """The law of the emitted token given the drafts at N nodes."""
 
     def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-        """[N, V] law of the emitted token, float64.
+        """Return [N, V] the law of the emitted token, float64.
 
-        drafted_NK: drafted tokens in the order they were drawn, duplicates included; those that exist come first.
-        present_NK: which of them exist; a node without drafts emits from the target law.
+        drafted_NK: drafted tokens in the order they were drawn, including duplicates; present ones come first.
+        present_NK: which of them are present; a node without drafts emits from the target law.
         """
 
 
@@ -31,20 +31,20 @@ Acceptance = Callable[[Law, Law, int], float]
 
 
 class Rule(RuleFacts, frozen=True):
-    """A verification rule: how it verifies, what it can be used for, and what is known of its acceptance."""
+    """A verification rule: its function, its requirements, and its acceptance."""
 
     name: str
     verify: Verify
     acceptance: Acceptance
-    """In closed form at one position, or by enumeration; ValueError where that would take too long."""
+    """Acceptance in closed form at one position, or by enumeration; ValueError if that would take too long."""
     acceptance_of_one: Acceptance = accept_token
     """The same of a single draft."""
     closed_form_of: tuple[str, ...] | None = None
     """Draft methods for which the acceptance of several drafts has a closed form; None is all of them."""
     node_rule: NodeRule | None = None
-    """Acceptance given the drafts at one node, where there is no closed form."""
+    """Acceptance given the drafts at one node, if there is no closed form."""
     by_tiles: bool = False
-    """Whether it uses only operations that need little memory with kernels that work by tiles (`Kernels.by_tiles`)."""
+    """Whether it only uses operations that need little memory with kernels that work by tiles (`Kernels.by_tiles`)."""
 
     def has_closed_form(self, method: str, count: int) -> bool:
         """Whether the acceptance of `count` drafts is known without drawing them."""

@@ -14,7 +14,9 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 
 
 def token_acceptance(chains: Chains, target: LawTable) -> Tensor:
-    """[C, L] probability that each drafted token is accepted once those before it are; 0 past the end."""
+    """Return [C, L] the probability that each drafted token is accepted given that those before it are; 0 past the
+    end.
+    """
     ratio_CL = (target.along(chains.tokens_CL) / chains.draft.along(chains.tokens_CL)).clamp(max=1.0)
     depth_L = torch.arange(chains.max_length, device=ratio_CL.device)
     return torch.where(depth_L < chains.length_C.unsqueeze(1), ratio_CL, 0.0)

@@ -26,7 +26,7 @@ from engine.speculation.verification.node import normalised
 
 @dataclass(frozen=True)
 class Stops:
-    """Where the walk is in every tree: a leaf of what is left, which may be accepted."""
+    """Position of the walk in every tree: a leaf of the remaining tree, which may be accepted."""
 
     leaf_B: Tensor
     """Whether it is at a leaf (or at the root, with nothing left below)."""
@@ -40,7 +40,9 @@ class Stops:
 
 
 def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
-    """[B, K, L] first chain that begins with the same d + 1 tokens (chains that end before lead themselves)."""
+    """Return [B, K, L] the first chain that begins with the same d + 1 tokens (chains that end before lead
+    themselves).
+    """
     num_chains, length = tokens_BKL.shape[1:]
     within_BKL = torch.arange(length, device=tokens_BKL.device) < length_BK.unsqueeze(2)
     equal_BKKL = tokens_BKL.unsqueeze(2) == tokens_BKL.unsqueeze(1)
@@ -51,7 +53,9 @@ def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
 
 
 def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]) -> Stops:
-    """Walk all trees at once until `accept` ([B] of booleans) has taken a leaf of each; the root is always taken."""
+    """Walk all trees at once until `accept` ([B] of booleans) has accepted a leaf of each; the root is always
+    accepted.
+    """
     chain_BK, exists_BK = chain_table(chains)
     length_BK = torch.where(exists_BK, chains.length_C[chain_BK], 0)
     tokens_BKL = chains.tokens_CL[chain_BK]
@@ -78,7 +82,7 @@ def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]
         taken_B = stops.leaf_B & ((depth_B == 0) | accept(stops))
         running_B = running_B & ~taken_B
         descends_B, deletes_B = running_B & has_child_B, stops.leaf_B & ~taken_B
-        # Back to the parent of a deleted leaf, whose law loses what the leaf had.
+        # Return to the parent of a deleted leaf, whose law loses the leaf's mass.
         parent_B = (depth_B - 1).clamp(min=0)
         token_B = tokens_BKL[each_B, rank_B, parent_B] if length else rank_B
         rows = each_B[deletes_B]
@@ -87,7 +91,7 @@ def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]
         above_B = torch.zeros_like(rank_B)
         if length:
             above_B = torch.where(parent_B > 0, leader_BKL[each_B, rank_B, (parent_B - 1).clamp(min=0)], 0)
-        # Down to the first child that is left.
+        # Descend to the first remaining child.
         first_B = child_BK.int().argmax(1)
         rows = each_B[descends_B]
         _descend(chains, target, p_BXV, q_BXV, weight_BX, rows, depth_B[rows], chain_BK[rows, first_B[rows]])
@@ -97,7 +101,7 @@ def traverse(chains: Chains, target: LawTable, accept: Callable[[Stops], Tensor]
 
 
 def _children(rank_B: Tensor, depth_B: Tensor, leader_BKL: Tensor, length_BK: Tensor, rank_K: Tensor) -> Tensor:
-    """[B, K] chains that lead a child of the node that `rank_B` leads at `depth_B`."""
+    """Return [B, K] the chains that lead a child of the node that `rank_B` leads at `depth_B`."""
     if not leader_BKL.shape[2]:
         return torch.zeros_like(length_BK, dtype=torch.bool)
     each_B = torch.arange(len(rank_B), device=rank_B.device)
@@ -107,7 +111,7 @@ def _children(rank_B: Tensor, depth_B: Tensor, leader_BKL: Tensor, length_BK: Te
 
 
 def _delete(p_BXV: Tensor, q_BXV: Tensor, weight_BX: Tensor, rows: Tensor, depth: Tensor, token: Tensor) -> None:
-    """Take a rejected child out of its parent's laws and weight; `rows` selects requests."""
+    """Remove a rejected child from its parent's laws and weight; `rows` selects requests."""
     weight, p_NV, q_NV = weight_BX[rows, depth], p_BXV[rows, depth], q_BXV[rows, depth]
     surplus_NV = (weight.unsqueeze(1).to(p_NV.dtype) * p_NV - q_NV).clamp_(min=0)
     total = surplus_NV.sum(1, dtype=torch.float64)

@@ -8,8 +8,8 @@ then the token is drawn from norm (p - a). `w` solves the supply balance token b
 race at s_i, the root of 1 - (1 - s)^n = c_i + d_i s, and until it joins the others' remaining supply decays by
 (t - s_{i+1})/(t - s_i). A tight knot (F = G) starts a new segment. See `docs/speculation-rules.md`.
 
-The code works with what is left: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the
-weights from the first drafted token to the end of its segment matter. W tokens can be accepted at all.
+The code uses complements: u = 1 - t, y = 1 - G and z = 1 - s, the root of z^n = y + d (z - u). Only the weights from
+the first drafted token to the end of its segment matter. At most W tokens can be accepted.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 _TIGHT, _TINY, _STRIDE, _MOST_STEPS = 1e-13, 1e-300, 64, 30
 _LEFT_OUT = 1e-12  # tokens below this over V never race: the rule stays lossless, alpha loses at most n times this
 _SETTLED = 1e-8  # after a Newton step below this over n the balance misses by (n step)^2 / 2 at most
-_BLOCK = 1 << 17  # entries the CPU works on at a time; out of its cache, in fresh pages, rows take several times longer
+_BLOCK = 1 << 17  # entries the CPU works on at a time; beyond its cache, in fresh pages, rows take several times longer
 _SORT_BITS, _RADIX_SORT_FROM = 30, 32_768  # torch sorts this many integers by radix, several times faster
 
-Count = int | Tensor  # drafts per row: one number, or [N] int64 where the rows differ
+Count = int | Tensor  # drafts per row: one number, or [N] int64 if the rows differ
 
 
 @dataclass(frozen=True)
 class RaceTable:
-    """What the race needs to know of every token; float64, where shaped NW by place, that is p/q descending.
+    """Data of the race for every token; float64. Arrays with suffix NW are in order of p/q, descending.
 
-    place_NV is W for tokens that never race; need is a, unmet y after each place; supply is u before each place and,
-    in its last column (Z = W + 1), after all; tight says where a segment ends. The residual is p - a.
+    place_NV is W for tokens that never race; need is a, unmet y after each place; supply is u before each place and, in
+    its last column (Z = W + 1), after all; tight marks the end of a segment. The residual is p - a.
     """
 
     target_NV: Tensor
@@ -59,7 +59,7 @@ class RaceTable:
 
 
 def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTable:
-    """Sort once, sweep once; `count_N` drafts per row (at least 1)."""
+    """Build the table with one sort and one sweep; `count_N` drafts per row (at least 1)."""
     count: Count = int(count_N[0]) if bool((count_N == count_N[0]).all()) else count_N.long()
     token_NW, kept_N, residual_NV = _by_ratio(target_NV, draft_NV)
     need_NW, q_NW = target_NV.gather(1, token_NW), draft_NV.gather(1, token_NW)
@@ -90,7 +90,9 @@ def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTabl
 
 
 def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """([N, W] tokens by p/q descending, last some that do not race; [N] how many do; [N, V] p of those that do not)."""
+    """Return ([N, W] tokens by p/q, descending, ending with some that do not race; [N] number that race; [N, V] p of
+    those that do not).
+    """
     vocab_size = target_NV.shape[1]
     least_NV, lowest = torch.minimum(target_NV, draft_NV), _LEFT_OUT / vocab_size
     if float(least_NV.min()) > lowest:
@@ -107,10 +109,10 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | None, width: int) -> Tensor:
-    """[N, W] the first W columns by q/(p + q) ascending; columns that do not race come last.
+    """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come last.
 
-    All rows are one flat list of 32-bit integers; what these cannot tell apart is then sorted by the other bits.
-    Tokens that share all bits differ by about 2^-50 of their masses' product wherever it counts.
+    All rows are sorted as one flat list of 32-bit integers; ties of these are then sorted by the other bits. Tokens
+    that share all bits differ by about 2^-50 of their masses' product wherever it matters.
     """
     num_rows, vocab_size = target_NV.shape
     top = (1 << (_SORT_BITS - (num_rows - 1).bit_length())) - 1
@@ -136,14 +138,14 @@ def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | Non
 
 
 def _where(mask_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the true entries; numpy finds a few of them several times faster than torch."""
+    """Return rows and columns of the true entries; numpy finds a few of them several times faster than torch."""
     flat = mask_NW.reshape(-1)
     found = flat.nonzero().squeeze(1) if flat.is_cuda else torch.from_numpy(np.flatnonzero(flat.numpy()))
     return found // mask_NW.shape[1], found % mask_NW.shape[1]
 
 
 def _power(base: Tensor, count: Count) -> Tensor:
-    """base ** count by repeated multiplication; a tensor `count` has one entry per row of `base`."""
+    """Return base ** count by repeated multiplication; a tensor `count` has one entry per row of `base`."""
     if isinstance(count, Tensor):
         result = torch.empty_like(base)
         for value in set(count.tolist()):
@@ -170,7 +172,7 @@ class _Balance:
         return self.count.double().unsqueeze(1) if isinstance(self.count, Tensor) else float(self.count)
 
     def step(self, z_NW: Tensor) -> Tensor:
-        """[N, W] one Newton step: from above monotone, from too far below (no slope) back to 1."""
+        """Return [N, W] after one Newton step: monotone from above; from too far below (no slope) back to 1."""
         power_NW, n = _power(z_NW, self.count - 1), self.n
         value_NW = (power_NW * z_NW).mul_(n - 1).add_(self.offset_NW).abs_()
         return value_NW.div_(power_NW.mul_(n).sub_(self.slope_NW).clamp_(min=_TINY)).clamp_(max=1.0)
@@ -179,7 +181,7 @@ class _Balance:
         return (next_NW - z_NW).abs_() > _SETTLED / self.n
 
     def solve(self) -> Tensor:
-        """[N, W] Newton until nothing moves, from the bound that z <= 1 gives on the right."""
+        """Return [N, W] the root, by Newton steps until nothing moves, from the upper bound that z <= 1 implies."""
         z_NW = (self.offset_NW + self.slope_NW).clamp_(0.0, 1.0).pow_(1 / self.n)
         for _ in range(_MOST_STEPS):
             before_NW, z_NW = z_NW, self.step(z_NW)
@@ -189,10 +191,10 @@ class _Balance:
 
 
 def _join_points(balance: _Balance, first_N: Tensor, end_N: Tensor) -> Tensor:
-    """[N, W] z_i, settled from column first_N to end_N.
+    """Return [N, W] z_i, settled from column first_N to end_N.
 
-    For n > 2 every 64th token is solved and the others are interpolated in d; two Newton steps from there leave
-    few tokens unsettled, and these are solved on their own.
+    For n > 2 every 64th token is solved and the others are interpolated in d; two Newton steps from there leave few
+    tokens unsettled, and these are solved individually.
     """
     slope_NW, offset_NW, count = balance.slope_NW, balance.offset_NW, balance.count
     if isinstance(count, int) and count <= 2:
@@ -224,7 +226,9 @@ def _join_points(balance: _Balance, first_N: Tensor, end_N: Tensor) -> Tensor:
 
 
 def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """([N, K] weight over the best copy's, 0 for copies out of the race; [N, 1] the least key that is accepted)."""
+    """Return ([N, K] weight relative to the best copy's, 0 for copies that do not race; [N, 1] the smallest accepted
+    key).
+    """
     width = table.tight_NW.shape[1]
     best_N1 = place_NK.amin(1, keepdim=True)
     low = min(int(best_N1.min()), width - 1)
@@ -246,7 +250,7 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
     start_N1 = torch.where(starts_N1, table.supply_NZ.gather(1, at_N1), z_NR.gather(1, at_N1 - low))
     z_NR.scatter_(1, at_N1 - low, start_N1)
     unmet_N1 = table.unmet_NW[:, -1:].clamp(0.0, 1.0)
-    # Decay of the supply between each token's joining and the next one's, the last: to the end.
+    # Decay of the supply between the start points of consecutive tokens; for the last one, up to the end.
     decay_NR = torch.cat([z_NR[:, 1:], unmet_N1 ** (1 / balance.n)], 1).sub_(supply_NR).clamp_(min=_TINY)
     decay_NR.div_(z_NR.sub_(supply_NR).clamp_(min=_TINY))
     if not aligned:
@@ -258,7 +262,7 @@ def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_race(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """The law of the emitted token given the drafts, the race itself integrated out."""
+    """Return the law of the emitted token given the drafts, with the race itself integrated out."""
     num_rows, vocab_size = target_NV.shape
     size = max(1, num_rows if target_NV.is_cuda else _BLOCK // vocab_size)
     blocks = [slice(start, start + size) for start in range(0, num_rows, size)]
@@ -280,7 +284,7 @@ def _emitted_law(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, presen
 
 
 def _win_probabilities(weight_NK: Tensor, floor_N1: Tensor) -> Tensor:
-    """[N, K] probability that each copy wins the race and is accepted.
+    """Return [N, K] the probability that each copy wins the race and is accepted.
 
     Copies have keys w_k U_k, the largest w is 1. With weights sorted ascending and m of them, the winner's key
     has density sum_k (1/w_k) prod_{j != k} min(1, s/w_j): on (w_(i-1), w_(i)) every copy k >= i has the share
