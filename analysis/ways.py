@@ -55,7 +55,7 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
         elif variant == "kernels for rows":
             stack.enter_context(_changed(engine.target, "kernels", TORCH))
         elif variant == "equal nodes apart":
-            stack.enter_context(_changed(engine, "most_unmerged", 0))
+            stack.enter_context(_changed(engine.eager, "most_unmerged", 0))
         for runner in runners:
             if variant == "kernels for layers" and isinstance(runner.backend, LeanDecoder):
                 stack.enter_context(_changed(runner.backend, "use_kernels", False))
@@ -78,7 +78,7 @@ def steps_of(engine: Engine, kind: str) -> Iterator[list[bool]]:
     with (
         _changed(engine.recorded, "serves", is_recorded),
         _changed(engine.recorded, "find", noting),
-        _changed(engine, "most_unmerged", 0 if kind == "equal nodes merged" else 10**6),
+        _changed(engine.eager, "most_unmerged", 0 if kind == "equal nodes merged" else 10**6),
         _changed(engine.scheduler, "config", msgspec.structs.replace(limits, max_num_seqs=most_requests)),
     ):
         yield served

@@ -68,14 +68,22 @@ class KVTensors:
     def __init__(
         self, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device, kernels: Kernels = TORCH
     ) -> None:
-        layout = (shape.num_layers, num_slots, shape.num_kv_heads)
-        self.keys = _zeros((*layout, shape.key_dim), dtype, device)
-        self.values = _zeros((*layout, shape.value_dim), dtype, device)
+        layout = (num_slots, shape.num_kv_heads)
+        widths = (shape.key_dim, shape.value_dim)
+        if widths[0] == widths[1]:
+            # One piece of memory, so that one operation moves both.
+            both = _zeros((2 * shape.num_layers, *layout, widths[0]), dtype, device)
+            self._moved, (self.keys, self.values) = [both], both.chunk(2)
+        else:
+            self.keys, self.values = (_zeros((shape.num_layers, *layout, width), dtype, device) for width in widths)
+            self._moved = [self.keys, self.values]
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
         """(keys, values) of each layer: views."""
         self.taps = shape.taps
         width = shape.all_hidden_dim
         self.hidden = _zeros((num_slots, width), dtype, device) if width else None
+        if self.hidden is not None:
+            self._moved.append(self.hidden[None, :, None])
         self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self.kernels = kernels
 
@@ -111,8 +119,7 @@ class KVTensors:
         """Move what is kept of tokens, by sequence: all is read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if moves:
-            hidden = [] if self.hidden is None else [self.hidden[None, :, None]]
-            self.kernels.move([self.keys, self.values, *hidden], moves)
+            self.kernels.move(self._moved, moves)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

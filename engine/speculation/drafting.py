@@ -7,7 +7,7 @@ independent given the context; block rules need this. A chain *leads* a node if 
 it. Rules over nodes see every drawn node once, through its leader (equal tokens of different draws stay different
 nodes).
 A row that does not speculate has one chain of length 0, so that it can be verified in one batch with rows that do. (A
-step in which no row drafts draws its tokens directly: `engine.step.verifying`.)
+step in which no row drafts draws its tokens directly: `engine.step.verify`.)
 
 Not for: running the draft model (`engine.drafting`).
 """

@@ -1,7 +1,6 @@
 """`Engine.step`: the table of contents of the project.
 
-Holds no algorithm of its own: it wires the parts together and checks requests at the door. One thread calls it; nothing
-here waits.
+It contains no algorithm. It connects the parts, and checks requests when they are submitted. One thread calls it.
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.config import EngineFacts, SpeculationConfig
-from engine.drafting.chains import draw_chains
-from engine.drafting.draft import MOST_UNMERGED, Draft
+from engine.drafting.draft import Draft
 from engine.drafting.drafter import Drafter
 from engine.errors import RequestError
 from engine.grammar.following import FollowedGrammar, Following, GrammarSource
@@ -29,11 +25,10 @@ from engine.sampling.edits import MASKED, has_dead_end
 from engine.scheduling.admission import check_requests
 from engine.scheduling.outcome import Outcome, StepStats
 from engine.scheduling.scheduler import Scheduler
+from engine.step.eager import EagerStep, Step
 from engine.step.recorded.steps import RecordedSteps
-from engine.step.reporting import observe_gap, split_prompts
+from engine.step.report import BROKEN, report, split_prompts
 from engine.step.telemetry import Telemetry
-from engine.step.verdicts import BROKEN, broken_rows
-from engine.step.verifying import verify_chains
 
 Failures = Sequence[tuple[str, RequestError]]
 """Requests (by id) that have ended with an error."""
@@ -72,9 +67,7 @@ class Engine:
         num_followed = _GRAMMARS_PER_SEAT * scheduler.config.max_num_seqs
         self.following = Following(grammars, num_followed, self._after_thoughts)
         self.telemetry = Telemetry(scheduler, target.device)
-        self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
-        """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
-        drafted tokens (`drafters.draft.trees_of`); 0 always merges."""
+        self.eager = EagerStep(target, drafter)
         self.recorded = RecordedSteps()
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not go on in this step."""
@@ -91,35 +84,25 @@ class Engine:
 
     @torch.inference_mode()
     def carry_out(self, plan: Plan) -> StepVerdict:
-        """Carry out a plan on the device, whoever made it (the scheduler, or a measurement).
-
-        A plan of a recorded shape is replayed; the parts of any other are launched operation by operation.
-        """
-        phase, recorded = self.telemetry.phase, self.recorded.find(plan)
-        with phase("draft"):  # chains, and the law each token was drawn from
-            draft = self._draw(plan) if recorded is None else recorded.draw(plan)
+        """Carry out a plan on the device; the scheduler makes plans, and so do measurements."""
+        step, phase = self.step_for(plan), self.telemetry.phase
+        with phase("draft"):  # chains, and the distribution of each drafted token
+            draft = step.draw(plan)
         with phase("target"):  # one pass over every drafted node
-            logits_NV = self._forward(plan, draft) if recorded is None else recorded.forward()
-        prompt_logprobs, logits_NV = split_prompts(plan, draft, logits_NV)
-        with phase("verify"):  # the exact rule of each request
-            emissions, largest = verify_chains(plan, draft, logits_NV, recorded)
-        with phase("keep"):  # move the accepted paths' K/V to where it stays
-            if any(moves := target_moves(plan, draft, emissions, self.facts.block_size)):
+            logits_NV = step.forward(plan, draft)
+        prompt_NV, logits_NV = split_prompts(plan, draft, logits_NV)
+        with phase("verify"):  # distributions of the target, and the exact rule of each request
+            verdict = step.verify(plan, draft, logits_NV)
+        with phase("keep"):  # move the K/V of accepted paths behind the text
+            if any(moves := target_moves(plan, draft, verdict.emissions, self.facts.block_size)):
                 self.target.keep(moves)
             if self.drafter is not None:
-                self.drafter.keep(plan, emissions)
-        verdict = StepVerdict(tuple(emissions), prompt_logprobs, broken_rows(plan, draft, largest))
-        if verdict.broken:
-            return verdict
-        return observe_gap(plan, draft, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
+                self.drafter.keep(plan, verdict.emissions)
+        return report(plan, draft, prompt_NV, logits_NV, verdict, self.telemetry.num_steps, self.limits.observed_share)
 
-    def _draw(self, plan: Plan) -> Draft | None:
-        target = self.target
-        return draw_chains(plan, self.drafter, target.vocab_size, target.device, target.kernels, self.most_unmerged)
-
-    def _forward(self, plan: Plan, draft: Draft | None) -> Tensor:
-        drawn_M = None if draft is None else draft.tokens_M
-        return self.target.forward(target_inputs(plan, draft), drawn_M)
+    def step_for(self, plan: Plan) -> Step:
+        """Return the recorded step that has room for a plan, or else the eager one."""
+        return self.recorded.find(plan) or self.eager
 
     def run_step(self) -> StepResult:
         """One step with its measurements."""
@@ -210,23 +193,6 @@ class Engine:
             if outcome.finish_reason is not None:
                 self.following.end(outcome.request_id)
         return failed
-
-
-def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
-    """The target's pass: logits at the root and the nodes of every sampling row, and at prompt tokens if asked for."""
-    trees = iter(draft.trees if draft is not None else ())
-    parts = []
-    for row in plan.rows:
-        nodes, wanted = NO_NODES, slice(0, 0)
-        if row.emits:
-            tree = next(trees)
-            if tree.num_nodes:
-                nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
-            wanted = slice(len(row.input_ids) - 1, None)
-        if row.prompt_next:
-            wanted = slice(0, None)
-        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
-    return parts
 
 
 def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:

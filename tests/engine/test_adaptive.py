@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import engine.step.verifying as verifying
+import engine.step.verify as verifying
 from engine.config import SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes, StepWork

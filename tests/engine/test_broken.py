@@ -12,7 +12,7 @@ from engine.errors import NON_FINITE
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
 from engine.step.engine import Engine
-from engine.step.reporting import split_prompts
+from engine.step.report import split_prompts
 from tests.engine import tiny
 
 SHAPES = {
@@ -78,7 +78,7 @@ def test_only_the_broken_request_ends(
     asked = requests(SHAPES[shape], temperature=temperature)
     expected, _ = run(engine(), asked)
     machine = engine()
-    machine.most_unmerged = most_unmerged
+    machine.eager.most_unmerged = most_unmerged
     breaking(number, monkeypatch)
     tokens, errors = run(machine, asked)
     assert {name: error.code for name, error in errors.items()} == {BAD: NON_FINITE}

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-import engine.step.verifying as verifying
+import engine.step.verify as verifying
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.errors import RequestError

@@ -18,7 +18,8 @@ from engine.kernels.torch_kernels import TORCH
 from engine.models import probe
 from engine.request import Speculation
 from engine.step import building
-from engine.step.engine import Engine, target_inputs
+from engine.step.eager import target_inputs
+from engine.step.engine import Engine
 from tests.engine import tiny
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -67,7 +68,7 @@ def running(
 ) -> Engine:
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_over_acceptance=0.3)
-    engine.most_unmerged = most_unmerged
+    engine.eager.most_unmerged = most_unmerged
     engine.limits = msgspec.structs.replace(engine.limits, observed_share=0.0)
     for i in range(3):
         one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **{"temperature": 1.0, "seed": i, **sampling})

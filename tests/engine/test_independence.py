@@ -8,12 +8,12 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
+import engine.step.verify as verifying
 from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
 from engine.scheduling.rows import _text_of
 from engine.scheduling.sequence import Sequence
-from engine.step import verifying
 from tests.engine import tiny
 
 RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)

@@ -11,7 +11,7 @@ import torch
 from engine.attention.attention import HOOK
 from engine.request import Speculation
 from engine.scheduling.outcome import read_logprobs
-from engine.step.reporting import token_logprobs
+from engine.step.report import token_logprobs
 from tests.engine import tiny
 from tests.grid import grid
 

@@ -195,7 +195,7 @@ def sample(
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
     )
-    engine.most_unmerged = most_unmerged
+    engine.eager.most_unmerged = most_unmerged
     engine.following.source = NoTokenTwice()  # type: ignore[assignment]
     # An end token that no answer has: a grammar needs one.
     engine.facts = msgspec.structs.replace(engine.facts, eos_token_ids=[VOCABULARY])
@@ -287,8 +287,8 @@ def test_a_wrong_rule_is_rejected(
 ) -> None:
     rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
     with (
-        patch("engine.step.verifying.RULES", rules),
-        patch("engine.step.verifying._are_plain", lambda *_: False),  # whose rules are compiled
+        patch("engine.step.verify.RULES", rules),
+        patch("engine.step.verify._are_plain", lambda *_: False),  # whose rules are compiled
         patch("engine.drafting.draft.RULES", rules),
     ):
         counts = sample(pair, drafts(name, num_drafts), SAMPLINGS["plain"])
@@ -321,7 +321,7 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedMod
     law_of_text = exact_law(pair[0], strong)
     right = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
     assert g_test(right, law_of_text) > ALPHA
-    for forgetful in ("engine.step.target_laws", "engine.drafting.chains"):
+    for forgetful in ("engine.step.verify", "engine.drafting.chains"):
         with patch(f"{forgetful}.node_laws", tiny.laws_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
         # Drafting from another law than penalties say is no bias: any draft law will do if it is the one verified with.
@@ -350,7 +350,7 @@ def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) 
 @pytest.mark.parametrize("name", grid(["greedy_block", "spectr_gbv 3"], {"spectr_gbv 3"}))
 def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
     """Greedy block verification without the change that it owes the next positions."""
-    import engine.step.verdicts as reading
+    import engine.step.report as reading
 
     with patch.object(reading, "_shifts", lambda *_: ()):
         counts = sample(pair, SPECULATIONS[name], SAMPLINGS["plain"], num_answers=6000)

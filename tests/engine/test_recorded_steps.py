@@ -322,9 +322,9 @@ def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> 
     assert step is not None
     with torch.inference_mode():
         draft = step.draw(plan)
-        step.forward()
+        step.verify(plan, draft, step.forward(plan, draft))
         step._result[:2] = torch.tensor([1, 3])
-        assert step.read(draft).verdict.chains == [0, 3]
+        assert step._read(draft).chains == [0, 3]
     for name in "01":
         machine.abort(name)
 
@@ -399,7 +399,8 @@ def test_what_is_recorded_looks_at_no_number() -> None:
             with counted_reads() as counts:
                 if step._shape.num_drafts:
                     step._draft()
-                step._verdict()
+                step._target()
+                step._verify()
             assert counts == {}, step._shape
 
 
@@ -457,7 +458,7 @@ def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
     replayed = recorded_again(both[1], record=Recording, free=lambda: 1 << 30)
     assert replayed.num_recorded == len(menu(RECORDED, 4))
     for step in replayed._steps.values():
-        assert set(step._graphs) == ({"draft", "verdict"} if step._shape.num_drafts else {"verdict"})
+        assert set(step._graphs) == ({"draft"} if step._shape.num_drafts else set()) | {"target", "verify"}
     with patch.object(both[1], "recorded", replayed):
         compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
 
@@ -550,7 +551,7 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
 
     some = recorded_again(both[1], record=record, free=lambda: left[0])
     assert 0 < some.num_recorded < len(menu(RECORDED, 4))
-    assert left[0] == 500
+    assert left[0] == 450  # three recordings of 50 after the last look, at 600
     with patch.object(both[1], "recorded", some):
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 

@@ -19,7 +19,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import engine.step.engine as engine_module
 from engine.drafting import numbers as numbers_module
 from engine.drafting.draft import Draft, method_of, with_tokens
 from engine.kernels.protocol import ChainNoise, Chains, LawTable
@@ -33,7 +32,7 @@ from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.verification import RULES, OverAcceptance
 from engine.speculation.verification.copies import walk
-from engine.step import target_laws, verifying
+from engine.step import eager, report, verify
 from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.sampling.test_edits import VOCABULARY, by_hand
@@ -123,7 +122,7 @@ class Checked:
 
     def step(self, plan: Plan, draft: Draft, logits_NV: Tensor, emissions: Sequence[Emission]) -> None:
         rows = plan.sampling_rows
-        target = target_laws.target_laws(rows, draft, logits_NV.clone())
+        target = verify.target_laws(rows, draft, logits_NV.clone())
         noise, chains = draft.noise, draft.chains
         assert chains.shape == (len(rows), max(max(1, row.num_drafts) for row in rows))
         assert (chains.leads_CL is not None) == any(max(row.fanout[1:], default=1) > 1 for row in rows)
@@ -155,7 +154,7 @@ class Checked:
     def walks(self, draft: Draft, rows: Sequence[Row], target: LawTable, emissions: Sequence[Emission]) -> None:
         """Copied chains are followed by their laws and numbers; what was refused is not emitted."""
         starts = np.cumsum([0, *(1 + tree.num_nodes for tree in draft.trees)]).tolist()
-        found = verifying._walks(rows, draft, target.law_NV, starts)
+        found = verify._walks(rows, draft, target.law_NV, starts)
         assert list(found) == [number for number, row in enumerate(rows) if row.copies]
         for number, taken in found.items():
             row, tree, emission = rows[number], draft.trees[number], emissions[number]
@@ -268,8 +267,11 @@ class Checked:
         else:
             assert emission.num_draft_kept == 0
         self.copies(draft, row, number, emission, path)
-        if row.num_logprobs is not None:
-            assert len(emission.logprobs) == len(emission.accepted) + 1
+
+    @staticmethod
+    def logprobs(plan: Plan, verdict: StepVerdict) -> None:
+        for row, emission in zip(plan.sampling_rows, verdict.emissions, strict=True):
+            assert len(emission.logprobs) == (0 if row.num_logprobs is None else len(emission.accepted) + 1)
 
     @staticmethod
     def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, emission: Emission) -> None:
@@ -333,27 +335,27 @@ def known(draft: Draft) -> Draft:
 def checked(plain: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Checked:
     """An engine that is built now has its steps checked."""
     one = Checked(*plain)
-    verify, observe = engine_module.verify_chains, engine_module.observe_gap
+    decide, observe = eager.verify_chains, report.observe_gap
 
-    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: None) -> Any:
+    def verifying_checked(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
         one.plan(plan)
-        emissions, largest = verify(plan, draft, logits_NV, recorded)
+        verdict = decide(plan, draft, logits_NV)
         if draft is not None:
             one.seen["not merged"] += draft.tokens_M is not None
-            one.step(plan, known(draft), logits_NV, emissions)
-        return emissions, largest
-
-    def observing_checked(
-        plan: Plan, draft: Draft | None, logits_NV: Tensor, verdict: StepVerdict, step: int, _: float
-    ) -> StepVerdict:
-        for number in range(10 * step, 10 * step + 5):
-            found = observe(plan, draft, logits_NV, verdict, number, SHARE)
-            if draft is not None:
-                one.gap(plan, known(draft), number, verdict, found)
+            one.step(plan, known(draft), logits_NV, verdict.emissions)
         return verdict
 
-    monkeypatch.setattr(engine_module, "verify_chains", verifying_checked)
-    monkeypatch.setattr(engine_module, "observe_gap", observing_checked)
+    def observing_checked(
+        plan: Plan, draft: Draft, logits_NV: Tensor, verdict: StepVerdict, step: int, _: float
+    ) -> StepVerdict:
+        one.logprobs(plan, verdict)
+        for number in range(10 * step, 10 * step + 5):
+            found = observe(plan, draft, logits_NV, verdict, number, SHARE)
+            one.gap(plan, known(draft), number, verdict, found)
+        return verdict
+
+    monkeypatch.setattr(eager, "verify_chains", verifying_checked)
+    monkeypatch.setattr(report, "observe_gap", observing_checked)
     return one
 
 
@@ -389,7 +391,7 @@ def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None
     """The host learns the tokens with the verdict; what is emitted is the same as with merged trees."""
     wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
     engine = build()
-    engine.most_unmerged = 1000
+    engine.eager.most_unmerged = 1000
     run = tiny.run(engine, wanted)
     assert checked.seen["not merged"] > 5
     assert run.tokens == tiny.run(build(), wanted).tokens
@@ -404,12 +406,12 @@ def penalised() -> Request:
 def test_penalties_count_drafted_tokens_where_they_are(checked: Checked) -> None:
     """Without the host, for every node along its own path."""
     engine = build()
-    engine.most_unmerged = 1000
+    engine.eager.most_unmerged = 1000
     tiny.run(engine, [penalised()])
     assert checked.seen["not merged"] > 3
 
 
-@pytest.mark.parametrize("module", ["engine.drafting.chains", "engine.step.target_laws"])
+@pytest.mark.parametrize("module", ["engine.drafting.chains", "engine.step.verify"])
 def test_laws_that_forget_a_node_s_path_are_found_out(
     checked: Checked, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,15 +424,15 @@ def test_laws_that_forget_a_node_s_path_are_found_out(
 def test_penalties_of_another_node_s_path_are_found_out(
     checked: Checked, most_unmerged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = target_laws._tokens_above
+    paths = verify._tokens_above
 
     def of_the_neighbour(*operands: Any) -> Tensor | None:
         path_ND = paths(*operands)
         return None if path_ND is None else path_ND.roll(1, 0)
 
-    monkeypatch.setattr(target_laws, "_tokens_above", of_the_neighbour)
+    monkeypatch.setattr(verify, "_tokens_above", of_the_neighbour)
     engine = build()
-    engine.most_unmerged = most_unmerged
+    engine.eager.most_unmerged = most_unmerged
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         tiny.run(engine, [penalised()])
 

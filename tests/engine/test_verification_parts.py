@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import engine.step.verifying as verifying
+import engine.step.verify as verifying
 from engine.kernels.choosing import choose
 from engine.plan import Row
 from engine.request import Request, Sampling, Speculation

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, draft_tuples, drafted_trees, joint, rule_outcomes
 from engine.kernels.protocol import ChainNoise, LawTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
@@ -32,7 +33,6 @@ from engine.plan import TextDraft, level_widths
 from engine.request import Speculation
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.copies import Below, below, refuse
-from engine.step import verifying
 from tests.speculation import served
 from tests.speculation.exact import from_prefix
 from tests.speculation.served import Fit, fit, small_world

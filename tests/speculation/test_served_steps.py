@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.step.verify as verifying
 from analysis.enumeration import Path, Rows, TabularModel
 from engine.attention.inputs import SequenceInput
 from engine.drafting import draft as drafting_module
@@ -31,7 +32,6 @@ from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains
 from engine.speculation.verification import OverAcceptance
 from engine.speculation.verification.copies import below, refuse, walk
-from engine.step import verifying
 from tests.speculation import served
 from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
 
@@ -129,8 +129,7 @@ def step(rows: Sequence[Row], most_unmerged: int = 0, world: TabularModel = WORL
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             nodes.append((*nodes[parent], token))
         paths += nodes
-    emissions, _ = verifying.verify_chains(plan, draft, logarithms(world.target, paths))
-    return draft, emissions
+    return draft, list(verifying.verify_chains(plan, draft, logarithms(world.target, paths)).emissions)
 
 
 def law_below(path: Path, sampling: dict[str, Any]) -> Law:

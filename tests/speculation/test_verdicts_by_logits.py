@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("numba")
 
+import engine.step.verify as verifying
 from analysis.enumeration import Path
 from engine.drafting.draft import Draft
 from engine.kernels import numba_block
 from engine.kernels.numba_kernels import NumbaKernels
-from engine.plan import Emission, Plan
+from engine.plan import Emission
 from engine.request import Speculation
-from engine.step import verifying
 from tests.engine import tiny
 from tests.grid import grid
 from tests.kernels.test_kernel_mutants import BLOCK, ROWS, kernels_with
@@ -89,21 +89,21 @@ def test_wrong_kernels_are_rejected(wrong: str) -> None:
 
 def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
     """(emissions, largest numbers) of the kernel, and of the general path, for the same drafts and logits."""
-    plan, found = Plan(tuple(rows)), []
+    found: list[tuple[Any, ...]] = []
     logits: list[torch.Tensor] = []
 
-    def verify(plan: Plan, draft: Draft, logits_NV: torch.Tensor) -> tuple[list[Emission], Any]:
+    def verify(rows: Sequence[Any], draft: Draft, logits_NV: torch.Tensor) -> tuple[Draft, list[Emission], Any]:
         change(logits_NV)
         logits.append(logits_NV)
         for takes in (True, False):
             with patch.object(NumbaKernels, "takes_logits", lambda *_, takes=takes: takes):
-                found.append(original(plan, draft, logits_NV.clone()))
+                found.append(original(rows, draft, logits_NV.clone()))
         return found[0]
 
-    original: Any = verifying.verify_chains
-    with patch.object(verifying, "verify_chains", verify):
-        step(plan.rows)
-    return found
+    original: Any = verifying._verify
+    with patch.object(verifying, "_verify", verify):
+        step(rows)
+    return [one[1:] for one in found]
 
 
 def test_verdicts_are_those_of_the_general_path() -> None:

@@ -1,12 +1,12 @@
-"""Decode steps replayed as two CUDA graphs, behind one copy of their numbers to the device.
+"""Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the device.
 
-The first graph drafts: all passes of the draft model, with the law and the draw of every level. The second is the
-target's pass with the laws of all nodes and the verdict. A step runs as the smallest recorded shape that has room for
-its requests and for what each of them drafts. Steps of other kinds (with prompts, copied drafts, edited logits, other
-rules, or more rows than any shape has) are launched operation by operation.
+The first graph drafts: all passes of the draft model, with the distribution and the draw of every level. The second is
+the target's pass. The third makes the distributions of all nodes and the verdict. A step runs as the smallest recorded
+shape that has room for its requests and for what each of them drafts. `EagerStep` takes other steps: with prompts, text
+drafts, edited logits, other rules, or more rows than any shape has.
 
-Passes, laws, draws and the rule are the same functions in both ways. Without CUDA nothing is recorded and the same work
-is computed on the same padded arrays: that is how this is tested.
+Passes, distributions, draws and the rule are the functions of eager steps. Without CUDA nothing is recorded, and the
+same work is computed on the same padded arrays; the tests use this.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from engine.drafting.numbers import noise_of
 from engine.kernels.protocol import Chains, Kernels, LawTable
 from engine.kernels.transfer import bits, fill, to_device
 from engine.models.runner import ModelRunner
-from engine.plan import Plan
+from engine.plan import Plan, StepVerdict
 from engine.sampling.law import LawParameters, law
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.speculation.verification.longest_match import verify_certain
 from engine.step.recorded.inputs import LAWS, MOST_NODES, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
 from engine.step.recorded.recorder import recorder
-from engine.step.verdicts import HostVerdict
+from engine.step.report import broken_rows
+from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
 
@@ -53,9 +54,12 @@ class VerifiedStep(NamedTuple):
 
     draft: Draft
     """With its tokens."""
-    verdict: HostVerdict
+    chains: list[int]
+    accepted: list[int]
+    next_tokens: list[int]
+    """By request: the chosen chain, its accepted tokens, and the token after them."""
     largest_N: npt.NDArray[np.float64]
-    """`verdicts.largest_numbers`."""
+    """`report.largest_numbers`."""
 
 
 class _Shared(NamedTuple):
@@ -99,9 +103,9 @@ class RecordedStep:
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
-        """Record both parts."""
-        for name, work in (("draft", self._draft), ("verdict", self._verdict)):
-            if name == "verdict" or self._shape.fanout:
+        """Record all parts."""
+        for name, work in (("draft", self._draft), ("target", self._target), ("verify", self._verify)):
+            if name != "draft" or self._shape.fanout:
                 self._graphs[name] = record(work)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -113,13 +117,21 @@ class RecordedStep:
             self._replay("draft", self._draft)
         return self._draft_of(plan)
 
-    def forward(self) -> Tensor:
-        """[N, V] the target's logits at all roots and nodes; the verdict is made too."""
-        self._replay("verdict", self._verdict)
+    def forward(self, plan: Plan, draft: Draft | None) -> Tensor:  # noqa: ARG002
+        """Return the target's logits [N, V] at all roots and nodes, with those of padding."""
+        self._replay("target", self._target)
         return self._logits_NV
 
-    def read(self, draft: Draft) -> VerifiedStep:
-        """What the step has found: here it waits for the device."""
+    def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:  # noqa: ARG002
+        """Return what every row emits."""
+        assert draft is not None
+        self._replay("verify", self._verify)
+        found = self._read(draft)
+        emissions = emitted(plan.sampling_rows, found.draft, found.chains, found.accepted, found.next_tokens)
+        return StepVerdict(tuple(emissions), broken=broken_rows(plan, found.draft, found.largest_N))
+
+    def _read(self, draft: Draft) -> VerifiedStep:
+        """Copy what the step has found to the host; waits for the device."""
         shape, num_rows = self._shape, len(draft.trees)
         found = self._result.cpu().numpy()
         verdict_3S, tokens_C, largest = np.split(
@@ -137,11 +149,9 @@ class RecordedStep:
                 for token in token_KL[: len(tree.paths), : len(tree.paths[0]) - 1].ravel().tolist()
             ]
             draft = with_tokens(draft, of_trees)
-        verdict = HostVerdict(
-            chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), [0.0] * num_rows, [()] * num_rows
-        )
         of_nodes, of_laws = np.split(largest.view(np.float64), [shape.num_rows])
-        return VerifiedStep(draft, verdict, np.concatenate([of_nodes[: draft.starts[-1]], of_laws]))
+        largest_N = np.concatenate([of_nodes[: draft.starts[-1]], of_laws])
+        return VerifiedStep(draft, chain_R.tolist(), accepted_R.tolist(), token_R.tolist(), largest_N)
 
     def _replay(self, name: str, work: Callable[[], None]) -> None:
         graph = self._graphs.get(name)
@@ -173,17 +183,20 @@ class RecordedStep:
         assert self._shared.draft is not None
         return self._logits(self._shared.draft, depth, token_N)
 
-    def _verdict(self) -> None:
-        """The target's pass, the law of every node, and the rule."""
+    def _target(self) -> None:
+        """Run the target's pass."""
         shape, v = self._shape, self._views
         token_ids = v["root"].unsqueeze(1)
         if shape.num_drafts:
             token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
         self._logits_NV.copy_(self._logits(self._shared.target, len(self._fixed) - 1, token_ids.view(-1)))
+
+    def _verify(self) -> None:
+        """Make the distribution of every node, and apply the rule."""
         row_N = self._fixed[-1].sequence_T
         target = LawTable(
             law(self._logits_NV, self._parameters.select(row_N)),
-            v["nodes"].view(len(self._chains.tokens_CL), -1),
+            self._views["nodes"].view(len(self._chains.tokens_CL), -1),
             self._parameters.kernels,
         )
         largest = (one_NV.amax(1) for one_NV in (self._logits_NV, self._law_NV) if len(one_NV))

@@ -1,7 +1,10 @@
-"""Verification of a step: each request's rule, and what it gave.
+"""Verification of a step: the target's distributions at all nodes, each request's rule, and what every row emits.
 
-Between the parts: tensors of all rows go to the rules of `speculation`, and come back as values per row.
-Not for: deciding what is verified (`scheduling`), or the models (`execution`).
+Tensors of all rows go to the rules of `speculation`, and come back as values for each row. Not for: choosing what is
+verified (`scheduling`), or running the models.
+
+Words: a *law* is a probability distribution over the vocabulary. *Chains* are drawn below a row's last token, *copies*
+are text drafts. A *walk* is the accepted path through a row's text drafts; rules continue below it with the chains.
 """
 
 from __future__ import annotations
@@ -14,50 +17,50 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from engine.drafting.draft import Draft
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.kernels.transfer import to_device, to_host
-from engine.plan import Emission, Plan, Row
+from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import DrafterCount
+from engine.sampling.node_laws import NodePaths, node_laws
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
 from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
 from engine.speculation.verification.longest_match import verify_certain
-from engine.step.recorded.steps import RecordedStep
-from engine.step.reporting import with_logprobs
-from engine.step.target_laws import target_laws
-from engine.step.verdicts import HostVerdict, largest_numbers, read_verdicts
+from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-# Working memory of a verification, and about what a rule needs of it per chain and token of the vocabulary.
 _VERIFY_BYTES = 64 << 20
+"""Working memory of a verification."""
 _CHAIN_BYTES = 32
-# Rules that on CUDA keep a sum for each tile of the vocabulary, in place of arrays [chains, vocabulary].
+"""Bytes of it that a rule needs for each chain and token of the vocabulary, about."""
+# Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary].
 _BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 _BY_LOGITS = ("block", "bv_race")
 """Rules that `Kernels.decide` follows."""
 
 
 class _Copied(NamedTuple):
-    """What is accepted of copied chains, before the rules verify the drawn ones."""
+    """Accepted prefixes of text drafts, computed before the sampled chains are verified."""
 
     origin_C: Ints
     """Index, in the draft's layout, of each chain that the rules see."""
     walks: Mapping[int, Walk]
-    """By row number: how far it follows its copied chains."""
+    """By row number, the accepted path through the row's text drafts."""
     goes_on_R: Bools
-    """Whether a rule still verifies drawn chains of the row, below the accepted copied tokens."""
+    """Whether a rule still verifies sampled chains of the row, below the accepted tokens of text drafts."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What the rules verify."""
+    """Operands of the rules."""
 
     chains: Chains
     target: LawTable
@@ -65,23 +68,16 @@ class _Task:
     copied: _Copied
 
 
-def verify_chains(
-    plan: Plan, draft: Draft | None, logits_NV: Tensor, recorded: RecordedStep | None = None
-) -> tuple[list[Emission], Floats]:
-    """(what each sampling row emits, by the rule it asked for; the largest numbers of the models' rows).
+def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
+    """Return what each sampling row emits, by the rule that its request asks for. logits_NV: at all roots and nodes.
 
-    recorded: the step that has verified its chains already, if there is one.
-    Waits for the device once, to read the verdicts; also before that where chains are copied, and after it where
-    logprobs are wanted. `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
+    Waits for the device once, to read the verdicts. It waits once more before that if there are text drafts. The rules
+    `traversal`, `weighted_race` and `ot_lp` also wait for the device while they verify.
     """
     if draft is None:
-        return [], np.zeros(0)
-    rows = plan.sampling_rows
-    if recorded is None:
-        draft, emissions, largest_N = _verify(rows, draft, logits_NV)
-    else:
-        draft, emissions, largest_N = _read(rows, draft, recorded)
-    return with_logprobs(rows, draft, logits_NV, emissions), largest_N
+        return StepVerdict(())
+    draft, emissions, largest_N = _verify(plan.sampling_rows, draft, logits_NV)
+    return StepVerdict(tuple(emissions), broken=broken_rows(plan, draft, largest_N))
 
 
 def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft, list[Emission], Floats]:
@@ -90,7 +86,7 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
         temperature_R, nodes = draft.parameters.temperature_N, draft.nodes
         operands = nodes.starts, draft.chains, nodes.node_CX, draft.numbers
         verdict, largest_N = kernels.decide(logits_NV, temperature_R, *operands)
-        return draft, _emitted(rows, draft, *verdict.tolist()), largest_N
+        return draft, emitted(rows, draft, *verdict.tolist()), largest_N
     target = target_laws(rows, draft, logits_NV)
     largest = largest_numbers(draft, logits_NV)
     if not any(row.fanout or row.copies for row in rows):
@@ -108,7 +104,7 @@ def _verify(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> tuple[Draft
 
 
 def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
-    """Whether logits and temperatures alone make the laws of all rows, and their rules are those of `decide`."""
+    """Whether the laws of all rows depend on logits and temperatures alone, and `decide` has their rules."""
     return (
         not draft.parameters.values
         and draft.tokens_M is None
@@ -124,10 +120,14 @@ def _are_plain(rows: Sequence[Row], draft: Draft) -> bool:
     )
 
 
-def _emitted(
+def emitted(
     rows: Sequence[Row], draft: Draft, chains: list[int], accepted: list[int], next_tokens: list[int]
 ) -> list[Emission]:
-    """The emissions of a verdict about all chains that were drawn, by row."""
+    """Return the emissions of a verdict about all chains that were drawn.
+
+    By row: chains: index of the chosen chain in the layout; accepted: number of its tokens; next_tokens: the token
+    after them.
+    """
     ranks = draft.layout.rank_C[chains].tolist()
     found = zip(rows, draft.trees, ranks, accepted, next_tokens, strict=True)
     return [
@@ -137,13 +137,8 @@ def _emitted(
 
 
 def _next_tokens(target: LawTable, noise: ChainNoise) -> Tensor:
-    """[C] the next token of rows without drafts."""
+    """Return the next token [C] of rows without drafts."""
     return target.kernels.draw(target.law_NV, target.row_CX[:, 0], noise.residual_C)
-
-
-def _read(rows: Sequence[Row], draft: Draft, step: RecordedStep) -> tuple[Draft, list[Emission], Floats]:
-    draft, verdict, largest_N = step.read(draft)
-    return draft, _emitted(rows, draft, verdict.chains, verdict.accepted, verdict.next_tokens), largest_N
 
 
 @dataclass(frozen=True)
@@ -151,14 +146,14 @@ class _Part:
     """The verdict of one rule about some rows."""
 
     numbers: Sequence[int]
-    """Of the rows."""
+    """Numbers of the rows."""
     chosen: Ints
-    """Of the task's chains."""
+    """Indices of their chains among those of the task."""
     verdict: ChainVerdict
 
 
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
-    """Every rule about the rows that asked for it."""
+    """Apply every rule to the rows that ask for it."""
     law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.copied.origin_C]
     parts = list(_parts(rows, task.copied.goes_on_R, law_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
@@ -172,15 +167,57 @@ def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]
         yield _Part(numbers, chosen, verdict)
 
 
+def target_laws(rows: Sequence[Row], draft: Draft, logits_NV: Tensor) -> LawTable:
+    """Return the law of every node, and which node lies below the first i tokens of each chain."""
+    device, table = logits_NV.device, draft.nodes
+    nodes = NodePaths(
+        row_N=table.rows,
+        depth_N=table.depths,
+        paths=lambda: _paths(draft),
+        path_ND=lambda: _tokens_above(rows, draft, device),
+    )
+    law_NV, _ = node_laws(rows, nodes, logits_NV, draft.parameters.select(table.row))
+    return LawTable(law_NV, table.node_CX, draft.parameters.kernels)
+
+
+def _paths(draft: Draft) -> list[tuple[int, ...]]:
+    """Return the drafted tokens above every node; the trees have their tokens."""
+    paths: list[tuple[int, ...]] = []
+    for tree in draft.trees:
+        of_tree: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            of_tree.append((*of_tree[parent], token))
+        paths += of_tree
+    return paths
+
+
+def _tokens_above(rows: Sequence[Row], draft: Draft, device: torch.device) -> Tensor | None:
+    """Return the drafted tokens above every node [N, D]; None if no penalty counts them."""
+    deepest = max(max(tree.depths, default=0) for tree in draft.trees)
+    if deepest == 0 or not any(row.sampling.has_penalties for row in rows):
+        return None
+    above_ND = np.zeros((draft.starts[-1], deepest), dtype=np.int64)
+    first = 0
+    for tree, start in zip(draft.trees, draft.starts[:-1].tolist(), strict=True):
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True), start=1):
+            above_ND[start + node] = above_ND[start + parent]
+            above_ND[start + node, depth - 1] = first + node - 1
+        first += tree.num_nodes
+    tokens_M = draft.tokens_M
+    if tokens_M is None:
+        tokens_M = to_device(np.array([token for tree in draft.trees for token in tree.tokens], np.int64), device)
+    return tokens_M[to_device(above_ND, device)]
+
+
 def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task:
-    """Decide about the copied chains; the rules go on where the walks stop."""
+    """Verify the text drafts; the rules continue where the walks stop."""
     layout, noise = draft.layout, draft.noise
     goes_on_R = np.array([bool(row.fanout) for row in rows])
     if not any(row.copies for row in rows):
         return _Task(draft.chains, target, noise, _Copied(np.arange(layout.num_chains), {}, goes_on_R))
     starts = draft.starts.tolist()
     offset_C, lives_C = np.zeros(layout.num_chains, dtype=np.int64), goes_on_R[layout.request_C]
-    root_C = target.row_CX[:, 0].cpu().numpy().copy()  # the table is kept for later steps
+    root_C = target.row_CX[:, 0].cpu().numpy().copy()  # later steps use the table again
     walks = _walks(rows, draft, target.law_NV, starts)
     stops = [starts[number] + taken.path[-1] for number, taken in walks.items()]
     refuse(target.law_NV, stops, [taken.refused for taken in walks.values()])
@@ -195,7 +232,7 @@ def _follow_copies(rows: Sequence[Row], draft: Draft, target: LawTable) -> _Task
 
 
 def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[int]) -> dict[int, Walk]:
-    """How far each row with copied chains follows them, by row number."""
+    """Return the accepted path of each row with text drafts, by row number."""
     numbers = [number for number, row in enumerate(rows) if row.copies]
     nodes = {
         number: sorted({node for path in draft.trees[number].paths[rows[number].first_copy :] for node in path[1:]})
@@ -216,7 +253,7 @@ def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[i
 def _parts(
     rows: Sequence[Row], goes_on_R: Bools, vocab_size: int, by_tiles: bool
 ) -> Iterator[tuple[Verify, list[int]]]:
-    """(rule, row numbers): the rows that are verified together, of one rule and within the memory for it."""
+    """Yield (rule, row numbers) of rows that are verified together: they share a rule, and fit into its memory."""
     by_rule: dict[Verify, list[int]] = {}
     going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on and not row.sampling.is_certain]
     races = any(row.num_drafts > 1 and row.speculation.rule == "bv_race" for row in going_on)
@@ -238,10 +275,10 @@ def _parts(
 
 
 def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
-    """How the row's drawn chains are verified.
+    """Return the rule that verifies the row's sampled chains.
 
-    A race of one chain is block verification, with the same tokens; and where no chain is left any rule will do. Such
-    rows take part in the step's race, if there is one, instead of a verification of their own.
+    A race of one chain is block verification, with the same tokens. If no chain is left, any rule is right. Such rows
+    take part in the step's race, if there is one, which saves a verification.
     """
     speculation = row.speculation
     if not goes_on:
@@ -258,7 +295,7 @@ def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
 def _emissions(
     rows: Sequence[Row], draft: Draft, copied: _Copied, verdict: HostVerdict, chosen: Ints
 ) -> Iterator[Emission]:
-    """What a rule's verdict gives, behind the copied tokens; `chosen`: which of the chains the rule saw."""
+    """Yield the emissions of a rule's verdict, after the tokens of text drafts. chosen: chains that the rule saw."""
     chain_B = copied.origin_C[chosen[verdict.chains]]
     numbers, ranks = draft.layout.request_C[chain_B].tolist(), draft.layout.rank_C[chain_B].tolist()
     found = zip(numbers, ranks, verdict.accepted, verdict.next_tokens, verdict.shifts, verdict.bias, strict=True)
@@ -276,7 +313,7 @@ def _emissions(
 
 
 def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, num_draft_kept: int) -> Emission:
-    """An accepted prefix of one of the row's chains, and the token behind it."""
+    """Return the emission of an accepted prefix of one of the row's chains, and the token after it."""
     return Emission(
         accepted=tree.tokens_of(tree.paths[rank][: accepted + 1]) if accepted else (),
         next_token=next_token,
@@ -288,7 +325,7 @@ def _emission(row: Row, tree: Tree, rank: int, accepted: int, next_token: int, n
 
 
 def _copied(row: Row, tree: Tree, followed: Walk) -> tuple[DrafterCount, ...]:
-    """What each copied chain gave; a node counts for the first of them through it, and not for the model."""
+    """Count what each text draft contributed. A node counts for the first of them through it, not for the model."""
     seen, credited = {0}, {0}
     counts = []
     for copy, path in zip(row.copies, tree.paths[row.first_copy :], strict=True):

@@ -1,0 +1,73 @@
+"""The parts of a step on the device, and the step whose operations are launched one by one.
+
+`Step` is what an engine needs of them. `EagerStep` takes every plan. It is the specification of recorded steps
+(`recorded/steps.py`), which take the usual plans.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
+from engine.drafting.chains import draw_chains
+from engine.drafting.draft import MOST_UNMERGED, Draft
+from engine.drafting.drafter import Drafter
+from engine.models.runner import ModelRunner
+from engine.plan import Plan, StepVerdict
+from engine.step.verify import verify_chains
+
+
+class Step(Protocol):
+    """Carries out a plan."""
+
+    def draw(self, plan: Plan) -> Draft | None:
+        """Draft the plan's chains; None if no row emits."""
+
+    def forward(self, plan: Plan, draft: Draft | None) -> Tensor:
+        """Return the target's logits [N, V]: at the root and the nodes of every sampling row, and at prompt tokens if
+        their logprobs are asked for."""
+
+    def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
+        """Return what every sampling row emits; waits for the device. logits_NV: at roots and nodes."""
+
+
+class EagerStep:
+    """Launches the operations of a step one by one."""
+
+    def __init__(self, target: ModelRunner, drafter: Drafter | None) -> None:
+        self._target, self._drafter = target, drafter
+        self.most_unmerged = MOST_UNMERGED if target.device.type != "cpu" and not target.is_split else 0
+        """Largest target pass (roots plus nodes) whose trees are not merged, so that the host need not wait for the
+        drafted tokens (`draft.trees_of`); 0 always merges."""
+
+    def draw(self, plan: Plan) -> Draft | None:
+        """Draft the plan's chains."""
+        target = self._target
+        return draw_chains(plan, self._drafter, target.vocab_size, target.device, target.kernels, self.most_unmerged)
+
+    def forward(self, plan: Plan, draft: Draft | None) -> Tensor:
+        """Run one pass over all known tokens and all drafted nodes."""
+        return self._target.forward(target_inputs(plan, draft), None if draft is None else draft.tokens_M)
+
+    def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:
+        """Make the distributions of all nodes, and apply the rules."""
+        return verify_chains(plan, draft, logits_NV)
+
+
+def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
+    """Return the target's pass, sequence by sequence."""
+    trees = iter(draft.trees if draft is not None else ())
+    parts = []
+    for row in plan.rows:
+        nodes, wanted = NO_NODES, slice(0, 0)
+        if row.emits:
+            tree = next(trees)
+            if tree.num_nodes:
+                nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
+            wanted = slice(len(row.input_ids) - 1, None)
+        if row.prompt_next:
+            wanted = slice(0, None)
+        parts.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
+    return parts
