@@ -1,4 +1,4 @@
-"""Which compiled kernels a device uses: Triton's on CUDA, Numba's on a CPU, each tried once beside plain torch."""
+"""Compiled kernels of a device: Triton's on CUDA, Numba's on a CPU. Each is compared once with plain torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def usable(
     *more: object,
     compiler: Compiler = "Triton",
 ) -> bool:
-    """Whether the compiled kernels run on this device and give the numbers of the plain operations.
+    """Whether the compiled kernels run on this device and agree with the plain operations.
 
-    Tried once in a process. On failure a warning is logged, and callers use the plain operations.
-    what: what the kernels do, as a clause for the log; find_fault: tries them on a device, for the kinds in `more`, and
-    says what is wrong, or None.
+    They are tried once in a process. On failure a warning is logged, and callers use the plain operations. what:
+    purpose of the kernels, as a clause for the log; find_fault: tries them on a device, for the kinds in `more`, and
+    returns the fault or None.
     """
     if device.type != _DEVICES[compiler]:
         return False
@@ -45,7 +45,7 @@ def usable(
 
 
 def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
-    """Numba's decorator; what it compiles is kept for later starts where there is a folder for that."""
+    """Return Numba's decorator; compiled code is cached for later starts if there is a writable folder."""
     from numba import njit
 
     _separate_caches()
@@ -53,7 +53,7 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         try:
             return njit(cache=True, **options)(function)
-        except RuntimeError:  # neither the code's folder nor the user's can be written to
+        except RuntimeError:  # neither the code's folder nor the user's is writable
             return njit(**options)(function)
 
     return decorate
@@ -61,8 +61,9 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 
 @cache
 def _separate_caches() -> None:
-    """Have Numba keep what it compiles by the text of all kernels: of itself it notices changes of a kernel's own file,
-    and not of the functions and constants that are compiled into it."""
+    """Let Numba cache compiled code by the text of all kernels. By default it detects changes of a kernel's own
+    file, but not of the functions and constants that are compiled into it.
+    """
     from numba.core import config
 
     digest = hashlib.sha256()
@@ -73,7 +74,7 @@ def _separate_caches() -> None:
         folder = base / f"kernels-{digest.hexdigest()[:16]}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:  # a folder that cannot be written to
+        except OSError:  # the folder is not writable
             continue
         if os.access(folder, os.W_OK):
             config.CACHE_DIR = str(folder)

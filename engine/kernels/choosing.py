@@ -23,7 +23,7 @@ from engine.kernels.torch_kernels import TORCH
 log = logging.getLogger("polydraft")
 
 _WIDTHS = (4096, 9005)
-"""Of synthetic rows: a width that 16 divides, which compilers treat separately, and another."""
+"""Widths of synthetic rows: a multiple of 16, which compilers treat separately, and another."""
 _NUM_ROWS = 6
 
 
@@ -101,7 +101,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 
 def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """([N, V] logits with masked tokens and tiles, [N] temperatures)."""
+    """Return ([N, V] logits with masked tokens and tiles, [N] temperatures)."""
     logits_NV = 4 * torch.arange(_NUM_ROWS * width, device=device).sqrt().mul(9).sin().view(_NUM_ROWS, width)
     logits_NV[1, ::3] = -torch.inf
     logits_NV[2, : width // 2] = -torch.inf
@@ -109,7 +109,7 @@ def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, LawTable, ChainNoise]:
-    """Three chains of up to four tokens for each of eight requests; some prefixes are dead."""
+    """Return three chains of up to four tokens for each of eight requests; some prefixes are dead."""
     num_requests, num_chains, length = 8, 3, 4
     count = num_requests * num_chains
 
@@ -142,7 +142,7 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     """Return operands on which each operation is compared."""
     logits = [_logits(width, device) for width in _WIDTHS]
     uniform_C = torch.linspace(0.05, 0.95, _NUM_ROWS, device=device).double()
-    # Every row has four tokens of the same probability at its edge.
+    # Every row has four tokens with the same probability at its edge.
     steps_V = torch.tensor([0.1, 0.2, 0.3, 0.4], device=device).repeat_interleave(4).div(4)
     chains, target, noise = _chains(device)
     half_C, score_C, token_C = chains.length_C // 2, noise.score_C, chains.tokens_CL[:, 0]

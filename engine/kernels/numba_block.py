@@ -1,6 +1,6 @@
 """Block verification and the score race on a CPU, in Numba (`torch_block.py` has the algorithm).
 
-`race` takes laws, `decide` takes logits and makes the laws itself. The plain operations are the oracle.
+`race` takes laws; `decide` takes logits and computes the laws itself. The plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -22,13 +22,14 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, In
 
 @compiled_for_cpu(**EXACT)
 def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights):
-    """log R_i, log u_i and w_i of a chain, i = 0..L."""
+    """Return log R_i, log u_i and w_i of a chain, i = 0..L."""
     log_ratio, log_ceiling, is_dead = 0.0, 0.0, False
     log_ratios[0], log_ceilings[0], weights[0] = 0.0, 0.0, 1.0
     for depth in range(len(tokens)):
         p = np.float64(target[target_rows[depth], tokens[depth]])
         q = np.float64(draft[draft_rows[depth], tokens[depth]])
-        # Dead behind a token that the target never emits, or a ratio of 0; logarithms of 0 are not taken.
+        # A prefix is dead after a token that the target never emits, or after a ratio of 0. The logarithm of 0 is not
+        # computed.
         if p <= 0 or log_ratio == -math.inf:
             is_dead = True
         if is_dead:
@@ -39,14 +40,14 @@ def _walk(tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilin
             log_ratio += math.log(q) - math.log(p)
         log_ceiling = min(log_ceiling, log_ratio)
         log_ratios[depth + 1], log_ceilings[depth + 1] = log_ratio, log_ceiling
-        # A ratio of 0 is of a token that its draft law never gives: nothing is accepted there.
+        # A ratio of 0 belongs to a token that its draft law never draws: nothing is accepted there.
         is_impossible = is_dead or log_ratio == -math.inf
         weights[depth + 1] = 0.0 if is_impossible else math.exp(log_ceiling - log_ratio)
 
 
 @compiled_for_cpu(**EXACT)
 def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms):
-    """The largest i with uniform_i < h_i; 0 where there is none."""
+    """Return the largest i with uniform_i < h_i; 0 if there is none."""
     width = target.shape[1]
     for depth in range(length, 0, -1):
         weight = weights[depth]
@@ -64,7 +65,9 @@ def _accepted(length, target, target_rows, draft, draft_rows, weights, uniforms)
 
 @compiled_for_cpu(**EXACT)
 def _score(stop, length, p, q, log_ratios, log_ceilings, number):
-    """Uniform between the ceilings of the accepted prefix, and of the prefix with the next token appended."""
+    """Return a score that is uniform between the ceilings of the accepted prefix and of the prefix extended by the
+    next token.
+    """
     upper = math.exp(log_ceilings[stop])
     lower = 0.0
     if stop < length and q > 0:
@@ -74,7 +77,7 @@ def _score(stop, length, p, q, log_ratios, log_ceilings, number):
 
 @compiled_for_cpu(**EXACT)
 def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, room):
-    """(score, accepted length, next token) of one chain on its own; room: [3, L + 1] to work in."""
+    """Return (score, accepted length, next token) of one chain alone; room: [3, L + 1] of working memory."""
     length, most = len(tokens), len(others)
     log_ratios, log_ceilings, weights = room[0], room[1], room[2]
     _walk(tokens, target, rows, draft, others, log_ratios, log_ceilings, weights)
@@ -90,9 +93,10 @@ def _of_chain(tokens, target, rows, draft, others, accepts, residual, number, ro
 def _race(
     tokens, lengths, requests, target, target_rows, draft, draft_rows, accepts, residuals, scores, verdict
 ):  # fmt: skip
-    """Of a request's chains, which lie side by side, the first with the smallest score: [3, B] chain, length, token.
+    """Return the number of requests, and write [3, B] chain, length, token of each: its first chain with the smallest
+    score.
 
-    Returns how many requests there are; of more than B, which the arrays have no room for, nothing is written.
+    The chains of a request are contiguous. If there are more than B requests, nothing is written.
     """
     num_chains, most = tokens.shape
     room = np.empty((3, most + 1))
@@ -113,7 +117,7 @@ def _race(
 
 @compiled_for_cpu(**EXACT)
 def _match(tokens, rows, likeliest_tokens):
-    """How many of a chain's tokens are the most likely ones."""
+    """Return how many of a chain's tokens are the most likely ones."""
     count = 0
     while count < len(tokens) and tokens[count] == likeliest_tokens[rows[count]]:
         count += 1
@@ -124,10 +128,9 @@ def _match(tokens, rows, likeliest_tokens):
 def _decide(
     logits, temperatures, starts, tokens, lengths, requests, node_rows, draft, draft_rows, numbers, verdict, largest
 ):  # fmt: skip
-    """Laws and verdicts request by request, so that the laws of one are read while they are in the cache.
+    """Compute laws and verdicts request by request, so that the laws of a request are read while they are in the cache.
 
-    verdict: [3, B] chain, length, token. largest: [N + M] of the nodes and the draft laws, NaN where one has a number
-    that is not one.
+    verdict: [3, B] chain, length, token. largest: [N + M] of the nodes and the draft laws, NaN for a row with NaN.
     """
     num_chains, most = tokens.shape
     widest = 0
@@ -160,7 +163,7 @@ def _decide(
                 smallest = score
                 verdict[0, request], verdict[1, request], verdict[2, request] = chain, stop, token
             chain += 1
-    # If one of a law's logits is not a number, none of its probabilities is one.
+    # If one of a row's logits is NaN, all of its probabilities are.
     largest[len(logits) :] = draft[:, 0]
 
 
@@ -185,7 +188,7 @@ def decide(
     draft_MV = chains.draft.law_NV
     verdict_3B = np.empty((3, len(temperature_B)), np.int64)
     largest = np.empty(len(logits_NV) + len(draft_MV))
-    # A kernel looks at no bounds.
+    # A kernel checks no bounds.
     assert starts[-1] == len(logits_NV), "each row of logits is a node's"
     operands: list[Tensor] = [chains.tokens_CL, chains.length_C, chains.request_C, node_CX]
     operands += [draft_MV, chains.draft.row_CX, numbers]

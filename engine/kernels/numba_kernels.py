@@ -11,7 +11,7 @@ from engine.kernels.torch_kernels import TorchKernels
 
 
 def _is_taken(rows_NV: Tensor) -> bool:
-    """Whether kernels take these rows."""
+    """Whether the kernels support these rows."""
     return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: their bits, their order, the exponential function."""
+"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: bits, order, exponential function."""
 
 # Numba sees arguments only when it is run, and an intrinsic's body handles them as a list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -14,16 +14,16 @@ from numba.extending import intrinsic, overload
 from engine.kernels import compiled_for_cpu
 
 FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
-"""Sums may be reordered, and a product and a sum be one operation. Numbers that are not finite stay so."""
+"""Sums may be reordered, and products fused with sums. Non-finite numbers stay non-finite."""
 EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
 """Sums keep their order."""
 _NAN = 0x7FC0
-"""Of bfloat16."""
+"""Bits of bfloat16's NaN."""
 
 
 @intrinsic
 def _bits_of(_context, value):
-    """The bits of a float32 number."""
+    """Return the bits of a float32 number."""
 
     def bits(_context, builder, _signature, operands):
         return builder.bitcast(operands[0], ir.IntType(32))
@@ -33,7 +33,7 @@ def _bits_of(_context, value):
 
 @intrinsic
 def _of_bits(_context, bits):
-    """The float32 number of these bits."""
+    """Return the float32 number with these bits."""
 
     def number(_context, builder, _signature, operands):
         return builder.bitcast(operands[0], ir.FloatType())
@@ -43,7 +43,7 @@ def _of_bits(_context, bits):
 
 @intrinsic
 def _of_half(_context, bits):
-    """The float32 number that these bits of a float16 number have."""
+    """Convert the bits of a float16 number to float32."""
 
     def number(_context, builder, _signature, operands):
         return builder.fpext(builder.bitcast(operands[0], ir.HalfType()), ir.FloatType())
@@ -52,12 +52,12 @@ def _of_half(_context, bits):
 
 
 def widened(value):
-    """A number of an array as float32; those of bfloat16 come as unsigned 16 bits, those of float16 as signed."""
+    """Convert an array's number to float32; bfloat16 is stored as unsigned 16 bits, float16 as signed."""
     raise NotImplementedError
 
 
 def rounded(value, like):
-    """A float32 number as an array of numbers like this one has it."""
+    """Convert a float32 number to the type of `like`."""
     raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ def _rounded_of(value, like):
 
 @compiled_for_cpu(**EXACT)
 def to_bfloat16(value):
-    """The nearest, of two as near the even one."""
+    """Round to the nearest number, ties to even."""
     bits = _bits_of(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(rounded) if value == value else np.uint16(_NAN)
@@ -89,7 +89,9 @@ def to_bfloat16(value):
 
 @compiled_for_cpu(**EXACT)
 def exponential(value):
-    """e to the power of a float32 number, within two units in the last place; as e^-87 below, and e^88 above."""
+    """Return e to the power of a float32 number, within two units in the last place; arguments are clamped to -87
+    and 88.
+    """
     bounded = min(max(value, np.float32(-87)), np.float32(88))
     power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
     rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
@@ -106,12 +108,12 @@ def exponential(value):
 
 @compiled_for_cpu(**EXACT)
 def order(value):
-    """An integer for a float32 number, in the order of the numbers; NaN comes first or last, by its sign."""
+    """Map a float32 number to an integer with the same order; NaN comes first or last, by its sign."""
     bits = np.int32(_bits_of(value))
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @compiled_for_cpu(**EXACT)
 def from_order(integer):
-    """The number that `order` gives this integer for."""
+    """Return the number that `order` maps to this integer."""
     return _of_bits(np.uint32(integer ^ ((integer >> np.int32(31)) & np.int32(0x7FFFFFFF))))

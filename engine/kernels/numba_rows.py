@@ -1,8 +1,7 @@
-"""Rows of the vocabulary in Numba, on a CPU: laws, and draws from a law or from what one law has beyond another.
+"""Rows of the vocabulary in Numba, on a CPU: laws, and draws from a law or from the surplus of one law over another.
 
-Torch writes a row for every step of its operations, and takes some microseconds for each. Here a law is made in two
-readings of its logits; for a draw, sums of tiles are looked at, and then the tile it falls into. The plain operations
-are the oracle.
+Torch writes a row for every step of its operations, which takes some microseconds each. Here a law takes two readings
+of its logits; a draw reads the sums of tiles, and then the tile that contains it. The plain operations are the oracle.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -21,14 +20,14 @@ from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, o
 
 _TILE = 1024
 _LEAST_LOG = np.float32(-87)
-"""Tokens whose logit over temperature is further below the largest have probability 0: it would be below 2e-38."""
+"""Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
 # No reciprocals: that of a tiny temperature overflows.
 _DIVIDED = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
 
 
 @compiled_for_cpu(**_DIVIDED)
 def law_of(logits, temperature, law):
-    """The law of one row; returns the largest logit, or NaN where a number is not one."""
+    """Compute the law of one row; return the largest logit, or NaN if any is NaN."""
     width = len(logits)
     largest = np.int32(-0x80000000)
     for column in range(width):
@@ -38,7 +37,7 @@ def law_of(logits, temperature, law):
     for start in range(0, width, _TILE):
         of_tile = np.float32(0)
         for column in range(start, min(start + _TILE, width)):
-            # The largest goes first: at tiny temperatures the quotients alone would overflow.
+            # The largest is subtracted first: at tiny temperatures the quotients alone would overflow.
             log = (logits[column] - most) / temperature
             share = exponential(log)
             share = np.float32(0) if log < _LEAST_LOG else share
@@ -59,13 +58,13 @@ def _softmax(logits, temperatures, law):
 
 @compiled_for_cpu(**EXACT)
 def likeliest(logits):
-    """(the first of the most likely tokens, its logit, or NaN where a logit is not a number)."""
+    """Return (the first of the most likely tokens, its logit, or NaN if any logit is NaN)."""
     largest, has_nan = np.int32(-0x80000000), False
     for column in range(len(logits)):
         largest = max(largest, order(logits[column]))
         has_nan |= logits[column] != logits[column]
     token = 0
-    # Zero has two signs: numbers are compared, not their order.
+    # Zero has two signs, so numbers are compared and not their order.
     most = from_order(largest)
     while token < len(logits) - 1 and logits[token] != most:
         token += 1
@@ -74,7 +73,7 @@ def likeliest(logits):
 
 @compiled_for_cpu(**FAST)
 def mass_of(target, draft, weight, of_surplus, column):
-    """The target's probability of a token; of the surplus (weight * target - draft)+."""
+    """Return the target's probability of a token, or its surplus (weight * target - draft)+."""
     mass = target[column]
     if of_surplus:
         mass = weight * mass - draft[column]
@@ -84,7 +83,7 @@ def mass_of(target, draft, weight, of_surplus, column):
 
 @compiled_for_cpu(**FAST)
 def sum_of(target, draft, weight, of_surplus, start, stop):
-    """The sum of the masses of these tokens, in float64."""
+    """Return the sum of the masses of these tokens, in float64."""
     total = 0.0
     for column in range(start, stop):
         total += np.float64(mass_of(target, draft, weight, of_surplus, column))
@@ -93,9 +92,9 @@ def sum_of(target, draft, weight, of_surplus, start, stop):
 
 @compiled_for_cpu(**FAST)
 def draw_from(target, draft, weight, of_surplus, uniform):
-    """A token from the surplus, where it is wanted and there is any, else from the target's law.
+    """Draw a token from the surplus, if `of_surplus` and there is any, else from the target's law.
 
-    The first whose cumulative mass exceeds `uniform` times the sum: as `draw.categorical`.
+    It is the first whose cumulative mass exceeds `uniform` times the sum, as in `draw.categorical`.
     """
     width = len(target)
     num_tiles = (width + _TILE - 1) // _TILE
@@ -113,7 +112,7 @@ def draw_from(target, draft, weight, of_surplus, uniform):
     before, chosen, so_far = 0.0, 0, 0.0
     for tile in range(num_tiles):
         if sums[tile] > 0:
-            # Rounding may leave the bound behind the last tile, or token, that has mass.
+            # Rounding may put the bound after the last tile, or token, that has mass.
             chosen, before = tile, so_far
             so_far += sums[tile]
             if so_far > bound:
@@ -137,9 +136,9 @@ def _draw(law, rows, uniforms, tokens):
 
 
 def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-    """[N, V] float32 laws of float32 logits at positive temperatures; written to `law_NV` where given."""
+    """Return [N, V] float32 laws of float32 logits at positive temperatures; `law_NV` is the output, if given."""
     law_NV = torch.empty_like(logits_NV) if law_NV is None else law_NV
-    # A kernel looks at no bounds.
+    # A kernel checks no bounds.
     assert temperature_N.shape == logits_NV.shape[:1], "one temperature for each row"
     assert law_NV.shape == logits_NV.shape, "one law for each row"
     _softmax(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), law_NV.numpy())
@@ -147,7 +146,7 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = No
 
 
 def draw(law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-    """[C] a token from each of the law's rows."""
+    """Return [C] a token from each of the law's rows."""
     token_C = torch.empty_like(row_C)
     _draw(law_NV.numpy(), row_C.contiguous().numpy(), uniform_C.contiguous().numpy(), token_C.numpy())
     return token_C

@@ -1,8 +1,8 @@
-"""The operations that have several implementations, and what they work on.
+"""Operations with several implementations, and their data.
 
-`torch_kernels.py` is the specification, with plain operations of torch. `numba_kernels.py` (CPU) and
-`triton_kernels.py` (CUDA) have the same operations in compiled form, and use the plain ones for what they do not take.
-`choosing.py` chooses once, when the engine is built, and compares every operation with the specification.
+`torch_kernels.py` is the specification, in plain torch operations. `numba_kernels.py` (CPU) and `triton_kernels.py`
+(CUDA) have the same operations in compiled form, and use the plain ones for unsupported inputs. `choosing.py` chooses
+once, when the engine is built, and compares every operation with the specification.
 
 To add an operation: a method here and in `TorchKernels`, inputs for it in `choosing.py`, and any compiled forms.
 Not for: the passes of the models (`engine.models`).
@@ -28,54 +28,59 @@ class Kernels(Protocol):
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     by_tiles: bool
-    """Whether the rules `token`, `block` and `bv_race` make no arrays of whole rows, and `nucleus` reads no number on
-    the host."""
+    """Whether the rules `token`, `block` and `bv_race` allocate no whole rows, and `nucleus` reads no number on the
+    host.
+    """
 
     def __hash__(self) -> int:
-        """Kernels are compared by identity."""
+        """Compare kernels by identity."""
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-        """[N, V] float32 distributions at positive temperatures; written to `law_NV` (contiguous) if given."""
+        """Return [N, V] float32 distributions at positive temperatures; `law_NV` (contiguous) is the output, if
+        given.
+        """
 
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
-        """[C] a token from each of the rows, by the inverse of the cumulative sum."""
+        """Return [C] a token from each of the rows, by the inverse of the cumulative sum."""
 
     def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-        """[N, V] each row's smallest set of most likely tokens with mass >= top_p, ties included, normalised.
+        """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
 
-        A row with top_p of 1 or more stays as it is.
+        A row with top_p of 1 or more is unchanged.
         """
 
     def surplus_sum(self, chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
-        """[C] float64 sum of (weight * target - draft)+ below every chain's first `depth` tokens."""
+        """Return [C] the float64 sum of (weight * target - draft)+ below every chain's first `depth` tokens."""
 
     def draw_residual(
         self, chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor, uniform_C: Tensor
     ) -> Tensor:
-        """[C] the token that follows the first `accepted_C` tokens of each chain, drawn from its residual.
+        """Return [C] the token after the first `accepted_C` tokens of each chain, drawn from its residual.
 
-        The residual is the surplus (weight * target - draft)+; after a whole chain, and without surplus, the target.
+        The residual is the surplus (weight * target - draft)+. After a whole chain, and without surplus, it is the
+        target.
         """
 
     def race(self, chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
         """Verify every chain by block verification, and race those of each request (`torch_block.py`)."""
 
     def winners(self, chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-        """Each request's chain with the smallest score (ties: the first), with what it accepted and its next token."""
+        """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
+        token.
+        """
 
     def takes_logits(self, logits_NV: Tensor) -> bool:
-        """Whether `decide` is faster than the operations that it stands for."""
+        """Whether `decide` supports these logits and is faster than the separate operations."""
 
     def decide(
         self, logits_NV: Tensor, temperature_B: Tensor, starts: Ints, chains: Chains, node_CX: Tensor, numbers: Tensor
     ) -> tuple[Ints, Floats]:
-        """([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
+        """Return ([3, B] chain, accepted length and next token of each request, [N + M] largest numbers), on the host.
 
         The verdict is that of `race` on the softmax of the logits; at temperature 0 the longest match with the most
-        likely tokens. The largest numbers are each node's largest logit, and a probability of each draft law: all are
-        NaN if one of its logits was. They are not finite if a number of the model is not.
-        starts: [B + 1] of each request's nodes. node_CX: the node below the first i tokens of each chain.
-        numbers: [6, C, L] as of `drafters.draft.draw_numbers`.
+        likely tokens. The largest numbers are each node's largest logit, and a probability of each draft law; they are
+        NaN if a logit was, and non-finite if a number of the model was. starts: [B + 1] of each request's nodes.
+        node_CX: the node below the first i tokens of each chain. numbers: [6, C, L] as in `engine.drafting.draft`.
         """
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
@@ -87,37 +92,36 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class LawTable:
-    """Laws along chains: which law row holds below the first i tokens of each chain.
+    """Laws along chains: the law row below the first i tokens of each chain.
 
-    Chains share rows where their prefixes are equal; beyond a chain's length the row is any
-    valid one and must not be used.
+    Chains with equal prefixes share rows. Beyond a chain's length the row is valid but arbitrary, and must not be used.
     """
 
     law_NV: Tensor
     row_CX: Tensor
     """[C, L] for draft laws, [C, L + 1] for target laws."""
     kernels: Kernels
-    """Kernels that rules use on these laws."""
+    """Kernels for operations on these laws."""
 
     def rows(self, depth_C: Tensor) -> Tensor:
-        """[C, V] the law below each chain's first `depth_C` tokens."""
+        """Return [C, V] the law below each chain's first `depth_C` tokens."""
         return self.law_NV[self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)]
 
     def rows_at(self, depth: int) -> Tensor:
-        """[C, V] the law below every chain's first `depth` tokens."""
+        """Return [C, V] the law below every chain's first `depth` tokens."""
         return self.law_NV[self.row_CX[:, depth]]
 
     def probability(self, depth_C: Tensor, token_C: Tensor) -> Tensor:
-        """[C] float64 probability of `token_C` below each chain's first `depth_C` tokens."""
+        """Return [C] the float64 probability of `token_C` below each chain's first `depth_C` tokens."""
         row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
         return self.law_NV[row_C, token_C].double()
 
     def along(self, token_CL: Tensor) -> Tensor:
-        """[C, L] float64 probability of every chain's tokens, each below those before it."""
+        """Return [C, L] the float64 probability of every chain's tokens, each below those before it."""
         return self.law_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
     def select(self, index: Tensor) -> LawTable:
-        """The laws of the chains at `index`."""
+        """Return the laws of the chains at `index`."""
         return replace(self, row_CX=self.row_CX[index])
 
 
@@ -132,27 +136,27 @@ class TargetShifts:
     num_chains_CM: Tensor
 
     def select(self, index: Tensor) -> TargetShifts:
-        """The shifts of the chains at `index`."""
+        """Return the shifts of the chains at `index`."""
         return TargetShifts(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The drafted chains of a step, flat over requests: the chains of a request lie side by side, in order."""
+    """Drafted chains of a step, flat over requests: the chains of a request are contiguous, in order."""
 
     tokens_CL: Tensor
     """Drafted tokens; 0 beyond a chain's length."""
     length_C: Tensor
     request_C: Tensor
-    """Which sampling row (0, 1, ...) a chain belongs to."""
+    """Sampling row (0, 1, ...) of each chain."""
     draft: LawTable
-    """The laws the tokens were drawn from."""
+    """Laws from which the tokens were drawn."""
     leads_CL: Tensor | None = None
-    """Whether the chain is the first through its node of each depth; None where no two chains share a draw."""
+    """Whether the chain is the first through its node of each depth; None if no two chains share a draw."""
     shifts: TargetShifts | None = None
-    """Changes of the target law that earlier steps left behind, by chain; None where there are none."""
+    """Changes of the target law by earlier steps, by chain; None if there are none."""
     shape: tuple[int, int] | None = None
-    """(requests, most chains of one), where all of a step's requests are here and the host knows it."""
+    """(requests, most chains of one), if all of a step's requests are here and the host knows it."""
 
     @property
     def num_chains(self) -> int:
@@ -165,7 +169,9 @@ class Chains:
         return self.tokens_CL.shape[1]
 
     def select(self, index: Tensor, shape: tuple[int, int] | None = None) -> Chains:
-        """The chains at `index`; requests keep their numbers. shape: of what is selected, where the host knows it."""
+        """Return the chains at `index`; requests keep their numbers. shape: shape of the selection, if the host
+        knows it.
+        """
         return Chains(
             self.tokens_CL[index],
             self.length_C[index],
@@ -185,11 +191,11 @@ class ChainNoise:
     residual_C: Tensor
     score_C: Tensor
     chosen_accept_CL: Tensor
-    """For decisions about a chain that was chosen by the numbers above."""
+    """Numbers for decisions about a chain that was chosen by the numbers above."""
     chosen_residual_C: Tensor
 
     def select(self, index: Tensor) -> ChainNoise:
-        """The numbers of the chains at `index`."""
+        """Return the numbers of the chains at `index`."""
         return ChainNoise(
             self.accept_CL[index],
             self.residual_C[index],
@@ -201,14 +207,14 @@ class ChainNoise:
 
 @dataclass(frozen=True)
 class ChainVerdict:
-    """For each request: the chain that won, how much of it is accepted, and one token more."""
+    """Result of each request: the selected chain, its accepted length, and one further token."""
 
     chain_B: Tensor
-    """Index of the winning chain in `Chains`."""
+    """Index of the selected chain in `Chains`."""
     accepted_B: Tensor
     """Accepted drafted tokens (tau)."""
     next_token_B: Tensor
     shifts: TargetShifts | None = None
-    """Changes of the target law that hold after these tokens; None where there are none."""
+    """Changes of the target law that hold after these tokens; None if there are none."""
     bias_B: Tensor | None = None
-    """Distance from the target law that lossy acceptance allowed, summed over the positions it decided about."""
+    """Distance from the target law that lossy acceptance allowed, summed over the decided positions."""

@@ -33,9 +33,9 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 
 
 def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
-    """([B, K] the chains of each request in order, [B, K] whether there is one).
+    """Return ([B, K] the chains of each request in order, [B, K] whether there is one).
 
-    Every request has a chain in column 0, whichever of its drafted chains are left; where there is none, chain 0 fills.
+    Every request has a chain in column 0, the first of those that remain; missing entries are chain 0.
     """
     request_C = chains.request_C
     chain_C = torch.arange(chains.num_chains, device=request_C.device)
@@ -52,16 +52,16 @@ def chain_table(chains: Chains) -> tuple[Tensor, Tensor]:
 
 
 def surplus(target_CV: Tensor, draft_CV: Tensor, weight_C: Tensor) -> Tensor:
-    """[C, V] the mass (weight * target - draft)+."""
+    """Return [C, V] the mass (weight * target - draft)+."""
     return (weight_C.unsqueeze(-1).to(target_CV.dtype) * target_CV - draft_CV).clamp_(min=0)
 
 
 def residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Tensor) -> Tensor:
-    """[C, V] weights of the token that follows the first `accepted_C` tokens of each chain.
+    """Return [C, V] weights of the token after the first `accepted_C` tokens of each chain.
 
-    The surplus of the weighted target law over the draft law; the target law itself after a
-    whole chain, and where rounding leaves no surplus (target and draft agree, so that the branch
-    has probability zero, but the draw must be defined).
+    They are the surplus of the weighted target law over the draft law. After a whole chain, and if rounding leaves no
+    surplus, they are the target law. (In the second case target and draft agree, so the branch has probability zero,
+    but the draw must be defined.)
     """
     target_CV = target.rows(accepted_C)
     if chains.max_length == 0:
@@ -75,7 +75,7 @@ def residual(chains: Chains, target: LawTable, accepted_C: Tensor, weight_C: Ten
 
 @dataclass(frozen=True)
 class Blocks:
-    """What block verification knows of each chain before it draws; all float64."""
+    """Inputs of block verification for each chain, before it draws; all float64."""
 
     log_ratio_CL1: Tensor
     """log R_i, i = 0..L; +inf on a dead prefix."""
@@ -88,9 +88,9 @@ class Blocks:
 
 
 def blocks(chains: Chains, target: LawTable) -> Blocks:
-    """All prefixes of every chain; of whole laws, memory is a few [C, V] rows at a time."""
+    """Compute all prefixes of every chain; at any time, a few [C, V] rows of whole laws are in memory."""
     target_CL, draft_CL = target.along(chains.tokens_CL), chains.draft.along(chains.tokens_CL)
-    # A prefix is dead behind a token that the target never emits, or a ratio of 0.
+    # A prefix is dead after a token that the target never emits, or after a ratio of 0.
     never_CL, free_CL = target_CL <= 0, draft_CL <= 0
     dead_CL = never_CL.cumsum(1) + free_CL.cumsum(1) - free_CL.long() > 0
     step_CL = torch.where(dead_CL, 0.0, draft_CL.log() - target_CL.log())
@@ -109,21 +109,21 @@ def blocks(chains: Chains, target: LawTable) -> Blocks:
 
 
 def _accept(chains: Chains, target: LawTable, depth: int, weight_C: Tensor) -> Tensor:
-    """[C] h_i at i = `depth`, 0 < i < L; h_L = w_L where the chain ends here."""
+    """Return [C] h_i at i = `depth`, 0 < i < L; h_L = w_L if the chain ends here."""
     surplus_C = target.kernels.surplus_sum(chains, target, depth, weight_C)
     inner_C = torch.where(weight_C >= 1, 1.0, surplus_C / (surplus_C + 1 - weight_C))
     return torch.where(depth < chains.length_C, inner_C, weight_C)
 
 
 def accepted_length(accept_CL: Tensor, uniform_CL: Tensor) -> Tensor:
-    """[C] the largest i with uniform_i < accept_i; 0 where there is none."""
+    """Return [C] the largest i with uniform_i < accept_i; 0 if there is none."""
     depth_L1 = torch.arange(accept_CL.shape[1] + 1, device=accept_CL.device)
     passed_CL1 = pad(uniform_CL < accept_CL, (1, 0), value=True)
     return torch.where(passed_CL1, depth_L1, 0).amax(1)
 
 
 def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoise) -> tuple[Tensor, Tensor]:
-    """([C] accepted length, [C] next token) of each chain on its own."""
+    """Return ([C] accepted length, [C] next token) of each chain alone."""
     accepted_C = accepted_length(known.accept_CL, noise.accept_CL)
     weight_C = known.weight_CL1.gather(1, accepted_C.unsqueeze(1)).squeeze(1)
     return accepted_C, target.kernels.draw_residual(chains, target, accepted_C, weight_C, noise.residual_C)
@@ -132,10 +132,10 @@ def stop_chains(chains: Chains, target: LawTable, known: Blocks, noise: ChainNoi
 def score_bounds(
     chains: Chains, target: LawTable, known: Blocks, accepted_C: Tensor, next_token_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """([C] lower, [C] upper) end of the interval a chain's score is uniform on; float64.
+    """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform; float64.
 
-    Upper is the ceiling of the accepted prefix, lower that of the prefix with the next token
-    appended: 0 after a whole chain (no further ceiling) and off the draft law's support.
+    Upper is the ceiling of the accepted prefix, lower that of the prefix extended by the next token: 0 after a whole
+    chain (no further ceiling) and off the draft law's support.
     """
     index_C1 = accepted_C.unsqueeze(1)
     upper_C = known.ceiling_CL1.gather(1, index_C1).squeeze(1)
@@ -150,7 +150,7 @@ def score_bounds(
 
 
 def first_per_request(score_C: Tensor, chains: Chains) -> Tensor:
-    """[B] the chain with the smallest score among each request's (ties: the first)."""
+    """Return [B] the chain with the smallest score among each request's (ties: the first)."""
     chain_BK, exists_BK = chain_table(chains)
     score_BK = torch.where(exists_BK, score_C[chain_BK], torch.inf)
     return chain_BK.gather(1, score_BK.argmin(1, keepdim=True)).squeeze(1)
@@ -166,7 +166,7 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def longest_match(chains: Chains, certain_CX: Tensor) -> tuple[Tensor, Tensor]:
-    """([C] how many of a chain's tokens are the certain ones, [C] the certain token after them)."""
+    """Return ([C] number of a chain's tokens that are the most likely ones, [C] the most likely token after them)."""
     depth_L = torch.arange(chains.max_length, device=certain_CX.device)
     matches_CL = (chains.tokens_CL == certain_CX[:, : chains.max_length]) & (depth_L < chains.length_C.unsqueeze(1))
     accepted_C = matches_CL.cumprod(1).sum(1)
@@ -174,6 +174,8 @@ def longest_match(chains: Chains, certain_CX: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-    """Each request's chain with the smallest score (ties: the first), with what it accepted and its next token."""
+    """Return each request's chain with the smallest score (ties: the first), with its accepted length and next
+    token.
+    """
     winner_B = first_per_request(score_C, chains)
     return ChainVerdict(winner_B, accepted_C[winner_B], next_token_C[winner_B])

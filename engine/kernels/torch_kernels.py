@@ -13,18 +13,18 @@ from engine.kernels import torch_block
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Floats, Ints, Kernels, KVMoves, LawTable
 
-# Top-p looks for its edge among this many largest probabilities first.
+# Number of largest probabilities among which top-p first searches for its edge.
 _TOP_P_WINDOW = 1024
 
 
 class TorchKernels:
-    """Implements `Kernels`, which has the docstrings."""
+    """Implements `Kernels`; see there for the docstrings."""
 
     by_tiles = False
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
         logits_NV = logits_NV.to(torch.float32)
-        # Subtracting the maximum first keeps tiny temperatures from overflowing.
+        # Subtracting the maximum first prevents an overflow at tiny temperatures.
         scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
         return torch.softmax(scaled_NV, -1, out=law_NV)
 
@@ -40,7 +40,7 @@ class TorchKernels:
         if window < num_tokens and not bool((reached_N | ~active_N).all()):
             largest_NW = law_NV.sort(dim=-1, descending=True).values
         before_NW = largest_NW.cumsum(-1, dtype=torch.float64) - largest_NW
-        # The last token whose predecessors do not yet hold top_p; the most likely one always stays.
+        # The edge is the last token whose predecessors have less than top_p; the most likely token is always kept.
         num_kept_N = (before_NW < top_p_N.unsqueeze(-1)).sum(-1).clamp(min=1)
         edge_N1 = largest_NW.gather(-1, (num_kept_N - 1).unsqueeze(-1))
         kept_NV = law_NV.masked_fill(law_NV < edge_N1, 0.0)

@@ -12,21 +12,22 @@ from torch import Tensor
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, without waiting for the copy."""
+    """Copy a host array to a tensor on `device`, without waiting for the copy."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def fill(buffer: Tensor, values: npt.NDArray[Any]) -> None:
-    """Write a host array into a tensor of its shape, in one copy that is not waited for."""
+    """Write a host array into a tensor of its shape, in one asynchronous copy."""
     tensor = torch.from_numpy(values)
     buffer.copy_(tensor if buffer.device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for all.
+    """Return tensors of int64 or of floating point as host arrays of int64 or float64, by one copy: it waits once for
+    all.
 
-    Of a CPU's tensors they may be views, which must not be written to.
+    For tensors on a CPU they may be views, which are read-only.
     """
     if are_here(tensors):
         return [(one if one.dtype == torch.int64 else one.double()).numpy() for one in tensors]
@@ -40,10 +41,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def are_here(tensors: Sequence[Tensor]) -> bool:
-    """Whether the host can read them where they are."""
+    """Whether the host can read the tensors without a copy."""
     return all(one.device.type == "cpu" for one in tensors)
 
 
 def bits(values: Tensor) -> Tensor:
-    """The bits of float64 values as int64."""
+    """Return the bits of float64 values as int64."""
     return values.reshape(-1).double().view(torch.int64)

@@ -1,6 +1,6 @@
 """Block verification and the score race in four launches (`torch_block.py` has the algorithm).
 
-A request waits for the verdict of its step, and a verdict of plain operations is some two hundred launches of a few
+A request waits for the verdict of its step, and a verdict of plain operations takes some two hundred launches of a few
 microseconds each. Here one launch walks every chain's prefixes, one sums the surplus of all prefixes by tiles of the
 vocabulary, one decides (accepted length, next token, score), and one lets the chains of each request race.
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, LawTable
 from engine.kernels.triton_rows import TILE, draw_token, weights_of
 
-# One kind of each kernel, as whoever meets a new one waits for the compiler: it must not depend on numbers that change
-# from step to step, nor on whether small arrays begin at a multiple of 16 bytes, as some do for even numbers of chains.
+# Each kernel has one specialisation, because a step that needs a new one waits for the compiler. So it must not depend
+# on numbers that change from step to step, nor on whether small arrays begin at a multiple of 16 bytes, as some do for
+# even numbers of chains.
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
 _ANYWHERE = (
     *("tokens", "target_rows", "draft_rows", "lengths", "log_ratios", "log_ceilings", "weights"),
@@ -30,7 +31,7 @@ _ANYWHERE = (
 )
 _LEAST_BLOCK = 16
 MOST_CHAINS = 1024
-"""A race looks at all chains of a step in each of its programs."""
+"""Most chains of a step: each program of a race reads all of them."""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -38,7 +39,7 @@ def _walk(
     tokens, target, target_rows, draft, draft_rows, log_ratios, log_ceilings, weights,
     width, length, block: tl.constexpr,
 ):  # fmt: skip
-    """log R_i, log u_i and w_i of a chain, i = 0..L; place i - 1 of the block is prefix i."""
+    """Return log R_i, log u_i and w_i of a chain, i = 0..L; place i - 1 of the block is prefix i."""
     chain = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     inside = place < length
@@ -49,13 +50,13 @@ def _walk(
     q = tl.load(draft + draft_row * width + token, mask=inside, other=1.0).to(tl.float64)
     never, free = (p <= 0).to(tl.int32), (q <= 0).to(tl.int32)
     dead = tl.cumsum(never, axis=0) + tl.cumsum(free, axis=0) - free > 0
-    # A token without mass in the draft law makes the ratio 0; logarithms of 0 are not taken.
+    # A token without mass in the draft law makes the ratio 0. The logarithm of 0 is not computed.
     step = tl.log(tl.where(dead | (q <= 0), 1.0, q)) - tl.log(tl.where(dead, 1.0, p))
     step = tl.where(dead, 0.0, tl.where(q <= 0, -float("inf"), step))
     log_ratio = tl.where(dead, float("inf"), tl.cumsum(step, axis=0))
     before = place[None, :] <= place[:, None]
     log_ceiling = tl.minimum(tl.min(tl.where(before, log_ratio[None, :], float("inf")), axis=1), 0.0)
-    # Both are minus infinity where the ratio is 0: nothing is accepted there.
+    # Both are minus infinity if the ratio is 0: nothing is accepted there.
     weight = tl.where(dead, 0.0, tl.exp(log_ceiling - tl.where(dead | (q <= 0), 0.0, log_ratio)))
     at = chain * (length + 1)
     tl.store(log_ratios + at, 0.0)
@@ -71,7 +72,7 @@ def _sum_prefixes(
     target, target_rows, draft, draft_rows, weights, surplus_sums, target_sums,
     width, num_tiles, length, tile: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a tile, below prefix i of a chain: of the surplus, and of the target's law."""
+    """Sum over a tile, below prefix i of a chain, the surplus and the target's law."""
     at, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chain, depth = at // (length + 1), at % (length + 1)
     row = tl.load(target_rows + at)
@@ -89,7 +90,7 @@ def _decide(
     width, num_tiles, length, accept_stride,
     block: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Accepted length, next token and score of a chain."""
+    """Compute accepted length, next token and score of a chain."""
     chain = tl.program_id(0).to(tl.int64)
     own_length = tl.load(lengths + chain)
     depth, number = 1 + tl.arange(0, block), tl.arange(0, tiles)
@@ -125,7 +126,7 @@ def _decide(
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_ANYWHERE)
 def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests, block: tl.constexpr):
-    """Of a request's chains, which lie side by side, the first with the smallest score."""
+    """Select the first of a request's chains with the smallest score; its chains are contiguous."""
     chain = tl.arange(0, block)
     is_chain = chain < num_chains
     request = tl.load(requests + chain, mask=is_chain, other=-1)
@@ -142,7 +143,7 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
 
 
 def takes(chains: Chains) -> bool:
-    """Whether the kernels take these chains: the host must know to which requests they belong."""
+    """Whether the kernels support these chains: the host must know their requests."""
     return chains.shape is not None and chains.num_chains <= MOST_CHAINS
 
 
@@ -151,8 +152,8 @@ def race(chains: Chains, target: LawTable, noise: ChainNoise) -> ChainVerdict:
     assert chains.shape is not None
     num_chains, length = chains.num_chains, chains.max_length
     law_NV, draft_NV = target.law_NV, chains.draft.law_NV
-    assert law_NV.is_contiguous(), "a law's rows follow each other"
-    assert draft_NV.is_contiguous(), "a law's rows follow each other"
+    assert law_NV.is_contiguous(), "a law's rows must be contiguous"
+    assert draft_NV.is_contiguous(), "a law's rows must be contiguous"
     device, width = law_NV.device, law_NV.shape[1]
     laws = law_NV, target.row_CX.contiguous(), draft_NV, chains.draft.row_CX.contiguous()
     num_tiles, block = triton.cdiv(width, TILE), max(_LEAST_BLOCK, triton.next_power_of_2(length))

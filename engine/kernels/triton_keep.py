@@ -1,7 +1,7 @@
-"""Moves K/V of accepted drafts to where it stays, in one launch per tensor for all layers and sequences.
+"""Move the K/V of accepted drafts to their slots, in one launch per tensor for all layers and sequences.
 
-Torch gathers all rows into memory of their own and scatters them from there; here a program holds a piece of a
-sequence's rows in registers, between reading all and writing any.
+Torch gathers all rows into new memory and scatters them from there. Here a program holds a piece of a sequence's rows
+in registers: it reads all of them before it writes any.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
@@ -29,15 +29,15 @@ def _keep(storage, moves, layer_stride, width, most: tl.constexpr, columns: tl.c
     moved = (source >= 0) & (column < width)
     rows = storage + layer * layer_stride + column
     value = tl.load(rows + source * width, mask=moved)
-    # Other threads still read where this one writes.
+    # Other threads may still read the slots that this one writes.
     tl.debug_barrier()
     tl.store(rows + destination * width, value, mask=moved)
 
 
 def keep(storage: Tensor, move_SM2: Tensor) -> None:
-    """Move rows of a contiguous [layers, slots, heads, dim]; a sequence's are all read before any is written.
+    """Move rows of a contiguous [layers, slots, heads, dim]; all rows of a sequence are read before any is written.
 
-    move_SM2: int64, (from, to) by sequence, M a power of two; -1 where a sequence has fewer. Sequences share no slots.
+    move_SM2: int64, (from, to) by sequence, M a power of two; -1 pads. Sequences share no slots.
     """
     num_layers, num_slots, *row = storage.shape
     num_sequences, most, _ = move_SM2.shape

@@ -15,8 +15,9 @@ from engine.kernels.torch_kernels import TorchKernels
 from engine.kernels.triton_rows import Surplus
 
 _USUAL_MOVES = 32
-"""The kernel is compiled for a padded number of moves a sequence. Usual steps have at most this many, and so share one
-compiled kernel."""
+"""Usual maximum of moves per sequence. The kernel is compiled for a padded number of moves, so usual steps share one
+compiled kernel.
+"""
 
 
 class TritonKernels(TorchKernels):
@@ -68,7 +69,7 @@ class TritonKernels(TorchKernels):
 
 
 def _padded(moves: Sequence[KVMoves]) -> npt.NDArray[np.int64]:
-    """[sequences, most, 2] with -1 where a sequence has fewer."""
+    """Return [sequences, most, 2], padded with -1."""
     most = max(_USUAL_MOVES, 1 << (max(map(len, moves)) - 1).bit_length())
     result = np.full((len(moves), most, 2), -1)
     for of_sequence, row in zip(moves, result, strict=True):

@@ -1,9 +1,9 @@
-"""Top-p in Triton, without sorting a row and without asking the device anything.
+"""Top-p in Triton, without sorting a row and without waiting for the device.
 
-What is kept are the tokens whose probability is not below an edge: the largest number for which they together have the
-wanted mass. Numbers from 0 to 1 are ordered as their bits are, so the edge is searched digit by digit: a round sums, by
+Tokens are kept if their probability is not below an edge: the largest number for which they together have the wanted
+mass. Numbers from 0 to 1 have the same order as their bits, so the edge is found digit by digit: a round sums, by
 tiles, the mass at and above sixteen candidates; the next round takes the largest that has enough. After eight rounds
-all 32 bits are known. Sums are added up in a fixed order, so a law is a function of its logits.
+all 32 bits are known. Sums are added in a fixed order, so a law is a function of its logits.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the oracle.
 """
@@ -25,7 +25,7 @@ _ROUNDS = 8
 
 @triton.jit
 def _chosen(sums, top_p, num_tiles, tiles: tl.constexpr):
-    """(the largest candidate that has the wanted mass, that mass); candidate 0 has it, but for rounding."""
+    """Return (the largest candidate with the wanted mass, that mass); candidate 0 has it, except for rounding."""
     tile, digit = tl.arange(0, tiles), tl.arange(0, _DIGITS)
     of_tile = tl.load(sums + tile[:, None] * _DIGITS + digit[None, :], mask=(tile < num_tiles)[:, None], other=0.0)
     mass = tl.sum(of_tile, axis=0)
@@ -38,11 +38,11 @@ def _chosen(sums, top_p, num_tiles, tiles: tl.constexpr):
 def _narrow(
     law, top_ps, lowest, sums, width, num_rows, num_tiles, number, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """A round: what the last one says, then the mass at and above sixteen new candidates in a tile."""
+    """Run a round: evaluate the last one, then sum the mass at and above sixteen new candidates in a tile."""
     row, tile_number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = num_tiles * _DIGITS
     low = tl.load(lowest + number * num_rows + row)
-    # A digit of the round is worth so much.
+    # Value of one digit of the round.
     worth = tl.full([], 1, tl.int64) << (28 - 4 * number).to(tl.int64)
     if number > 0:
         top_p = tl.load(top_ps + row).to(tl.float64)
@@ -64,7 +64,7 @@ def _narrow(
 def _keep(
     law, top_ps, lowest, sums, kept, width, num_rows, num_tiles, number, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """What the last round says: the edge, and the mass that is kept."""
+    """Evaluate the last round: the edge, and the mass that is kept."""
     row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(top_ps + row).to(tl.float64)
     before = sums + ((number - 1) * num_rows + row) * num_tiles * _DIGITS
@@ -78,9 +78,9 @@ def _keep(
 
 
 def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """[N, V] each row's smallest set of most likely tokens with mass >= top_p, ties kept, its sum 1 again.
+    """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties, normalised.
 
-    law_NV: float32; a row with top_p of 1 or more stays as it is.
+    law_NV: float32; a row with top_p of 1 or more is unchanged.
     """
     law_NV = law_NV.contiguous()
     num_rows, width = law_NV.shape

@@ -1,9 +1,8 @@
-"""Rows of the vocabulary in Triton: laws, sums and draws that leave nothing as large as a row behind.
+"""Rows of the vocabulary in Triton: laws, sums and draws without intermediate rows in memory.
 
-Torch's own operations write an intermediate row for every one of their steps, in float64 for a draw. Here a law is made
-in two readings of its logits, and what rules need of two laws (the mass by which one exceeds the other, and a token
-drawn from it) is computed from the laws where they lie, by tiles of a row: a row's sum is that of its tiles, and of a
-draw only the tile it falls into is looked at again.
+Torch's own operations write an intermediate row for every step, in float64 for a draw. Here a law takes two readings of
+its logits. Quantities of two laws (the mass by which one exceeds the other, and a token drawn from it) are computed in
+place by tiles of a row: a row's sum is that of its tiles, and a draw reads only the tile that contains it again.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 """
@@ -29,7 +28,7 @@ def _sum_exponentials(logits, temperatures, largest, totals, width, row_stride, 
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     # Finite, so that differences of masked tokens are defined.
     own = tl.maximum(tl.max(value, axis=0), -1e30)
-    # The maximum goes first: at tiny temperatures the quotients alone would overflow.
+    # The maximum is subtracted first: at tiny temperatures the quotients alone would overflow.
     total = tl.sum(tl.exp((value - own) / tl.load(temperatures + row)), axis=0)
     tl.store(largest + row * num_tiles + number, own)
     tl.store(totals + row * num_tiles + number, total)
@@ -53,7 +52,7 @@ def _softmax(
 
 @triton.jit
 def weights_of(target, draft, weight, column, width, has_draft: tl.constexpr):
-    """(the mass (weight * target - draft)+ of some tokens, the target's)."""
+    """Return (the mass (weight * target - draft)+ of some tokens, the target's mass)."""
     mass = tl.load(target + column, mask=column < width, other=0.0)
     surplus = mass
     if has_draft:
@@ -83,7 +82,7 @@ def draw_token(
     target, draft, weight, wanted, surplus_sums, target_sums, uniform, width, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr,
 ):  # fmt: skip
-    """A token from the surplus, or from the target's law where it is not wanted or nothing of it is left."""
+    """Draw a token from the surplus, or from the target's law if the surplus is not wanted or empty."""
     number = tl.arange(0, tiles)
     is_tile = number < num_tiles
     surplus_of = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
@@ -92,7 +91,7 @@ def draw_token(
     of_tile = tl.where(from_surplus, surplus_of, target_of)
     cumulative = tl.cumsum(of_tile, axis=0)
     bound = uniform * tl.max(cumulative, axis=0)
-    # Rounding may leave the number behind the last tile, or token, that has mass.
+    # Rounding may put the number after the last tile, or token, that has mass.
     reached = tl.min(tl.where((cumulative > bound) & (of_tile > 0), number, tiles), axis=0)
     chosen = tl.minimum(reached, tl.max(tl.where(of_tile > 0, number, 0), axis=0))
     rest = bound - tl.sum(tl.where(number < chosen, of_tile, 0.0), axis=0)
@@ -123,12 +122,14 @@ def _draw(
 
 
 def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
-    """[N, V] float32 laws of logits of any float type at positive temperatures; written to `law_NV` where given."""
+    """Return [N, V] float32 laws of logits of any float type at positive temperatures; `law_NV` is the output, if
+    given.
+    """
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     num_rows, width = logits_NV.shape
     if law_NV is None:
         law_NV = torch.empty((num_rows, width), dtype=torch.float32, device=logits_NV.device)
-    assert law_NV.is_contiguous(), "a law's rows follow each other"
+    assert law_NV.is_contiguous(), "a law's rows must be contiguous"
     if num_rows:
         temperature_N = temperature_N.contiguous()
         num_tiles = triton.cdiv(width, _LAW_TILE)
@@ -144,7 +145,7 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = No
 
 
 class Surplus:
-    """Of C pairs of rows the mass (weight * target - draft)+; a target row alone where there is no draft law."""
+    """Mass (weight * target - draft)+ of C pairs of rows; a target row alone if there is no draft law."""
 
     def __init__(
         self,
@@ -154,17 +155,20 @@ class Surplus:
         draft_MV: Tensor | None = None,
         draft_row_C: Tensor | None = None,
     ) -> None:
-        """target_NV, draft_MV: laws, row after row in memory; weight_C: float64."""
-        assert target_NV.is_contiguous(), "a law's rows follow each other"
+        """Check the layout of the rows.
+
+        target_NV, draft_NV: laws, contiguous; weight_C: float64.
+        """
+        assert target_NV.is_contiguous(), "a law's rows must be contiguous"
         self._has_draft = draft_MV is not None
         self._target_row_C = target_row_C.contiguous()
         draft_row_C = self._target_row_C if draft_row_C is None else draft_row_C.contiguous()
         if weight_C is None:
-            # Without a draft law no weight is used.
+            # The weight is not used without a draft law.
             own = self._target_row_C
             weight_C = torch.ones_like(own, dtype=torch.float64) if self._has_draft else own
         draft_MV = target_NV if draft_MV is None else draft_MV
-        assert draft_MV.is_contiguous(), "a law's rows follow each other"
+        assert draft_MV.is_contiguous(), "a law's rows must be contiguous"
         self._operands = (target_NV, self._target_row_C, draft_MV, draft_row_C, weight_C.contiguous())
         self._width, self._num_chains = target_NV.shape[1], len(target_row_C)
         self._num_tiles = triton.cdiv(self._width, TILE)
@@ -179,11 +183,11 @@ class Surplus:
             )  # fmt: skip
 
     def sum(self) -> Tensor:
-        """[C] float64."""
+        """Return [C] the sums, float64."""
         return self._surplus_CT.sum(1)
 
     def draw(self, uniform_C: Tensor, wanted_C: Tensor | None = None) -> Tensor:
-        """[C] a token from each surplus; from the target law where `wanted_C` is false or nothing is left."""
+        """Return [C] a token from each surplus; from the target law if `wanted_C` is false or the surplus is empty."""
         token_C = torch.empty_like(self._target_row_C)
         if self._num_chains:
             _draw[(self._num_chains,)](
