@@ -1,4 +1,4 @@
-"""The command line of `polydraft analyze`."""
+"""Command line of `polydraft analyze`."""
 
 from __future__ import annotations
 
@@ -36,29 +36,36 @@ def _temperatures(text: str) -> list[float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     result = Parser(
-        prog="polydraft analyze", description="What drafts are worth: optima, acceptances, exactness, settings to run."
+        prog="polydraft analyze",
+        description="Value of drafts: optimal acceptance, acceptance of each rule, exactness, recommended settings.",
     )
     commands = result.add_subparsers(dest="command", required=True)
     _add_pair(commands.add_parser("pair", help="how good a draft model is for a target, and which flags to run"))
-    _add_arms(commands.add_parser("arms", help="speculation against plain decoding, taking turns every few steps"))
-    around = commands.add_parser("around", help="milliseconds of a step by part: models' passes, and all around them")
+    _add_arms(
+        commands.add_parser("arms", help="speculation and plain decoding, measured in alternating turns of a few steps")
+    )
+    around = commands.add_parser("around", help="milliseconds of a step by part: model passes and overhead")
     add_around_arguments(around)
     around.add_argument("--concurrency", type=integers, default=[1, 16, 64], help="requests at once (default 1,16,64)")
-    reports = commands.add_parser("reports", help="whether the speedup that answers report is true, in turns")
+    reports = commands.add_parser("reports", help="compare the speedup that answers report with the measured one")
     add_pair_arguments(reports)
     add_reports_arguments(reports)
-    plan = commands.add_parser("plan", help="how fast a pair would be on a device that is not at hand, by a model")
+    plan = commands.add_parser("plan", help="estimate a pair's speed on a device that you do not have")
     add_plan_arguments(plan)
-    papers = commands.add_parser("papers", help="the tables of the three papers on a pair (half an hour on two cores)")
+    papers = commands.add_parser("papers", help="tables of the three papers for a pair (half an hour on two cores)")
     add_papers_arguments(papers)
     laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
     laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
-    blocks = commands.add_parser("blocks", help="expected length and law of a step of every rule, by enumeration")
+    blocks = commands.add_parser(
+        "blocks", help="expected length and output distribution of a step of every rule, by enumeration"
+    )
     blocks.add_argument("file", type=Path, help='JSON: [{"V": v, "L": l, "K": k, "rows": {"0,1": {"p", "q"}}}, ...]')
-    _add_selfcheck(commands.add_parser("selfcheck", help="test every rule on a pair's own laws; exit 1 on failure"))
-    times = commands.add_parser("times", help="time per verification step of every rule on this machine")
+    _add_selfcheck(
+        commands.add_parser("selfcheck", help="test every rule on a pair's own distributions; exit 1 on failure")
+    )
+    times = commands.add_parser("times", help="time of a verification step of every rule on this machine")
     times.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
     times.add_argument("--vocabulary", type=integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
     times.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
@@ -74,12 +81,23 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
         "--prompts", type=Path, help="JSON lines with prompt, text or messages (default: held-out dialogues)"
     )
     pair.add_argument("--most-prompts", type=int, default=16, help="prompts used (default 16)")
-    pair.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    pair.add_argument(
+        "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
+    )
     pair.add_argument("--tokens", type=int, default=48, help="tokens of an answer (default 48)")
-    pair.add_argument("--positions", type=int, default=128, help="positions whose laws are analysed (default 128)")
-    pair.add_argument("--shapes", help="what to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1")
-    pair.add_argument("--rules", help="rules with commas between (default: all)")
-    pair.add_argument("--draft-methods", choices=["own", "all"], default="own", help="each rule's own, or all it takes")
+    pair.add_argument(
+        "--positions", type=int, default=128, help="positions whose distributions are analysed (default 128)"
+    )
+    pair.add_argument(
+        "--shapes", help="shapes to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1"
+    )
+    pair.add_argument("--rules", help="comma-separated rules (default: all)")
+    pair.add_argument(
+        "--draft-methods",
+        choices=["own", "all"],
+        default="own",
+        help="the rule's default draft method, or all it supports",
+    )
     pair.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains (default 1,2,4)")
     pair.add_argument("--draft-length", type=integers, default=[4], help="tokens in a chain (default 4)")
     pair.add_argument("--temperature", type=_temperatures, default=[1.0], help="temperatures (default 1)")
@@ -87,7 +105,7 @@ def _add_pair(pair: argparse.ArgumentParser) -> None:
         "--concurrency", type=integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)"
     )
     pair.add_argument("--output", type=Path, default=Path("pair"), help="folder for pair.json and plots (default pair)")
-    pair.add_argument("--fresh", action="store_true", help="forget what an interrupted run has measured")
+    pair.add_argument("--fresh", action="store_true", help="discard the measurements of an interrupted run")
 
 
 def _add_arms(arms: argparse.ArgumentParser) -> None:
@@ -98,11 +116,11 @@ def _add_arms(arms: argparse.ArgumentParser) -> None:
 
 def _add_selfcheck(check: argparse.ArgumentParser) -> None:
     add_pair_arguments(check)
-    check.add_argument("--rules", help="rules with commas between (default: all)")
+    check.add_argument("--rules", help="comma-separated rules (default: all)")
     check.add_argument("--num-drafts", type=int, default=4, help="chains (default 4)")
     check.add_argument("--draft-length", type=int, default=3, help="tokens in a chain (default 3)")
     check.add_argument("--answers", type=int, default=1000, help="answers per rule and prompt (default 1000)")
-    check.add_argument("--prompts", type=int, default=1, help="prompts, written by the target itself (default 1)")
+    check.add_argument("--prompts", type=int, default=1, help="prompts, generated by the target (default 1)")
     check.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
     check.add_argument("--concurrency", type=int, default=64, help="requests at once (default 64)")
 
@@ -124,7 +142,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one analysis: 0, 1 where a self-check failed or a model cannot be loaded, 2 for bad input."""
+    """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad input."""
     options = parser().parse_args(arguments)
     try:
         result, passed = _COMMANDS[options.command](options)

@@ -1,10 +1,10 @@
 """`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in turns of a few steps.
 
-A machine that others use too is faster or slower by a fifth from one second to the next; arms that take turns meet the
-same machine. In a turn each does what plain decoding does in about a quarter of a second, prompts and answers, so that
-all are at the same point of the same work. Every arm is an engine of its own (scheduler, controller, blocks) around the
-same models, under a closed loop of the same requests, whose answers differ in length so that they do not all end at
-once. What counts are the engine's steps, prompts among them; HTTP is not in it (`polydraft bench`).
+The speed of a shared machine changes by a fifth from one second to the next; arms that take turns run under the same
+conditions. In a turn each arm does the work of about a quarter of a second of plain decoding, prompts and answers, so
+that all are at the same point of the same work. Every arm is a separate engine (scheduler, controller, blocks) around
+the same models. It serves a closed loop of the same requests, whose answers differ in length so that they do not all
+end at once. Times are those of the engine's steps, including prompts; HTTP is not included (`polydraft bench`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.environment import environment
 
 _READING = "prompts"
-"""The "shape" of a step in which no request drafts or gets a token."""
+""""Shape" of a step in which no request drafts or gets a token."""
 _TURN_S = 0.25
-"""Of plain decoding, about; the others do as much. Longer where a step does more."""
+"""Approximate duration of a plain turn; the other arms do the same work. Longer if a step is longer."""
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 _WARM_UP_S = 8.0
 _ARM_BYTES = 1 << 29
@@ -74,19 +74,19 @@ class Arm:
     engine: Engine
     requests: Iterator[Request]
     done: Turn = field(default_factory=Turn)
-    """From the beginning on."""
+    """Totals since the beginning."""
     turns: list[Turn] = field(default_factory=list)
     shapes: dict[str, float] = field(default_factory=dict)
-    """Seconds by what most of the drafting requests drafted."""
+    """Seconds by the shape that most of the drafting requests drafted."""
     num_passes: int = 0
-    """Passes of the target over one request's drafts, or its next token."""
+    """Target passes over one request's drafts, or its next token."""
     plain_s: float = 0.0
-    """What plain decoding would take for the tokens of all answers, as they would report it."""
+    """Time of plain decoding for the tokens of all answers, as the answers report it."""
     told_s: float = 0.0
-    """What they took, in the same steps."""
+    """Time of the same steps, as measured."""
 
     def take_turn(self, concurrency: int, aim: float, of_read: float) -> None:
-        """Steps until so much has been done since the beginning (`Turn.work`)."""
+        """Run steps until the arm has done this much work since the beginning (`Turn.work`)."""
         turn = Turn()
         self.engine.telemetry.pause()
         while self.done.work(of_read) < aim:
@@ -95,7 +95,7 @@ class Arm:
         self.turns.append(turn)
 
     def step(self, concurrency: int) -> Turn:
-        """One step, with so many requests open."""
+        """Run one step with this number of open requests."""
         began = time.perf_counter()
         while self.engine.scheduler.num_running + self.engine.scheduler.num_waiting < concurrency:
             self.engine.submit(next(self.requests))
@@ -111,7 +111,7 @@ class Arm:
         shape = _shape_of([row.fanout for row in rows if row.fanout]) if rows else _READING
         self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
         num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
-        # What is known of a row beside its root is of a prompt.
+        # Tokens of a row besides its root belong to a prompt.
         num_read = sum(len(row.input_ids) for row in plan.rows) - len(rows)
         return Turn(seconds, num_tokens, num_read), step.outcomes
 
@@ -123,11 +123,13 @@ class Arm:
 
     @property
     def reported_speedup(self) -> float | None:
-        """Of all answers together."""
+        """Return the reported speedup of all answers together."""
         return self.plain_s / self.told_s if self.told_s else None
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Tokens by request, of some that are answered to their end; nothing else may be running. Steps are turns."""
+        """Answer some requests to their end and return the tokens by request; no other request may run. Steps are
+        turns.
+        """
         tokens: dict[str, list[int]] = {}
         for request in requests:
             self.engine.submit(request)
@@ -139,7 +141,7 @@ class Arm:
         return tokens
 
     def forget(self) -> None:
-        """What follows counts."""
+        """Reset all totals."""
         self.turns.clear()
         self.shapes.clear()
         self.num_passes = 0
@@ -154,8 +156,9 @@ def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
 
 
 def speculation_of(name: str) -> Speculation:
-    """What an arm's requests say: `adaptive`, `seeded` and `seed_stable` (the same with a seed, kept in either way),
-    `off`, `again` (off once more, for the noise), or `rule:KxL`."""
+    """Return the speculation of an arm's requests: `adaptive`, `seeded` and `seed_stable` (the same with a seed,
+    fixed by either method), `off`, `again` (off once more, for the noise), or `rule:KxL`.
+    """
     if name in (OFF, AGAIN):
         return Speculation()
     if name not in (ADAPTIVE, SEEDED, SEED_STABLE):
@@ -165,9 +168,10 @@ def speculation_of(name: str) -> Speculation:
 
 
 def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:
-    """Engines around the models of one, each with its part of the blocks."""
+    """Return engines around the models of one engine, each with its part of the blocks."""
     arms = {}
-    # Fixed shapes report what the plain arms' steps tell too, as beside other requests; adaptive has its own.
+    # Fixed shapes also report the measurements of the plain arm's steps, as they would with other requests; adaptive
+    # reports its own.
     shared = StepTimes(points)
     share = engine.facts.num_blocks // len(names)
     for number, name in enumerate(names):
@@ -193,15 +197,15 @@ def measure(
     progress: Any,
     warm_up_s: float = _WARM_UP_S,
 ) -> dict[str, Any]:
-    """A cell: all arms at one concurrency, doing what plain decoding does in about so many seconds."""
-    # Not on the arms that are measured: what they learn would be of another temperature.
+    """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding."""
+    # The warm-up uses other arms, because the measured ones would learn from another temperature.
     others = make_arms(engine, names, points, load)
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
     of_read = price(others[OFF].turns)
     plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
-    # Where a step does more than a turn holds, there are turns without one: longer ones, as far as that leaves enough.
+    # If a step does more than the work of one turn, use longer turns, as far as enough of them remain.
     most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
     turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
     arms = make_arms(engine, names, points, load)
@@ -215,13 +219,15 @@ def measure(
             arms[name].take_turn(concurrency, (number + 1) * turn_s * plain_rate, of_read)
         progress.update(min(turn_s, progress.total - progress.n))
     if not all(any(turn.seconds for turn in arm.turns) for arm in arms.values()):
-        raise ConfigError(f"a step takes longer than all turns of {seconds:g} seconds: raise --seconds")
+        raise ConfigError(f"a step takes longer than the turns of {seconds:g} seconds: raise --seconds")
     found = compared(arms, of_read)
     return {"concurrency": concurrency, "greedy_answers_equal_off": equal, "turn_seconds": turn_s, **found}
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
-    """Whether the models take the longest text, and an arm's blocks all of its requests; raises ConfigError."""
+    """Raise ConfigError if the models cannot take the longest text, or an arm's blocks cannot hold all of its
+    requests.
+    """
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
     num_nodes = max(sum(level_widths(speculation_of(name).fanout)) for name in names)
@@ -235,7 +241,7 @@ def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency
 
 
 def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> dict[str, bool]:
-    """Whether an arm answers at temperature 0 as plain decoding does, eight times at least.
+    """Whether an arm answers like plain decoding at temperature 0, for at least eight requests.
 
     In 16 bits logits differ with the batch.
     """
@@ -250,7 +256,7 @@ def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> d
 
 
 def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
-    """Every arm beside plain decoding, and adaptive beside the best fixed shape; of_read: as `turns.price` tells it."""
+    """Compare every arm with plain decoding, and adaptive with the best fixed shape; of_read: as in `turns.price`."""
     turns = {name: works(arm.turns, of_read) for name, arm in arms.items()}
     result: dict[str, Any] = {
         "prompt_token_in_plain_tokens": of_read,
@@ -275,12 +281,12 @@ def _num_tokens(arm: Arm) -> int:
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
-    """The greatest first."""
+    """Sort by time, the largest first."""
     return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line, beside what says which pair is loaded."""
+    """Add the arguments, except those that name the pair."""
     parser.add_argument(
         "--prompts",
         action="append",
@@ -291,7 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         default="adaptive,again,block:1x1,block:1x3,block:1x5,bv_race:2x3",
-        help="what is compared with plain decoding: adaptive (the controller), again (plain once more: the noise), "
+        help="arms to compare with plain decoding: adaptive (the controller), again (plain once more: the noise), "
         "rule:KxL or a tree as rule:2.2.1, seeded (what a request with a seed gets), seed_stable (shapes that change, "
         "and sampling that no shape changes)",
     )
@@ -299,13 +305,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         default=20.0,
-        help="of plain decoding in a cell; the other arms do as much (default 20)",
+        help="seconds of plain decoding in a cell; the other arms do the same work (default 20)",
     )
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
-    """All cells (prompts x concurrency); a table goes to standard error."""
+    """Measure all cells (prompts x concurrency); a table goes to standard error."""
     names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
@@ -341,7 +347,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
-    """The pair that the command line names, with room for so many arms."""
+    """Load the pair that the command line names, with room for `num_arms` arms."""
     target, draft = names_of(options)
     options.threads = options.threads or max(1, usable_cores() - 1)
     torch.set_num_threads(options.threads)

@@ -1,8 +1,8 @@
-"""`analyze around`: CPU time of a served step by part, the models' passes and everything around them.
+"""`analyze around`: CPU time of a served step by part: passes of the models, and the overhead.
 
 Requests are adaptive. The functions of `PARTS` are replaced by timed ones while an engine serves a closed loop of
-requests. A part's time is its own: what it calls that is a part itself is not counted twice. Two versions of the
-project are compared by one process each, in turns. Not for: HTTP (`python -m loadtest.overhead`).
+requests. The time of a part excludes the parts that it calls. Two versions of the project are compared in turns, by one
+process each. Not for: HTTP (`python -m loadtest.overhead`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from loadtest.arms import ADAPTIVE
 from loadtest.environment import environment
 
 _INSIDE = ("pass inputs", "passes", "draft loop")
-"""Not around the passes: their arguments, the models, and drawing drafted tokens level by level."""
+"""Parts that are no overhead: the passes' arguments, the models, and drawing drafted tokens level by level."""
 _CACHE_BYTES = 1 << 30
 _WARM_UP = 2
-"""Turns of a cell that come first and do not count."""
+"""Turns at the beginning of a cell that are discarded."""
 PARTS = {
     "plan": ("engine.scheduling.scheduler:Scheduler.plan", "engine.scheduling.scheduler:Scheduler.submit"),
     "admission": ("engine.scheduling.scheduler:Scheduler._admit", "engine.step.engine:check_requests"),
@@ -72,11 +72,11 @@ PARTS = {
     "the rest": ("engine.step.engine:Engine.run_step",),
     "messages": ("analysis.around:encode", "analysis.around:decode_from_engine"),
 }
-"""Functions of each part whose time counts for it, as module:name."""
+"""Functions whose time counts for each part, as module:name."""
 
 
 class Shares:
-    """Seconds of CPU time of the engine's thread, by part: on a shared machine, waiting is for other processes."""
+    """Seconds of CPU time of the engine's thread, by part. CPU time excludes other processes on a shared machine."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -98,7 +98,7 @@ class Shares:
             self._open.append(part)
             try:
                 found = function(*arguments, **named)
-                # A generator does its work here.
+                # The body of a generator runs here.
                 return list(found) if isinstance(found, Iterator) else found
             finally:
                 self._switch()
@@ -128,7 +128,7 @@ class TurnSums(NamedTuple):
 
 
 def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float, float], TurnSums]:
-    """Return a function that serves so many requests at a temperature for some seconds."""
+    """Return a function that serves requests at a temperature for some seconds."""
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
     keep_freed_memory()
@@ -139,7 +139,7 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
         cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
     )
     engine = build_engine(config, _say)
-    # Measured once: all versions then choose shapes by the same numbers.
+    # Measured once, so that all versions choose shapes by the same numbers.
     points = measure(engine, config, speculation_of(ADAPTIVE), _say).points
     prompts = prompts_of("dialogues", options)
     gc.collect()
@@ -149,7 +149,7 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
     def turn(concurrency: int, temperature: float, seconds: float) -> TurnSums:
         key = (concurrency, temperature)
         if key not in served:
-            served.clear()  # the next arm writes where this one has its K/V
+            served.clear()  # the next arm overwrites the K/V of this one
             served[key] = make_arms(engine, [ADAPTIVE], points, Load(prompts, 96, temperature))[ADAPTIVE]
         arm = served[key]
         arm.engine.telemetry.pause()
@@ -174,10 +174,10 @@ def _say(text: str) -> None:
 
 
 class Version:
-    """A process that serves with one version of the project, while it is asked to."""
+    """Process that serves with one version of the project on request."""
 
     def __init__(self, tree: Path | None, words: Sequence[str]) -> None:
-        """tree: where the project lies; None is this one."""
+        """tree: folder of the project; None is this one."""
         environ = os.environ if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
         command = [sys.executable, "-P", "-m", "analysis.around", *words]
         pipe = subprocess.PIPE
@@ -198,7 +198,7 @@ class Version:
 
 
 def table(turns: Sequence[TurnSums]) -> dict[str, Any]:
-    """Milliseconds a step by part: median over turns."""
+    """Return milliseconds of a step by part: median over turns."""
     parts = {
         part: statistics.median(1e3 * turn.seconds.get(part, 0.0) / turn.num_steps for turn in turns) for part in PARTS
     }
@@ -212,7 +212,7 @@ def table(turns: Sequence[TurnSums]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A column per cell and version."""
+    """Return a table with a column per cell and version."""
     columns = [(cell, name) for cell in result["cells"] for name in cell["versions"]]
     heads = [f"{cell['concurrency']} at {cell['temperature']:g}, {name}" for cell, name in columns]
     found = [cell["versions"][name] for cell, name in columns]
@@ -225,18 +225,20 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line, beside what says which pair is loaded."""
+    """Add the arguments, except those that name the pair."""
     add_pair_arguments(parser)
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    parser.add_argument(
+        "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
+    )
     parser.add_argument("--temperatures", default="1,0", help="temperatures (default 1,0)")
     parser.add_argument("--turns", type=int, default=5, help="turns of every cell (default 5)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (default 1)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a turn (default 1)")
     parser.add_argument("--beside", type=Path, help="folder of another version of the project, measured in turns")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
 
 
 def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
-    """All cells; a table goes to standard error."""
+    """Measure all cells; a table goes to standard error."""
     words = ["--prompt-length", str(options.prompt_length), "--dtype", options.dtype, "--device", options.device]
     words += ["--threads", str(options.threads)]
     words += ["--target", options.target, "--draft", options.draft] if options.target else []
@@ -272,11 +274,11 @@ def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve turns as they are asked for on standard input."""
+    """Serve turns as requested on standard input."""
     parser = argparse.ArgumentParser()
     add_pair_arguments(parser)
     parser.add_argument("--prompt-length", type=int)
-    # Run as a script this module has two names; its parts are looked up by the other one.
+    # As a script this module has two names; its parts are looked up under the other one.
     module = importlib.import_module("analysis.around")
     shares = module.Shares()
     turn = module._served(parser.parse_args(), shares)

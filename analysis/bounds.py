@@ -1,6 +1,6 @@
-"""What can be known of whole blocks, and of lossy rules, without sampling: lengths, bounds, rejections. float64, numpy.
+"""Quantities of whole blocks, and of lossy rules, that need no sampling: lengths, bounds, rejections. float64, numpy.
 
-Notation as in `engine.speculation.theory`, which has what one position alone says.
+Notation as in `engine.speculation.theory`, which covers a single position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.speculation.theory import Law, accept_token, alpha_star_iid
 Laws = Callable[[tuple[int, ...]], tuple[Law, Law]]
 """(p, q) below a prefix."""
 Verification = Literal["token", "block", "greedy"]
-"""What a single chain's acceptance is bounded by; see `expected_block_length`."""
+"""Bound of a single chain's acceptance; see `expected_block_length`."""
 
 
 def expected_block_length(
@@ -24,11 +24,10 @@ def expected_block_length(
     """[B] expected accepted length along sampled target paths: sum_i 1 - (1 - u_i)^K; u_i is a share of the paths.
 
     The arguments are log p and log q of the path's tokens; the mean over paths drawn from the target is E[tau]. With
-    the ratios r_i = q_i / p_i and R_i = r_1 ... r_i, u_i is, by `verification`:
-    `token`, prod_j min(1, r_j): a single chain only; `block`, min(1, R_1, ..., R_i): block verification, and the score
-    race for K > 1; `greedy`, min(1, R_i): greedy block verification, and for K > 1 what SpecTr-GBV selects, of which
-    `spectr_gbv` keeps that much or more. Greedy rules keep this in the block that begins a text; the blocks behind it
-    have another target.
+    the ratios r_i = q_i / p_i and R_i = r_1 ... r_i, u_i is, by `verification`: `token`, prod_j min(1, r_j): a single
+    chain only; `block`, min(1, R_1, ..., R_i): block verification, and the score race for K > 1; `greedy`, min(1, R_i):
+    greedy block verification, and for K > 1 the selection of SpecTr-GBV, a lower bound of `spectr_gbv`. Greedy rules
+    reach this in the block that begins a text; later blocks have another target.
     """
     log_ratio = log_draft_BL - log_target_BL
     if verification == "token":
@@ -42,7 +41,7 @@ def expected_block_length(
 
 
 def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
-    """[N, 2] by depth: joint probabilities of every block of so many tokens under target and draft."""
+    """Return [N, 2] by depth: joint probabilities of every block of that length under target and draft."""
     joint: dict[tuple[int, ...], tuple[float, float]] = {(): (1.0, 1.0)}
     for _ in range(length):
         below: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -55,16 +54,17 @@ def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
 
 
 def block_length_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """Upper bound of the expected accepted length of K i.i.d. chains: sum over i of alpha* of blocks of i tokens.
+    """Return an upper bound of the expected accepted length of K i.i.d. chains: the sum over i of alpha* of blocks of i
+    tokens.
 
-    No rule can keep more of the first i tokens than an optimal one for i-token blocks; for K > 1 the sum is not
+    No rule can accept more of the first i tokens than an optimal one for i-token blocks; for K > 1 the sum is not
     attainable in general. Enumerates all blocks: small vocabularies.
     """
     return sum(alpha_star_iid(level[:, 0], level[:, 1], num_drafts) for level in _levels(laws, vocabulary, length))
 
 
 def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """SpecTr-GBV's expected accepted length; `spectr_gbv` reaches at least this much of a first block.
+    """Return SpecTr-GBV's expected accepted length; `spectr_gbv` reaches at least this for a first block.
 
     sum_v P_v (1 - (1 - min(1, Q_v/P_v))^K), by enumeration of all blocks.
     """
@@ -76,25 +76,28 @@ def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: i
 
 
 def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
-    """Acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias trade-off)."""
+    """Return the acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the rejection-bias
+    trade-off).
+    """
     accept: Law = np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
     return accept
 
 
 def smallest_bias(p: Law, q: Law, accept: Law) -> float:
-    """Least TV from p that any residual leaves when drafts are accepted with probability `accept` (Theorem 4)."""
+    """Return the least TV from p of any residual, if drafts are accepted with probability `accept` (Theorem 4)."""
     return float((accept * q - p).clip(min=0).sum())
 
 
 def pareto_bias(p: Law, q: Law, rejection: float) -> float:
-    """Least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
+    """Return the least TV from p at a given rejection probability: max(0, TV(p, q) - rejection) (Theorem 5)."""
     return max(0.0, 1 - accept_token(p, q, 1) - rejection)
 
 
 def expected_rejections(
     laws: Laws, horizon: int, batch: int = 1, merged: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 ) -> float:
-    """Rejections over `horizon` tokens, drafts to the horizon, no bonus token (Yin et al., Theorems 1 and 3).
+    """Return the expected rejections over `horizon` tokens, drafts to the horizon, no bonus token (Yin et al., Theorems
+    1 and 3).
 
     batch: M chains, of which the first position after a rejection tries all by recursive rejection, and the rest
     goes on with the accepted one. With M = 1: sum_n E_{x~p} TV(p_n, q_n). For M > 1, with f(x_{1:n}) the probability
@@ -131,7 +134,7 @@ def expected_rejections(
 
 
 def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
-    """Law of the emitted token when drafts are accepted with probability `accept` (Decoding-OPT and -UNO).
+    """Return the law of the emitted token if drafts are accepted with probability `accept` (Decoding-OPT and -UNO).
 
     residual: `optimal`, norm (p - accept q)+ (Theorem 4), or `target`, p itself.
     """
@@ -148,7 +151,7 @@ def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
 
 
 def pareto_front(p: Law, q: Law, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-    """(rejection probability, least bias) of over-acceptance by each epsilon; all on Theorem 5's line."""
+    """Return (rejection probability, least bias) of over-acceptance by each epsilon; all on Theorem 5's line."""
     points = []
     for epsilon in epsilons:
         accept = over_acceptance(p, q, epsilon)

@@ -1,8 +1,8 @@
-"""`python -m analysis.contexts`: how long plain and speculative steps take by the length of the text.
+"""`python -m analysis.contexts`: duration of plain and speculative steps by length of the text.
 
-Runs the engine's own steps behind texts that were never computed (what the cache holds does not change how long
-reading it takes), one request at a time, plain and speculative in turn. A step's tokens depend on the pair and not on
-the length, so the ratio of two lengths' step times is the ratio of their gains.
+Runs the engine's own steps after texts that were never computed (the content of the cache does not change how long
+reading it takes), one request at a time, alternating plain and speculative. The number of tokens of a step depends on
+the pair and not on the length, so the ratio of step times at two lengths is the ratio of the speedups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHAPES = {
 
 
 def build(options: argparse.Namespace, draft_window: int) -> Engine:
-    """An engine with room for one text of the greatest length."""
+    """Build an engine with room for one text of the greatest length."""
     longest = max(options.contexts) + 64
     return build_engine(
         EngineConfig(
@@ -47,7 +47,7 @@ def build(options: argparse.Namespace, draft_window: int) -> Engine:
 
 @torch.inference_mode()
 def measure(engine: Engine, contexts: Sequence[int], repeats: int, progress: Any) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a step by context and shape, shapes in turn."""
+    """Return seconds of a step by context and shape; shapes take turns."""
     seconds: dict[str, dict[str, list[float]]] = {
         str(context): {shape: [] for shape in _SHAPES} for context in contexts
     }
@@ -60,7 +60,7 @@ def measure(engine: Engine, contexts: Sequence[int], repeats: int, progress: Any
 
 
 def kept_gain(seconds: dict[str, dict[str, list[float]]], contexts: Sequence[int]) -> dict[str, float]:
-    """Gain at the longest text over the gain at the shortest, by shape."""
+    """Return the speedup at the longest text over the speedup at the shortest, by shape."""
     short, long = (
         {shape: statistics.median(runs) for shape, runs in seconds[str(context)].items()}
         for context in (contexts[0], contexts[-1])
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="folder of the target (demo.bench_pair writes one)")
     parser.add_argument("draft", help="folder of the draft model")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="lengths, ascending")
-    parser.add_argument("--draft-window", type=int, default=1024, help="of the second measurement")
+    parser.add_argument("--draft-window", type=int, default=1024, help="draft window of the second measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of every point")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "gain_at_longest_over_shortest": kept_gain(seconds, options.contexts),
             }
     result = {
-        "what": "step times by length of the text, one request; gain at the longest text over gain at the shortest",
+        "what": "step times by length of the text, one request; speedup at the longest text over that at the shortest",
         "options": {"contexts": options.contexts, "threads": options.threads, "repeats": options.repeats},
         "environment": environment(),
         "found": found,

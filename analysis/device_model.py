@@ -1,10 +1,10 @@
-"""`analyze plan`: how fast a pair would be on a device that is not at hand, from counts, bandwidth and rates.
+"""`analyze plan`: estimated speed of a pair on a device that is not available, from counts, bandwidth and rates.
 
-A pass reads the weights and the K/V of its texts once, does two operations a weight and row, and starts a number of
-kernels that each take a least time. A step is the passes of the draft model, one of the target, launches of their own
-for laws and verdicts, two reads, and the time in which the device waits for the host. How many tokens a step gives
-follows from the acceptance of a single draft (`tokens_per_step`). With `--measured` the figures of a session
-on the device (`make gpu-check`) stand beside the model's. Not for: anything that is measured; nothing here has run.
+A pass reads the weights and the K/V of its texts once, does two operations per weight and row, and launches a number of
+kernels that each take a minimum time. A step consists of the passes of the draft model, one of the target, launches for
+distributions and verdicts, two reads, and the time in which the device waits for the host. The tokens per step follow
+from the acceptance of a single draft (`tokens_per_step`). `--measured` shows the figures of a session on the device
+(`make gpu-check`) next to the estimates. Not for: measurements; nothing is run here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from engine.errors import ConfigError
 from engine.step.recorded.steps import MOST_ROWS
 
 PRODUCTS, KERNELS = 4, 6
-"""Of a layer: products of matrices, and kernels between them (`tests/engine/test_launches.py` counts them)."""
+"""Counts of a layer: matrix products, and kernels between them (`tests/engine/test_launches.py` checks them)."""
 LEVEL_LAUNCHES, VERDICT_LAUNCHES, PLAIN_LAUNCHES = 5, 14, 8
-"""Of a step that is not recorded as a whole, outside its passes: for a drafted level, for a verdict over drafts, for a
-plain step."""
+"""Launches of a step outside its passes, if it is not recorded: per drafted level, per verdict over drafts, per
+plain step.
+"""
 RECORDED_LAUNCHES = 10
-"""Of a whole step that is recorded: its copies, its replays, and the moves of accepted K/V."""
+"""Launches of a whole recorded step: its copies, its replays, and the moves of accepted K/V."""
 _READ_SHARE, _COMPUTE_SHARE = 0.85, 0.75
-"""Of a device's bandwidth and operations, what products reach."""
+"""Shares of a device's bandwidth and operations that matrix products reach."""
 _KERNEL_S, _LAUNCH_S, _HOST_READ_S = 2.0e-6, 4.5e-6, 20e-6
-"""Least time of a recorded kernel, of a launch from the host, and of a read to it."""
+"""Minimum times of a recorded kernel, of a launch from the host, and of a read to the host."""
 _IDLE_S, _IDLE_PER_ROW_S, _IDLE_PER_DRAFTING_S = 0.6e-3, 0.05e-3, 0.15e-3
-"""So long the device waits for the host in a step, for each request, and for each that drafts: an estimate from the
-host's times on a CPU, part of which runs while the device works. The first to be replaced by a measurement."""
+"""Time in which the device waits for the host in a step, for each request, and for each that drafts. They are
+estimates from the host's times on a CPU, a part of which overlaps with the device's work. Replace these first by a
+measurement.
+"""
 _BYTES = 2
-"""Of a number: bfloat16."""
+"""Size of a bfloat16 number."""
 _POOL_SHARE = 0.9
 _SHAPES = ((1, 2), (1, 3), (1, 5), (2, 5), (4, 5), (8, 4))
 _NUM_DRAWN = 20_000
@@ -51,7 +54,7 @@ _NUM_DRAWN = 20_000
 
 @dataclass(frozen=True)
 class Device:
-    """What a data sheet says; dense bfloat16."""
+    """Figures of a data sheet; dense bfloat16."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -69,7 +72,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Shape of a decoder of the Llama kind."""
+    """Shape of a decoder like Llama."""
 
     hidden: int
     layers: int
@@ -81,22 +84,22 @@ class DecoderShape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the products of one layer."""
+        """Return the number of weights in the products of one layer."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def weights(self) -> int:
-        """Numbers that a pass reads: layers and output head."""
+        """Return the number of weights that a pass reads: layers and output head."""
         return self.layers * self.layer_weights + self.hidden * self.vocabulary
 
     @property
     def token_bytes(self) -> int:
-        """K and V of a token."""
+        """Return the size of K and V of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
     def pass_s(self, device: Device, rows: int, texts_tokens: int, is_recorded: bool = True) -> float:
-        """Time of a pass over so many rows, behind texts of so many tokens together.
+        """Return the time of a pass over `rows` tokens, after texts with this total length.
 
         is_recorded: whether it is part of a recorded step; if not, the host launches every operation, and the device
         waits if that takes longer than the work.
@@ -104,14 +107,14 @@ class DecoderShape:
         read_s = self.weights * _BYTES / (device.bytes_per_s * _READ_SHARE)
         computed_s = 2 * self.weights * rows / (device.operations_per_s * _COMPUTE_SHARE)
         attention_s = texts_tokens * self.token_bytes / (device.bytes_per_s * _READ_SHARE)
-        # A product's own start is hidden for the most part behind the reading of its weights.
+        # Reading the weights mostly hides the launch of a product.
         kernels_s = self.layers * (KERNELS + PRODUCTS / 2) * _KERNEL_S
         pass_s = max(read_s, computed_s) + attention_s + kernels_s
         return pass_s if is_recorded else max(pass_s, self.layers * (KERNELS + PRODUCTS) * _LAUNCH_S)
 
 
 def model_of(name: str, vocabulary: int) -> DecoderShape:
-    """A size of `demo.bench_pair`, or a folder with the config.json of a Llama, Qwen or Mistral."""
+    """Return a size of `demo.bench_pair`, or the shape in the config.json of a Llama, Qwen or Mistral folder."""
     if name in SIZES:
         size = SIZES[name]
         return DecoderShape(
@@ -144,13 +147,12 @@ def model_of(name: str, vocabulary: int) -> DecoderShape:
 
 @lru_cache(maxsize=64)
 def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: float) -> float:
-    """Mean tokens of a step of the race of `num_drafts` chains of `length` tokens.
+    """Return the mean tokens of a step of the race of `num_drafts` chains of `length` tokens.
 
-    acceptance: of a single draft, sum min(p, q); missed: the share of what that leaves to 1 which is tokens of the
-    target that the draft all but excludes. The ratio q/p of the other tokens is taken as lognormal, and all as
-    independent from position to position; then as in `docs/speculation.md`, by drawing. The embedded
-    pair, of acceptance 0.75, gives 2.81, 3.45, 3.70 and 4.09 tokens at 1x3, 1x5, 2x5 and 4x5; with 0.6 this says 2.83,
-    3.53, 3.86 and 4.06.
+    acceptance: of a single draft, sum min(p, q); missed: the part of the rest (1 - acceptance) on tokens that the draft
+    model nearly excludes. The ratio q/p of the other tokens is modelled as lognormal, and positions as independent; the
+    result is then sampled as in `docs/speculation.md`. The embedded pair, of acceptance 0.75, has 2.81, 3.45, 3.70 and
+    4.09 tokens at 1x3, 1x5, 2x5 and 4x5; with 0.6 this model returns 2.83, 3.53, 3.86 and 4.06.
     """
     if not num_drafts:
         return 1.0
@@ -159,7 +161,7 @@ def tokens_per_step(num_drafts: int, length: int, acceptance: float, missed: flo
     normal_NL, is_missed_NL = chance.normal(size=(_NUM_DRAWN, length)), chance.random((_NUM_DRAWN, length)) < never
 
     def accepted(spread: float) -> float:
-        """Of a single draft: the ratios that are not missed have the mean 1 / (1 - never)."""
+        """Return the acceptance of a single draft: the ratios that are not missed have the mean 1 / (1 - never)."""
         middle = -(spread**2) / 2 - math.log(1 - never)
         return (1 - never) * float(norm.cdf(middle / spread) + norm.cdf(-middle / spread - spread) / (1 - never))
 
@@ -181,7 +183,7 @@ class ModelPair:
     missed: float = 0.6
 
     def step_s(self, num_drafts: int, length: int, requests: int, context: int) -> float:
-        """A step of so many requests, each behind a text of `context` tokens."""
+        """Return the time of a step of these requests, each after a text of `context` tokens."""
         texts, nodes = requests * context, 1 + num_drafts * length
         idle_per_request_s = _IDLE_PER_DRAFTING_S if num_drafts else _IDLE_PER_ROW_S
         around_s = _IDLE_S + idle_per_request_s * requests + _HOST_READ_S
@@ -199,27 +201,30 @@ class ModelPair:
         return levels_s + target_s + around_s + (of_level * length + of_rest) * _LAUNCH_S
 
     def speedup(self, num_drafts: int, length: int, requests: int, context: int) -> float:
-        """Over plain decoding."""
+        """Return the speedup over plain decoding."""
         plain_s = self.step_s(0, 0, requests, context)
         tokens = tokens_per_step(num_drafts, length, self.acceptance, self.missed)
         return tokens * plain_s / self.step_s(num_drafts, length, requests, context)
 
     def roofline(self, requests: int, context: int) -> float:
-        """Share of the device's bandwidth that plain decoding reaches."""
+        """Return the share of the device's bandwidth that plain decoding reaches."""
         needed = self.target.weights * _BYTES + requests * context * self.target.token_bytes
         return needed / self.device.bytes_per_s / self.step_s(0, 0, requests, context)
 
     def most_requests(self, length: int, num_nodes: int = 21) -> int:
-        """How many requests with texts of `length` tokens the device holds beside the weights."""
+        """Return the number of requests with texts of `length` tokens that fit on the device together with the
+        weights.
+        """
         weights = sum(m.weights + m.hidden * m.vocabulary for m in (self.target, self.draft)) * _BYTES
-        # Recorded passes share logits of 256 MiB a model; a step's laws and sums take 16 bytes a token and node.
+        # Recorded passes share logits of 256 MiB per model; a step's probabilities and sums take 16 bytes per token and
+        # node.
         room = self.device.memory_bytes - weights - 2 * (256 << 20)
         of_request = length * (self.target.token_bytes + self.draft.token_bytes) / _POOL_SHARE
         return max(0, math.floor(room / (of_request + 16 * num_nodes * self.target.vocabulary)))
 
 
 def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for every load: plain decoding, the speedup of every shape, and the best."""
+    """Return a row for every load: plain decoding, the speedup of every shape, and the best shape."""
     rows = []
     for count in requests:
         for context in contexts:
@@ -239,7 +244,7 @@ def foretell(pair: ModelPair, requests: Sequence[int], contexts: Sequence[int]) 
 
 
 def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
-    """Step times of a session's first part beside the model's: measured over foretold."""
+    """Return step times of a session's first part next to the estimates, and their ratio."""
     try:
         found = json.loads(file.read_text(encoding="utf8"))["sections"]["trace"]["found"]["step_s"]
     except (OSError, ValueError, KeyError) as error:
@@ -254,7 +259,7 @@ def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
+    """Return the table."""
     shapes = list(rows[0]["speedup"])
     head = ["requests", "context", "plain, ms", "of the bandwidth", *shapes, "run"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
@@ -266,7 +271,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
+    """Add the arguments."""
     parser.add_argument("--target", default="8b", help=f"{', '.join(SIZES)}, or a checkpoint's folder (default 8b)")
     parser.add_argument("--draft", default="0.6b", help="the same of the draft model (default 0.6b)")
     parser.add_argument("--device", default="h200", choices=DEVICES, help="default h200")
@@ -285,7 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """What the model says; a table goes to standard error."""
+    """Estimate; a table goes to standard error."""
     if not 0 < options.acceptance < 1:
         raise ConfigError(f"--acceptance {options.acceptance}: must be between 0 and 1")
     if not 0 <= options.missed < 1:
@@ -296,7 +301,7 @@ def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
     holds = {str(length): pair.most_requests(length) for length in (1000, 4000, 32_000)}
     print(markdown(rows), file=sys.stderr)
     print(f"requests that the device holds, by tokens of a text: {holds}", file=sys.stderr)
-    print("A model's figures: nothing of this was measured.", file=sys.stderr)
+    print("These are estimates of a model, not measurements.", file=sys.stderr)
     result = {"what": "a model's figures, not measured", "device": options.device, "rows": rows, "holds": holds}
     if options.measured:
         result["measured"] = compared = beside_measured(pair, options.measured)

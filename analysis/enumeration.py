@@ -1,8 +1,8 @@
 """Exact laws of one step by enumeration: every drafted path, every outcome, no sampling. Small vocabularies.
 
-Built on the quantities the rules themselves compute (acceptance, residual, score interval, weights), so that a
-mistake in them shows as a wrong law. Used by the exactness tests and by `polydraft analyze blocks`.
-Not for: a serving engine.
+Built on the quantities that the rules themselves compute (acceptance, residual, score interval, weights), so that an
+error in them shows as a wrong law. Used by the exactness tests and by `polydraft analyze blocks`. Not for: a serving
+engine.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ Tuples = dict[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """One way a step can end: what is accepted, the token after it, and how likely that is."""
+    """One possible result of a step: the accepted tokens, the token after them, and its probability."""
 
     accepted: Path
     next_token: int
     probability: float
     lower: float = 0.0
     upper: float = 1.0
-    """Interval on which the score of the score race is uniform."""
+    """Upper end of the interval on which the score of the score race is uniform."""
     path: Path = ()
-    """The whole drafted chain, where the outcome belongs to one."""
+    """The whole drafted chain, if the outcome belongs to one."""
     shifts: tuple[TargetShift, ...] = ()
-    """Changes of the target law that hold afterwards."""
+    """Changes of the target law after this outcome."""
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,34 @@ class TabularModel:
     vocabulary: int
     length: int
     shifts: tuple[TargetShift, ...] = ()
-    """Changes of the target law that hold from the root on."""
+    """Changes of the target law from the root on."""
     dtype: torch.dtype = torch.float64
-    """What the rules get their laws in; a serving engine has float32."""
+    """Type of the laws that rules receive; a serving engine uses float32."""
 
     def rows(self, laws: Rows, prefixes: Sequence[Path]) -> Tensor:
-        """[N, V] the laws below some prefixes."""
+        """Return [N, V] the laws below some prefixes."""
         return torch.from_numpy(np.array([np.asarray(laws[prefix], dtype=np.float64) for prefix in prefixes])).to(
             self.dtype
         )
 
     def law(self, laws: Rows, prefix: Path) -> Law:
-        """The law below a prefix, as precise as the rules get it."""
+        """Return the law below a prefix, in the precision that the rules receive."""
         row: Law = self.rows(laws, [prefix])[0].double().numpy()
         return row
 
     def paths(self, length: int) -> list[Path]:
-        """Every path of `length` tokens."""
+        """Return every path of `length` tokens."""
         return list(itertools.product(range(self.vocabulary), repeat=length))
 
 
 def joint(rows: Rows, path: Path) -> float:
-    """Probability of a path."""
+    """Return the probability of a path."""
     return float(np.prod([np.asarray(rows[path[:i]])[token] for i, token in enumerate(path)]))
 
 
 @dataclass(frozen=True)
 class EveryChain:
-    """Drafted paths as chains, with the laws that hold along them."""
+    """Drafted paths as chains, with the laws along them."""
 
     model: TabularModel
     chains: Chains
@@ -106,13 +106,13 @@ class EveryChain:
 
     @staticmethod
     def of(model: TabularModel) -> EveryChain:
-        """Every path, as the chain of a request of its own."""
+        """Return every path, each as the chain of a separate request."""
         paths = model.paths(model.length)
         return EveryChain.among(model, paths, torch.arange(len(paths)))
 
     @staticmethod
     def among(model: TabularModel, paths: list[Path], request_C: Tensor) -> EveryChain:
-        """These paths, as the chains of these requests."""
+        """Return these paths, as the chains of these requests."""
         prefixes = [prefix for length in range(model.length + 1) for prefix in model.paths(length)]
         number = {prefix: i for i, prefix in enumerate(prefixes)}
         inner = [prefix for prefix in prefixes if len(prefix) < model.length]
@@ -130,7 +130,7 @@ class EveryChain:
         return EveryChain(model, chains, plain, target, by_depth, paths)
 
     def depth(self, depth: int) -> Tensor:
-        """[C] the same depth for every chain."""
+        """Return [C] the same depth for every chain."""
         return torch.full_like(self.chains.length_C, depth)
 
 
@@ -144,7 +144,7 @@ def _shifts(model: TabularModel, count: int) -> TargetShifts | None:
 
 
 def stop_law(accept_CL: Tensor) -> Tensor:
-    """[C, L + 1] probability that i is the last index whose test succeeds (0: none)."""
+    """Return [C, L + 1] the probability that i is the last index whose test succeeds (0: none)."""
     one_C1 = torch.ones_like(accept_CL[:, :1])
     failed_after = torch.cat([(1 - accept_CL).flip(-1).cumprod(-1).flip(-1), one_C1], 1)
     return torch.cat([one_C1, accept_CL], 1) * failed_after
@@ -155,7 +155,9 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[RuleOutcome]:
-    """Block verification of one chain; `residual_weight_CL1` replaces the residual's weights (for wrong variants)."""
+    """Enumerate block verification of one chain; `residual_weight_CL1` replaces the residual's weights (for wrong
+    variants).
+    """
     chains, target, model = every.chains, every.target, every.model
     known = blocks(chains, target)
     stop = stop_law(known.accept_CL)
@@ -174,7 +176,7 @@ def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None)
 
 
 def token_outcomes(every: EveryChain) -> list[RuleOutcome]:
-    """Token verification of one chain."""
+    """Enumerate token verification of one chain."""
     chains, target, model = every.chains, every.target, every.model
     accept = token_acceptance(chains, target)
     reached = torch.cat([torch.ones_like(accept[:, :1]), accept.cumprod(-1)], 1)
@@ -192,10 +194,10 @@ def token_outcomes(every: EveryChain) -> list[RuleOutcome]:
 
 
 def race(outcomes_by_chain: Sequence[Sequence[RuleOutcome]]) -> list[RuleOutcome]:
-    """The winner's outcomes when independent chains race for the smallest score.
+    """Return the winner's outcomes if independent chains race for the smallest score.
 
-    The other chains' scores have piecewise linear distribution functions, so the integrand is a
-    polynomial between breakpoints and Gauss-Legendre quadrature is exact.
+    The other chains' scores have piecewise linear distribution functions, so the integrand is a polynomial between
+    breakpoints and Gauss-Legendre quadrature is exact.
     """
     bounds = {0.0, 1.0}
     for outcomes in outcomes_by_chain:
@@ -230,7 +232,7 @@ def _distribution(outcomes: Sequence[RuleOutcome], at: Law) -> Law:
 
 
 def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOutcome]:
-    """Greedy block verification of one chain, or of the one the score race selects among several."""
+    """Enumerate greedy block verification of one chain, or of the one the score race selects among several."""
     selected: dict[Path, float] = {path: joint(every.model.draft, path) for path in every.paths}
     if num_chains > 1:
         selected = dict.fromkeys(selected, 0.0)
@@ -252,7 +254,7 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOu
 def _greedy_ends(
     every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
 ) -> Iterator[tuple[int, Tensor, list[tuple[TargetShift, ...]]]]:
-    """(next token, its law by chain, the shifts it leaves by chain) after `tau` accepted tokens."""
+    """Return (next token, its law by chain, the resulting shifts by chain) after `tau` accepted tokens."""
     tau_C = every.depth(tau)
     selection = selection_at(every.chains, every.target, known, count_C, tau_C)
     law = _normalised(next_token_weights(every.chains, selection, tau_C))
@@ -265,7 +267,7 @@ def _greedy_ends(
 
 
 def draft_tuples(method: str, q: Law, count: int) -> Tuples:
-    """Joint law of `count` children of one node; shorter tuples where the support is smaller."""
+    """Return the joint law of `count` children of one node; shorter tuples if the support is smaller."""
     support = np.flatnonzero(q > 0).tolist()
     if method == MOST_LIKELY:
         return {tuple(top_tokens(q, count).tolist()): 1.0}
@@ -295,10 +297,10 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
 
 
 def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """A node rule composed down a tree of drafts.
+    """Compose a node rule down a tree of drafts.
 
-    How a node goes on depends on its text and on how many of the drafts above it still agree, so whatever leads to the
-    same two is one node.
+    The continuation of a node depends only on its text and on the number of drafts above it that still agree, so all
+    paths with the same two are one node.
     """
     ends: dict[tuple[Path, int], float] = defaultdict(float)
     level: dict[tuple[Path, int], float] = {((), 1): 1.0}
@@ -323,7 +325,7 @@ def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int]
 
 
 def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
-    """[tuples, V] the rule's law of the emitted token for every tuple of drafts, in one batch."""
+    """Return [tuples, V] the rule's law of the emitted token for every tuple of drafts, in one batch."""
     drafted = torch.zeros((len(drafts), width), dtype=torch.int64)
     present = torch.zeros((len(drafts), width), dtype=torch.bool)
     for i, tokens in enumerate(drafts):
@@ -335,7 +337,7 @@ def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts:
 
 
 def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:
-    """(probability, leaves in order) of every tree that can be drawn."""
+    """Return (probability, leaves in order) of every tree that can be drawn."""
 
     def below(prefix: Path) -> list[tuple[float, list[Path]]]:
         if len(prefix) == len(fanout):
@@ -352,7 +354,9 @@ def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> li
 
 
 def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """Traversal verification of every tree; all trees are walked at once to the root, and nothing is drawn."""
+    """Enumerate traversal verification of every tree; all trees are walked at once to the root, and nothing is
+    drawn.
+    """
     trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
     request_C = torch.tensor([number for number, (_, tree) in enumerate(trees) for _ in tree])
@@ -375,8 +379,9 @@ def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) 
 
 
 def rule_outcomes(name: str, model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """One step of a rule of RULES on a tree (or chains) drawn by a method; laws changed by shifts only where it
-    leaves any."""
+    """Enumerate one step of a rule of RULES on a tree (or chains) drawn by a method; includes the changes of later
+    laws by shifts.
+    """
     verify = RULES[name].verify
     if isinstance(verify, TopDown):
         return top_down_outcomes(model, verify.node_rule, fanout, method)
@@ -392,7 +397,7 @@ def rule_outcomes(name: str, model: TabularModel, fanout: Sequence[int], method:
 
 
 def first_block_law(outcomes: Sequence[RuleOutcome]) -> dict[str, float]:
-    """Probability of each "accepted|next"."""
+    """Return the probability of each "accepted|next"."""
     law: dict[str, float] = defaultdict(float)
     for outcome in outcomes:
         law[",".join(map(str, outcome.accepted)) + f"|{outcome.next_token}"] += outcome.probability
@@ -400,5 +405,5 @@ def first_block_law(outcomes: Sequence[RuleOutcome]) -> dict[str, float]:
 
 
 def expected_accepted(outcomes: Sequence[RuleOutcome]) -> float:
-    """E[tau]."""
+    """Return E[tau]."""
     return sum(len(outcome.accepted) * outcome.probability for outcome in outcomes)

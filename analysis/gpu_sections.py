@@ -1,6 +1,6 @@
-"""The sections of a session on a device (`gpu_session.py`), each a process of its own.
+"""Sections of a session on a device (`gpu_session.py`), each in a separate process.
 
-A section writes what it has found after every item. Times are those of the device: everything is waited for.
+A section writes its results after every item. Times are those of the device, synchronised.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def has_cuda() -> bool:
 
 
 class SectionResults:
-    """What a section has found, on disk after every item."""
+    """Results of a section, written to disk after every item."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._found: dict[str, Any] = {"failures": []}
 
     def add(self, name: str, value: Any) -> None:
-        """An item."""
+        """Add an item."""
         self._found[name] = value
         self._write()
         print(f"{name}: {json.dumps(value)[:400]}", flush=True)
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Note a failure where something does not hold."""
+        """Record a failure if a condition does not hold."""
         if not holds:
             self._found["failures"].append(otherwise)
             self._write()
@@ -69,7 +69,7 @@ class SectionResults:
 
 
 def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
-    """An engine around a pair that is made on the device; what it fell back from is a failure."""
+    """Build an engine around a pair that is created on the device; every fall-back is a failure."""
     register()
     began = time.monotonic()
     on_cuda = options.device == "cuda"
@@ -104,19 +104,19 @@ def build(options: argparse.Namespace, findings: SectionResults) -> Engine:
 
 
 def require_all(findings: SectionResults, found: Mapping[str, bool]) -> None:
-    """On a device every fast way must be used: a fall-back would be measured as if it were one."""
+    """Require every fast path: a fall-back would be measured in its place."""
     for name, used in found.items():
         findings.require(used, f"{name}: not used")
 
 
 def wait(device: torch.device) -> None:
-    """Until the device is done."""
+    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Median time of some work, waited for, over about so many seconds."""
+    """Return the median time of synchronised runs over about this many seconds."""
     work()
     wait(device)
     runs: list[float] = []
@@ -129,12 +129,12 @@ def middle_s(work: Callable[[], Any], device: torch.device, seconds: float) -> f
 
 
 def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) -> Plan:
-    """A made-up step."""
+    """Return a synthetic plan."""
     return made_up_plan(engine, num_rows, context, arms.speculation_of(name))
 
 
 def trace(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Ceilings, times of passes, and what a step consists of."""
+    """Measure ceilings, times of passes, and the parts of a step."""
     device = torch.device(options.device)
     findings.add("ceilings", ceilings(device, options.scale))
     engine = build(options, findings)
@@ -157,12 +157,12 @@ def trace(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def made_up(num_rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Numbers to time work on: the same every time, drawn from no generator."""
+    """Return the same synthetic numbers every time, without a generator."""
     return torch.linspace(-3, 3, num_rows * width, device=device).view(num_rows, width)
 
 
 def ceilings(device: torch.device, scale: float) -> dict[str, float]:
-    """Bytes a second that are copied, and operations a second of a product of matrices."""
+    """Measure copied bytes per second, and operations per second of a matrix product."""
     size = (1 << 30) if device.type == "cuda" else (1 << 24)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -176,7 +176,7 @@ def ceilings(device: torch.device, scale: float) -> dict[str, float]:
 
 
 def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
-    """The 25 operations of a step that take longest, and how much of its time the device is idle."""
+    """Return the 25 operations of a step that take longest, and the share of its time in which the device is idle."""
     from torch.profiler import ProfilerActivity
 
     on_cuda = engine.target.device.type == "cuda"
@@ -191,7 +191,7 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
     wall_s = time.perf_counter() - began
     key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     found = profiled.key_averages()
-    if on_cuda:  # a kernel's time is also that of the operation that has started it
+    if on_cuda:  # a kernel's time also counts for the operation that launched it
         found = [event for event in found if event.device_type.name == "CUDA"]
     events = sorted(found, key=lambda event: getattr(event, key), reverse=True)
     busy_s = sum(getattr(event, key) for event in events) / 1e6
@@ -206,9 +206,9 @@ def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
 
 
 def variants(options: argparse.Namespace, findings: SectionResults) -> None:
-    """How much longer a step takes without each fast way, in turns.
+    """Measure how much longer a step takes without each fast path, in turns.
 
-    What is recorded cannot be left out of it: what whole steps record is compared without them.
+    A fast path cannot be removed from a recorded step, so it is compared without recording.
     """
     engine = build(options, findings)
     device = engine.target.device
@@ -226,7 +226,7 @@ def variants(options: argparse.Namespace, findings: SectionResults) -> None:
                 for number in range(2 * num_turns + 4):
                     is_without = number % 4 in (1, 2)
                     seconds = _timed(engine, plan, [*base, *(case[-1:] if is_without else ())])
-                    if number >= 4:  # the first compile and allocate
+                    if number >= 4:  # the first run compiles and allocates
                         taken[is_without].append(seconds)
                 found = median_of_ratios(taken[True], taken[False])._asdict()
                 also = f" (nor {', '.join(base)})" if base else ""
@@ -235,7 +235,7 @@ def variants(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
-    """Duration of a step without some ways, waited for."""
+    """Return the synchronised duration of a step without some fast paths."""
     if missing:
         with without(engine, missing[0]):
             return _timed(engine, plan, missing[1:])
@@ -246,17 +246,18 @@ def _timed(engine: Engine, plan: Plan, missing: Sequence[str]) -> float:
 
 
 def law(options: argparse.Namespace, findings: SectionResults) -> None:
-    """First tokens of many answers against the target's own law, by a G-test."""
+    """Compare the first tokens of many answers with the target's distribution, by a G-test."""
     engine = build(options, findings)
     chance = random.Random(7)
-    # All but one token of the prompt fill blocks, which the answers share: so their first steps compute one token, as
-    # all steps do that are recorded.
+    # All but one token of the prompt fill blocks, which the answers share. So their first steps compute one token, as
+    # all recorded steps do.
     prompt = [chance.randrange(3, options.vocabulary) for _ in range(2 * engine.facts.block_size + 1)]
     num_answers = max(200, round(4000 * options.scale))
     cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("off", "block:1x5", "bv_race:4x5")]
     cases += [("bv_race:2x3", {"top_p": 0.8}), ("bv_race:2x3", {"top_k": 20, "min_p": 0.01, "top_p": 0.9})]
     for name, filters in cases:
-        # Steps of few rows are recorded, or leave equal nodes apart; those of many do not: here all are of one kind.
+        # Steps of few rows are recorded, or leave equal nodes separate; those of many rows do not. Here all steps are
+        # of one type.
         for kind in ("recorded",) if filters else ("equal nodes merged", "equal nodes apart", "recorded"):
             few = max(200, num_answers // 8) if kind == "recorded" else num_answers
             with steps_of(engine, kind) as served:
@@ -269,7 +270,7 @@ def law(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Tokens a second of every shape in turns, cell by cell: the smallest number of requests first."""
+    """Measure tokens per second of every shape in turns, cell by cell: the smallest number of requests first."""
     engine = build(options, findings)
     on_cuda = options.device == "cuda"
     points = measure_points(engine, arms.speculation_of("adaptive"))
@@ -292,16 +293,16 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser) -> None:
-    """What all sections share."""
+    """Add the arguments of all sections."""
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu is a dry run")
     parser.add_argument("--target", default="8b", choices=bench_pair.SIZES, help="size of the made target (default 8b)")
     parser.add_argument("--draft", default="0.6b", choices=bench_pair.SIZES, help="of the draft model (default 0.6b)")
     parser.add_argument("--vocabulary", type=int, default=151_936, help="tokens (default 151936)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all times; small for a dry run")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all durations; small for a dry run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One section."""
+    """Run one section."""
     what = __doc__.split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m analysis.gpu_sections", description=what)
     parser.add_argument("section", choices=["trace", "variants", "law", "record"])

@@ -1,10 +1,9 @@
-"""`make gpu-check`: half an hour on a CUDA device in three parts: does it run and where is the time, which of its ways
-are faster, and the figures for the record.
+"""`make gpu-check`: half an hour on a CUDA device, in three parts: correctness and a profile, the benefit of each fast
+path, and the figures for the record.
 
-Every section runs in a process of its own with a limit of its own; what it has found is written after every item, so a
-section that hangs, crashes or runs out of its time leaves what it had. A fall-back (plain operations where kernels
-should run, steps that are not recorded) is a failure, not a success. Needs no git, no network and no checkpoint: the
-pair is made on the device.
+Every section runs in a separate process with a time limit. Results are written after every item, so a section that
+hangs, crashes or exceeds its limit leaves its results so far. A fall-back (plain operations instead of kernels, steps
+that are not recorded) is a failure. Needs no git, no network and no checkpoint: the pair is created on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _TESTS = (
 
 @dataclass(frozen=True)
 class Section:
-    """A piece of a part."""
+    """Section of a part."""
 
     name: str
     limit_s: float
@@ -61,17 +60,17 @@ PARTS: dict[int, Sequence[Section]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sections share."""
+    """Settings of all sections."""
 
     device: str
     target: str
     draft: str
     vocabulary: int
     scale: float
-    """Of all times: small for a dry run."""
+    """Factor of all durations: small for a dry run."""
 
     def arguments(self) -> list[str]:
-        """For a process of its own."""
+        """Return the arguments of a section's process."""
         return [
             *("--device", self.device, "--target", self.target, "--draft", self.draft),
             *("--vocabulary", str(self.vocabulary), "--scale", str(self.scale)),
@@ -79,7 +78,7 @@ class Setting:
 
 
 def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, Any]:
-    """Run a section to its end, or to the end of its time; its log and its findings stay in the folder."""
+    """Run a section to its end or its time limit; its log and its results stay in the folder."""
     found = folder / f"{section.name}.json"
     found.unlink(missing_ok=True)
     if section.name == "tests":
@@ -112,7 +111,7 @@ def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; 0 when every section ended well and nothing fell back, 1 when not, 2 without the device."""
+    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without the device."""
     options = parser().parse_args(arguments)
     setting = Setting(options.device, options.target, options.draft, options.vocabulary, options.scale)
     if setting.device == "cuda" and not gpu_sections.has_cuda():
@@ -141,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     result = argparse.ArgumentParser(prog="python -m analysis.gpu_session", description=__doc__.split("\n\n")[0])
     result.add_argument("--part", type=int, action="append", choices=sorted(PARTS), help="may be repeated; default all")
     result.add_argument("--output", type=Path, default=Path("docs/results/gpu"), help="folder of results and logs")

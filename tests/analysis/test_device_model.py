@@ -81,7 +81,7 @@ def test_it_is_told_how_far_it_was_off(tmp_path: Path, capsys: pytest.CaptureFix
     assert analyze.main(["plan", "--measured", str(file)]) == 0
     said = capsys.readouterr()
     assert "2.00 of the model's" in said.err
-    assert "nothing of this was measured" in said.err
+    assert "estimates of a model, not measurements" in said.err
     assert json.loads(said.out)["rows"][0]["speedup"]["4x5"] == pytest.approx(PAIR.speedup(4, 5, 1, 300))
     file.write_text("{}")
     assert analyze.main(["plan", "--measured", str(file)]) == 2
