@@ -1,8 +1,8 @@
-"""`python -m analysis.growth`: what more chains cost a step of one request, in time and in memory.
+"""`python -m analysis.growth`: cost of more chains for a step of one request, in time and in memory.
 
-Steps of K chains of four tokens over those of one chain, and the target's pass over 32 rows over that over a single
-one, in turns; the most memory that steps of eight chains behind a long text take over those of one, each in a process
-of its own.
+Times: steps of K chains of four tokens relative to one chain, and the target's pass over 32 rows relative to one row,
+in turns. Memory: the peak of steps of eight chains after a long text minus that of one chain, each in a separate
+process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LENGTH = 4
 """Tokens of a chain."""
 _CHAINS = (1, 2, 4, 8)
 _ROWS = 31
-"""Drafted, in one chain: with the root 32 rows of the target's pass."""
+"""Drafted tokens, in one chain: with the root, 32 rows of the target's pass."""
 _PEAK_STEPS = 8
 
 
 def shape(num_drafts: int, draft_length: int = _LENGTH) -> Speculation:
-    """What is drafted."""
+    """Return the speculation of a shape."""
     return Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=draft_length)
 
 
 def load(options: argparse.Namespace) -> Engine:
-    """An engine with room for one text of the greatest length."""
+    """Load an engine with room for one text of the greatest length."""
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or 1)
     limits = SpeculationConfig(max_num_drafts=max(_CHAINS), max_draft_length=_ROWS, observed_share=0.0)
@@ -59,7 +59,7 @@ def load(options: argparse.Namespace) -> Engine:
 
 
 def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
-    """Seconds of steps by chains, and of the target's pass by rows, with their ratios in each repeat."""
+    """Return seconds of steps by chains, and of the target's pass by rows, with their ratios in each repeat."""
     shapes = [Speculation(), *map(shape, _CHAINS), shape(1, _ROWS)]
     plans = [made_up_plan(engine, 1, context, one) for one in shapes]
     steps: dict[int, list[float]] = {num_drafts: [] for num_drafts in _CHAINS}
@@ -74,7 +74,7 @@ def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
 
 
 def _over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
-    """Medians, and ratios to the first with their range."""
+    """Return medians, and ratios to the first with their range."""
     first = next(iter(seconds.values()))
     found = {}
     for size, runs in seconds.items():
@@ -89,11 +89,13 @@ def _over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> int:
-    """Most resident memory of this process while it makes steps of so many chains, without what loading took."""
+    """Return the peak of this process's resident memory during steps of this many chains, without the memory of
+    loading.
+    """
     engine = load(options)
     plan = made_up_plan(engine, 1, context, shape(num_drafts))
     engine.carry_out(plan)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     with torch.inference_mode():
         for _ in range(_PEAK_STEPS):
             engine.carry_out(plan)
@@ -103,7 +105,7 @@ def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> in
 
 
 def peaks(options: argparse.Namespace, context: int) -> dict[str, int]:
-    """By chains, each in a process of its own."""
+    """Return the peaks by chains, each measured in a separate process."""
     found = {}
     for num_drafts in (_CHAINS[0], _CHAINS[-1]):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -112,7 +114,7 @@ def peaks(options: argparse.Namespace, context: int) -> dict[str, int]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A row per number of chains and type."""
+    """Return a table with a row per number of chains and type."""
     lines = ["| weights | K | step, over one chain | target pass of 32 rows, over one |", "|" + " --- |" * 4]
     for cell in result["cells"]:
         many = cell["target_pass"][str(1 + _ROWS)]
@@ -131,8 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.splitlines()[0])
     add_pair_arguments(parser)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types of the weights (default float32,bfloat16)")
-    parser.add_argument("--context", type=int, default=256, help="tokens of the text behind timed steps (default 256)")
-    parser.add_argument("--long-context", type=int, default=1900, help="the same for the memory (default 1900)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the text before timed steps (default 256)")
+    parser.add_argument(
+        "--long-context",
+        type=int,
+        default=1900,
+        help="tokens of the text before steps whose memory is measured (default 1900)",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="measurements of every point (default 5)")
     parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`analyze laws` and `analyze blocks`: what given laws are worth, exactly.
+"""`analyze laws` and `analyze blocks`: exact value of given distributions.
 
 Not for: models (`pair.py`).
 """
@@ -23,7 +23,7 @@ _MOST_TUPLES = 50_000
 
 
 def read_law(entry: Any, name: str, where: str) -> theory.Law:
-    """A probability vector of an entry, normalised; raises ConfigError with the place of the fault."""
+    """Return a probability vector of an entry, normalised; raise ConfigError with the place of the fault."""
     try:
         law = np.array(entry[name], dtype=np.float64)
     except (KeyError, TypeError, ValueError) as error:
@@ -37,7 +37,7 @@ def read_law(entry: Any, name: str, where: str) -> theory.Law:
 
 
 def analyze_law(entry: Any, where: str) -> dict[str, Any]:
-    """Optima and acceptances of one entry; None where there is neither a closed form nor a feasible enumeration."""
+    """Return optima and acceptances of one entry; None if there is neither a closed form nor a feasible enumeration."""
     p, q = read_law(entry, "p", where), read_law(entry, "q", where)
     n = entry.get("n", 1)
     if len(p) != len(q):
@@ -61,7 +61,7 @@ def analyze_law(entry: Any, where: str) -> dict[str, Any]:
 
 
 def read_entries(file: Path, what: str) -> list[dict[str, Any]]:
-    """The list of objects in a JSON file; raises ConfigError for a file that is not as described."""
+    """Return the list of objects in a JSON file; raise ConfigError for any other content."""
     try:
         entries = json.loads(file.read_text(encoding="utf8"))
     except OSError as error:
@@ -74,13 +74,13 @@ def read_entries(file: Path, what: str) -> list[dict[str, Any]]:
 
 
 def analyze_laws(file: Path) -> list[dict[str, Any]]:
-    """All entries of a file of laws."""
+    """Analyze all entries of a file of distributions."""
     entries = read_entries(file, '{"p": [...], "q": [...], "n": k}')
     return [analyze_law(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]
 
 
 def read_model(entry: Any, where: str) -> tuple[TabularModel, int]:
-    """(the laws of every prefix, the number of chains) of an entry of blocks."""
+    """Return (the distributions of every prefix, the number of chains) of an entry of blocks."""
     numbers = {}
     for name in ("V", "L", "K"):
         value = entry.get(name)
@@ -103,7 +103,7 @@ def read_model(entry: Any, where: str) -> tuple[TabularModel, int]:
             key = ",".join(map(str, prefix))
             row, place = rows.get(key), f"{where}, row {key!r}"
             if row is None:
-                # A prefix that neither law can reach may be left out.
+                # A prefix that has probability 0 under both distributions may be omitted.
                 row = {"p": [1 / vocabulary] * vocabulary, "q": [1 / vocabulary] * vocabulary}
                 if not _unreachable(prefix, target, draft):
                     raise ConfigError(f"{place}: is missing")
@@ -122,10 +122,10 @@ def _unreachable(prefix: tuple[int, ...], target: Rows, draft: Rows) -> bool:
 
 
 def analyze_block(entry: Any, where: str) -> dict[str, Any]:
-    """E[tau] and the law of "accepted|next" of every rule on K chains of L tokens, by enumeration.
+    """Return E[tau] and the distribution of "accepted|next" of every rule on K chains of L tokens, by enumeration.
 
-    Chains are i.i.d. for the rules that take them; `greedy` and `spechub` draw the first tokens their own way. Rules
-    for fewer chains take as many as they can.
+    Chains are i.i.d. for the rules that support them; `greedy` and `spechub` draw the first tokens by their own
+    methods. Rules for fewer chains use as many as they can.
     """
     model, num_chains = read_model(entry, where)
     expected: dict[str, float | None] = {}
@@ -147,6 +147,6 @@ def analyze_block(entry: Any, where: str) -> dict[str, Any]:
 
 
 def analyze_blocks(file: Path) -> list[dict[str, Any]]:
-    """All entries of a file of blocks."""
+    """Analyze all entries of a file of blocks."""
     entries = read_entries(file, '{"V": ..., "L": ..., "K": ..., "rows": {prefix: {"p": [...], "q": [...]}}}')
     return [analyze_block(entry, f"{file}, entry {number}") for number, entry in enumerate(entries)]

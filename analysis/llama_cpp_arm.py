@@ -1,6 +1,6 @@
-"""llama.cpp as a peer of the bench: a Llama checkpoint written as GGUF, decoded by its own library.
+"""llama.cpp as a peer of the bench: a Llama checkpoint is written as GGUF and decoded by llama.cpp's library.
 
-Optional: needs llama-cpp-python and gguf, which nothing else does. Not for: serving.
+Optional: needs llama-cpp-python and gguf, which nothing else uses. Not for: serving.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == "llama", "written for checkpoints of the Llama kind"
+    assert config["model_type"] == "llama", "only checkpoints like Llama are supported"
     weights = load_file(folder / "model.safetensors")
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(file, "llama")
@@ -81,13 +81,13 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleaved(weight: Tensor, num_heads: int) -> Tensor:
-    """Rotation pairs neighbours there, and here the halves of a head."""
+    """Reorder rows: rotation pairs neighbours in GGUF, and the halves of a head in transformers."""
     rows, columns = weight.shape
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def _log(level: int, text: bytes, _: Any) -> None:
-    """Pass on errors alone: loading a model writes a line per tensor."""
+    """Log errors only: loading a model writes a line per tensor."""
     if level == _ERROR:
         sys.stderr.write(text.decode(errors="replace"))
 
@@ -96,7 +96,7 @@ class Context:
     """A loaded model with room for several sequences."""
 
     def __init__(self, folder: Path, kind: str, num_sequences: int, num_tokens: int, num_threads: int) -> None:
-        """kind: of the weights; num_tokens: of one sequence at most."""
+        """kind: type of the weights; num_tokens: most tokens of one sequence."""
         import llama_cpp
 
         self._api = llama_cpp
@@ -126,7 +126,7 @@ class Context:
             self._api.llama_memory_seq_rm(self._memory, sequence, start, -1)
 
     def decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
-        """One pass over (token, position, sequence, whether its logits are wanted)."""
+        """Run one pass over (token, position, sequence, whether its logits are wanted)."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, (token, position, sequence, wanted) in enumerate(tokens):
@@ -136,7 +136,7 @@ class Context:
         assert status == 0, f"llama_decode returned {status}"
 
     def sampler(self, temperature: float, seed: int) -> Any:
-        """llama.cpp's own sampling chain."""
+        """Return llama.cpp's own sampling chain."""
         api = self._api
         chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         if temperature:
@@ -147,7 +147,7 @@ class Context:
         return chain
 
     def sample(self, sampler: Any, index: int) -> int:
-        """A token from the logits of the last pass's `index`-th token."""
+        """Sample a token from the logits of the last pass's `index`-th token."""
         return int(self._api.llama_sampler_sample(sampler, self._context, index))
 
 
@@ -155,7 +155,7 @@ class LlamaCpp:
     """llama.cpp's decoding of a pair, as an arm of `peers`."""
 
     def __init__(self, options: Any, kind: str) -> None:
-        """kind: of the weights, one of `TYPES`."""
+        """kind: type of the weights, one of `TYPES`."""
         room = options.prompt + options.tokens + 8
         sequences = max(NUM_CHECKED, *(int(part) for part in options.concurrency.split(",")))
         self._num_tokens = options.tokens
@@ -164,7 +164,7 @@ class LlamaCpp:
         self._seed = 0
 
     def plain(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
-        """All prompts in one batch."""
+        """Decode all prompts in one batch."""
         target = self._target
         target.forget()
         samplers = [self._sampler(temperature) for _ in prompts]
@@ -182,7 +182,9 @@ class LlamaCpp:
         return answers
 
     def drafted(self, prompts: list[list[int]], temperature: float, num_drafts: int = 3) -> list[list[int]]:
-        """One prompt after the other, with the draft model's likeliest tokens: those that are sampled too are kept."""
+        """Decode one prompt after the other, with the draft model's likeliest tokens as drafts; a draft is accepted
+        if it is the sampled token.
+        """
         return [self._drafted(prompt, temperature, num_drafts) for prompt in prompts]
 
     def _drafted(self, prompt: list[int], temperature: float, num_drafts: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The load of a measurement: the requests that every arm answers, and the options that say so."""
+"""Load of a measurement: the requests that every arm answers, and their options."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from engine.request import Limits, Request, Sampling, Speculation
 
 @dataclass(frozen=True)
 class Load:
-    """What every arm is asked."""
+    """Requests of every arm."""
 
     prompts: Sequence[tuple[int, ...]]
     num_tokens: int
-    """Of an answer, in the mean."""
+    """Mean tokens of an answer."""
     temperature: float
 
     @property
     def longest_answer(self) -> int:
-        """Tokens."""
+        """Return the most tokens of an answer."""
         return self.num_tokens * 3 // 2
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest prompt and the longest answer."""
+        """Return the tokens of the longest prompt and the longest answer."""
         return max(map(len, self.prompts)) + self.longest_answer
 
     def requests(self, speculation: Speculation, seed_stable: bool = False) -> Iterator[Request]:
-        """One after the other, without end; the same for all arms but for the speculation."""
+        """Yield requests indefinitely; they are the same for all arms, except for the speculation."""
         number = 0
         while True:
             length = random.Random(number).randint(max(1, self.num_tokens // 2), self.longest_answer)
@@ -46,8 +46,10 @@ class Load:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
-    """What is asked of every arm, but for the prompts; and where the result goes."""
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens kept of a prompt, its end (default 256)")
+    """Add the arguments of the requests, except the prompts, and of the output."""
+    parser.add_argument(
+        "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
+    )
     parser.add_argument(
         "--tokens",
         type=int,

@@ -1,4 +1,4 @@
-"""The pair under analysis behind an idle engine, and prompts for it."""
+"""Pair under analysis with an idle engine, and prompts for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CACHE_BYTES = 1 << 29
 
 
 def integers(text: str) -> list[int]:
-    """Whole numbers from 1 on, with commas between."""
+    """Parse comma-separated whole numbers from 1 on."""
     values = [int(part) for part in text.split(",")]
     if min(values) < 1:
         raise argparse.ArgumentTypeError("must be whole numbers from 1 on")
@@ -32,7 +32,7 @@ def integers(text: str) -> list[int]:
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which pair is loaded, and how."""
+    """Add the flags that select the pair and the device."""
     parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model: folder or hub name")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
@@ -41,7 +41,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names_of(options: argparse.Namespace) -> tuple[str, str]:
-    """(target, draft); raises ConfigError where only one is named."""
+    """Return (target, draft); raise ConfigError if only one is named."""
     if (options.target is None) != (options.draft is None):
         raise ConfigError("name both --target and --draft, or neither for the embedded pair")
     if options.target is None:
@@ -51,7 +51,9 @@ def names_of(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
-    """An idle engine that can run `num_drafts` chains of `draft_length` tokens for that many requests at once."""
+    """Return an idle engine that can run `num_drafts` chains of `draft_length` tokens for this many requests at
+    once.
+    """
     target, draft = names_of(options)
     torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
     model = ModelConfig(
@@ -69,7 +71,8 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
 
 
 def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[tuple[int, ...]]:
-    """Token ids of the prompts in a JSON-lines file (`prompt`, `text` or `messages` in each record), cut to `room`.
+    """Return token ids of the prompts in a JSON-lines file (`prompt`, `text` or `messages` in each record), cut to
+    `room`.
 
     Without a file: the held-out dialogues of the embedded pair.
     """
@@ -98,13 +101,13 @@ def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[t
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts of tokens that the embedded pair and the bench pair know."""
+    """Return random prompts of tokens that the embedded pair and the bench pair know."""
     generator = random.Random(seed)
     return [[generator.randrange(300, 4000) for _ in range(length)] for _ in range(count)]
 
 
 def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
-    """Embedded ones by name, random ones as random:N, or those of a file."""
+    """Return embedded prompts by name, random ones for random:N, or those of a file."""
     name, _, length = kind.partition(":")
     if name == "random" and length.isdigit():
         return [tuple(prompt) for prompt in random_prompts(256, int(length), 0)]
@@ -115,7 +118,7 @@ def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ..
 
 
 def write(result: dict[str, Any], output: Path | None) -> None:
-    """As JSON, where a file is named."""
+    """Write the result as JSON if a file is named."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""`analyze pair`: how good a draft model is for a target, the best that any rule could do, and what to run.
+"""`analyze pair`: quality of a draft model for a target, the optimum of any rule, and recommended settings.
 
 Three measurements per pair, each cell of the grid saved as it is done, so that an interrupted run goes on:
 - laws: on text that the target wrote, at every position both laws; the optimum alpha* of every draft method, the
@@ -48,18 +48,18 @@ from loadtest.environment import environment
 from loadtest.statistics import ratio_of_sums
 
 _MOST_QUADRATURES = 100_000
-# Draws of the drafts where an acceptance has no closed form.
+# Number of draws if an acceptance has no closed form.
 _DRAWS = 32
 # Largest shape: chains, and tokens in a chain.
 _LIMITS = (64, 32)
 _EPSILONS = (0.05, 0.1, 0.2, 0.4)
-# Rules whose expected length in any step follows from the laws along the target's own text, and by which ratios.
+# Rules whose expected length in any step follows from the laws along the target's own text, with their ratios.
 _CLOSED_FORM: dict[str, Verification] = {"token": "token", "block": "block", "bv_race": "block"}
 
 
 @dataclass(frozen=True)
 class SpeculationSetup:
-    """What is drafted and how it is verified."""
+    """Drafts of a request, and their verification."""
 
     rule: str
     method: str
@@ -69,7 +69,7 @@ class SpeculationSetup:
 
     @staticmethod
     def parse(text: str) -> SpeculationSetup:
-        """From `rule:KxL`, `rule/method:KxL` or, for a tree with so many children by depth, `rule:2.2.1`."""
+        """Parse `rule:KxL`, `rule/method:KxL` or, for a tree with the number of children by depth, `rule:2.2.1`."""
         try:
             arm = parse(text)
         except ValueError as error:
@@ -83,22 +83,22 @@ class SpeculationSetup:
 
     @property
     def size(self) -> str:
-        """Chains x length, or the tree."""
+        """Return chains x length, or the tree."""
         return ".".join(map(str, self.tree)) or f"{self.num_drafts}x{self.draft_length}"
 
     @property
     def first_drafts(self) -> int:
-        """Drafts at the root."""
+        """Return the number of drafts at the root."""
         return self.tree[0] if self.tree else self.num_drafts
 
     @property
     def key(self) -> str:
-        """Name of the cell in the saved results."""
+        """Return the name of the cell in the saved results."""
         return f"{self.rule}/{self.method}/{self.size}"
 
     @property
     def speculation(self) -> Speculation:
-        """As a request asks for it."""
+        """Return the speculation of a request."""
         return Speculation(
             rule=self.rule,
             num_drafts=self.num_drafts,
@@ -109,7 +109,7 @@ class SpeculationSetup:
 
 
 def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[SpeculationSetup]:
-    """The grid, without what the rules cannot take, or the shapes that are named; raises ConfigError."""
+    """Return the grid without unsupported combinations, or the named shapes; raise ConfigError."""
     if options.shapes:
         return [SpeculationSetup.parse(text) for text in options.shapes.split(",")]
     names = options.rules.split(",") if options.rules else list(RULES)
@@ -131,10 +131,10 @@ def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[SpeculationS
 
 
 class Results:
-    """What has been measured, saved after every cell; a run with the same settings goes on where it was."""
+    """Measurements, saved after every cell; a run with the same settings resumes."""
 
     def __init__(self, file: Path, settings: dict[str, Any], fresh: bool) -> None:
-        """Raises ConfigError where the file holds other settings."""
+        """Open the file; raise ConfigError if it has results of other settings."""
         self.file = file
         self.content: dict[str, Any] = {"settings": settings, "laws": {}, "runs": {}, "times": {}, "plain_s": {}}
         if file.exists() and not fresh:
@@ -151,12 +151,12 @@ class Results:
         return key not in self.content[part]
 
     def save(self, part: str, key: str, value: Any) -> None:
-        """Add a cell; the file is always whole."""
+        """Add a cell; the file is replaced atomically."""
         self.content[part][key] = value
         self._write()
 
     def finish(self, cells: list[dict[str, Any]]) -> None:
-        """Add the records that combine all cells, and what they were measured on."""
+        """Add the records that combine all cells, and the settings."""
         self.content["cells"] = cells
         self.content.setdefault("environment", environment())
         self._write()
@@ -220,7 +220,7 @@ def _measure_laws(
     shapes: list[SpeculationSetup],
     results: Results,
 ) -> None:
-    """Per temperature: sums over positions of the target's own text."""
+    """Sum over positions of the target's own text, for each temperature."""
     for temperature in options.temperature:
         if not results.missing("laws", str(temperature)):
             continue
@@ -234,7 +234,7 @@ def _measure_laws(
         front: list[list[tuple[float, float]]] = []
         for number, (prompt, tokens) in enumerate(tqdm(pairs, desc=f"laws, T = {temperature}", unit="answer")):
             target_NV, draft_NV = laws_along(engine, prompt, tokens, temperature)
-            if not drafts_by_head(engine):  # below drafted tokens, a head drafts from its own states
+            if not drafts_by_head(engine):  # after drafted tokens, a head drafts from its own states
                 add_closed_forms(target_NV, draft_NV, tokens, shapes, lengths)
             step = max(1, len(tokens) // wanted)
             for position in range(number % step, len(tokens), step):
@@ -279,7 +279,7 @@ def answers_of(
 def laws_along(
     engine: Engine, prompt: tuple[int, ...], tokens: list[int], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, V] both laws at every position of an answer."""
+    """Return [N, V] both laws at every position of an answer."""
     known = (*prompt, *tokens[:-1])
     blocks = tuple(range(-(-len(known) // engine.facts.block_size)))
     part = SequenceInput(known, 0, blocks, NO_NODES, slice(len(prompt) - 1, None))
@@ -297,7 +297,7 @@ def add_closed_forms(
     shapes: list[SpeculationSetup],
     lengths: dict[str, list[float]],
 ) -> None:
-    """Expected accepted length of the block rules, from every position where a whole block fits."""
+    """Add the expected accepted length of the block rules, from every position that a whole block follows."""
     index = torch.tensor(tokens, device=target_NV.device).unsqueeze(1)
     log_p, log_q = (rows.gather(1, index).squeeze(1).double().log().cpu().numpy() for rows in (target_NV, draft_NV))
     for shape in shapes:
@@ -316,7 +316,7 @@ def measure_position(
     optima: dict[str, list[float]],
     accepted: dict[str, list[float]],
 ) -> None:
-    """Optimum of every draft method and acceptance of every rule at one position."""
+    """Add the optimum of every draft method and the acceptance of every rule at one position."""
     for method, count in sorted({(shape.method, shape.first_drafts) for shape in shapes}):
         best = optimum(method, p, q, count, _MOST_QUADRATURES)
         if best is not None:
@@ -336,7 +336,7 @@ def _measure_runs(
     shapes: list[SpeculationSetup],
     results: Results,
 ) -> None:
-    """Tokens per pass of every shape and temperature, by the engine itself."""
+    """Measure tokens per pass of every shape and temperature with the engine."""
     cells = [(temperature, shape) for temperature in options.temperature for shape in shapes]
     for temperature, shape in tqdm(cells, desc="runs", unit="cell"):
         key = f"{temperature}/{shape.key}"
@@ -365,7 +365,7 @@ def _measure_runs(
 def _measure_times(
     engine: Engine, options: argparse.Namespace, shapes: list[SpeculationSetup], results: Results
 ) -> None:
-    """Duration of a step of every shape, and of a plain one, by the number of requests."""
+    """Measure the duration of a step of every shape, and of a plain one, by the number of requests."""
     context = min(options.prompt_length + options.tokens // 2, engine.facts.max_model_len // 2)
     cells: list[tuple[int, SpeculationSetup | None]] = [(count, None) for count in options.concurrency]
     cells += [(count, shape) for count in options.concurrency for shape in shapes]
@@ -377,7 +377,7 @@ def _measure_times(
 
 
 def combine(content: dict[str, Any], shapes: list[SpeculationSetup]) -> list[dict[str, Any]]:
-    """One record per temperature and shape: everything that was measured about it."""
+    """Return one record per temperature and shape with all of its measurements."""
     return list(_records(content, shapes))
 
 

@@ -1,7 +1,7 @@
-"""`python -m analysis.peers`: this engine beside transformers and llama.cpp, in one process, interleaved.
+"""`python -m analysis.peers`: this engine compared with transformers and llama.cpp, in one process, interleaved.
 
 Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. At temperature 0 every
-arm's answers are compared with those of `generate` first. Writes one JSON document; every ratio is one of paired runs.
+arm's answers are first compared with those of `generate`. Writes one JSON document; ratios are those of paired runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Arm = Callable[[Prompts, float], Answers]
 
 OWN, OFF, GENERATE = "polydraft", "polydraft off", "transformers generate"
 _RATIOS = {OWN: "polydraft_to_this", OFF: "off_to_this"}
-"""Arms that every arm is compared with, and the names of the ratios."""
+"""Arms with which every arm is compared, and the names of the ratios."""
 
 
 class Own:
@@ -68,15 +68,15 @@ class Own:
         self._number = 0
 
     def adaptive(self, prompts: Prompts, temperature: float) -> Answers:
-        """Shapes chosen by the controller."""
+        """Run with shapes chosen by the controller."""
         return self._run(prompts, temperature, self._adaptive)
 
     def off(self, prompts: Prompts, temperature: float) -> Answers:
-        """Plain decoding."""
+        """Run plain decoding."""
         return self._run(prompts, temperature, Speculation())
 
     def fixed(self, shape: str) -> Arm:
-        """One shape, as rule:KxL."""
+        """Return an arm with one shape, as rule:KxL."""
         return partial(self._run, speculation=SpeculationSetup.parse(shape).speculation)
 
     def _run(self, prompts: Prompts, temperature: float, speculation: Speculation) -> Answers:
@@ -102,7 +102,7 @@ class Own:
 
 
 class Transformers:
-    """transformers' own ways to generate, on models of their own."""
+    """Generation by transformers, with separate models."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import transformers
@@ -123,15 +123,15 @@ class Transformers:
         self.draft.generation_config.assistant_confidence_threshold = 0.0
 
     def generate(self, prompts: Prompts, temperature: float) -> Answers:
-        """One static batch."""
+        """Run one static batch."""
         return self._generate(prompts, temperature)
 
     def assisted(self, prompts: Prompts, temperature: float) -> Answers:
-        """Assisted generation with five drafts, which takes one prompt at a time."""
+        """Run assisted generation with five drafts, one prompt at a time."""
         return [self._generate([prompt], temperature, assistant_model=self.draft)[0] for prompt in prompts]
 
     def continuous(self, prompts: Prompts, temperature: float) -> Answers:
-        """Continuous batching."""
+        """Run continuous batching."""
         torch.set_num_threads(self._threads)
         outputs = self.target.generate_batch(prompts, generation_config=self._sampled(temperature))
         return [
@@ -149,7 +149,7 @@ class Transformers:
         return answers
 
     def _sampled(self, temperature: float) -> Any:
-        # Fields that are not given are taken from the checkpoint's generation_config, which may sample.
+        # Omitted fields would come from the checkpoint's generation_config, which may sample.
         sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         return self._config(
             max_new_tokens=self.num_tokens,
@@ -162,7 +162,7 @@ class Transformers:
 
 
 def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace, progress: Any) -> dict[str, Any]:
-    """All arms on the same prompts, in turn, the order reversed each time; they have all run for a while before."""
+    """Run all arms on the same prompts, in turn, in reversed order each time, after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     prompts = random_prompts(concurrency, options.prompt, 100 * concurrency)
     for arm in arms.values():
@@ -175,7 +175,7 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
         prompts = random_prompts(concurrency, options.prompt, 100 * concurrency + repeat)
         for name in list(arms) if repeat % 2 else list(arms)[::-1]:
             began = time.perf_counter()
-            answers = arms[name](prompts, options.temperature)  # on the host, so nothing is left to wait for
+            answers = arms[name](prompts, options.temperature)  # on the host, so nothing is pending
             elapsed = time.perf_counter() - began
             assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
             seconds[name].append(elapsed)
@@ -195,14 +195,16 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
 
 
 def _about(options: argparse.Namespace) -> Any:
-    """What the bench pair says of itself, or the names of another pair."""
+    """Return the bench pair's description, or the names of another pair."""
     about = Path(options.target).parent / "pair.json"
     names = {"target": Path(options.target).name, "draft": Path(options.draft).name}
     return json.loads(about.read_text()) if about.is_file() else names
 
 
 def markdown(result: dict[str, Any], own: str = OWN) -> str:
-    """A row per concurrency and arm; own: the arm of this engine that the others are compared with."""
+    """Return a table with a row per concurrency and arm; own: the arm of this engine that is compared with the
+    others.
+    """
     lines = [f"| c | arm | tok/s | {own} is (95 % interval) |", "| --- | --- | --- | --- |"]
     for cell in result["cells"]:
         for name, arm in cell["arms"].items():
@@ -213,19 +215,19 @@ def markdown(result: dict[str, Any], own: str = OWN) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line's parser."""
     result = argparse.ArgumentParser(prog="python -m analysis.peers", description=__doc__.splitlines()[0])
     result.add_argument("target", help="folder of the target (demo.bench_pair writes one)")
     result.add_argument("draft", help="folder of the draft model")
     result.add_argument("--concurrency", default="1,8", help="prompts at once, e.g. 1,8")
     result.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
     result.add_argument("--dtype", default="auto", help="type of weights, as the daemon takes it (default auto)")
-    result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where all arms run")
+    result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all arms")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
     result.add_argument(
-        "--warm-up", type=float, default=2.0, help="seconds that an arm runs before: the controller tries shapes then"
+        "--warm-up", type=float, default=2.0, help="seconds of warm-up of an arm, in which the controller tries shapes"
     )
     result.add_argument("--threads", type=int, default=2, help="threads of all arms")
     result.add_argument("--shapes", nargs="*", default=[], help="also fixed shapes, e.g. block:1x5 bv_race:4x5")
@@ -237,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
         help="also llama.cpp, with weights of these types (needs llama-cpp-python and gguf)",
     )
     result.add_argument(
-        "--without", nargs="+", default=[], help="arms left out, by a part of their names, e.g. assisted continuous"
+        "--without", nargs="+", default=[], help="arms to omit, by a part of their names, e.g. assisted continuous"
     )
     result.add_argument("--output", type=Path, help="also write the JSON document to this file")
     return result

@@ -1,4 +1,4 @@
-"""The table, the recommendation and the plots of `analyze pair`."""
+"""Table, recommendation and plots of `analyze pair`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
-    """Markdown: a row per temperature, rule and shape."""
+    """Return a Markdown table with a row per temperature, rule and shape."""
     titles = [
         "T",
         "rule",
@@ -52,7 +52,7 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
 
 
 def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> list[str]:
-    """Flags for each number of requests: the shape that is best over the temperatures, or none."""
+    """Return flags for each number of requests: the shape that is best over the temperatures, or none."""
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in report:
         shape = tuple(cell[name] for name in ("rule", "draft_method", "size"))
@@ -76,7 +76,7 @@ def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> l
 
 
 def print_report(report: Sequence[dict[str, Any]], content: dict[str, Any], concurrency: Sequence[int]) -> None:
-    """Everything a person wants to read, on standard error (standard output has the JSON)."""
+    """Print the report on standard error (standard output has the JSON)."""
     write = sys.stderr.write
     write("\n" + table(report, concurrency) + "\n\n")
     for temperature, laws in content["laws"].items():

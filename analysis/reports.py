@@ -1,8 +1,8 @@
-"""`analyze reports`: is the speedup that an answer reports the one that plain decoding shows, in turns?
+"""`analyze reports`: compare the speedup that an answer reports with the measured one, in turns.
 
-A machine that others use too changes within seconds, so that two plain answers to one prompt, one after the other,
-differ by more than what is to be seen. Here each request is answered by all arms together, a few tokens at a time,
-twice of them plainly: what an answer reports is compared with the time of its plain ones over its own.
+The speed of a shared machine changes within seconds, so two plain answers to one prompt, one after the other, differ by
+more than the error of interest. Here all arms answer each request together, a few tokens at a time, two of them
+plainly. The reported speedup is compared with the time of the plain answers over its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.environment import environment
 
 _TURN_TOKENS = 12
-"""Few: a round of all arms must lie within what a machine does alike."""
+"""Tokens of a turn: few, because the machine's speed must be the same during a round of all arms."""
 _WARM_UP = 4
-"""Answers that come first and are not compared: sizes of steps must have been seen."""
+"""Answers at the beginning that are discarded: the engine must have seen the sizes of steps."""
 _LEAST_ANSWERS = 3
 
 
 def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, float]:
-    """The next request of each arm, the same for all: seconds that each took for its answer."""
+    """Answer the next request of each arm, the same for all, and return the seconds that each took."""
     seconds, num_tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
     open_arms, aim = list(arms), 0
     for arm in arms.values():
@@ -58,7 +58,7 @@ def answer_in_turns(arms: Mapping[str, Arm], order: random.Random) -> dict[str, 
 
 
 def compare(arms: Mapping[str, Arm], num_answers: int) -> dict[str, Any]:
-    """Errors of what answers report by arm, and how far apart plain answers are."""
+    """Return the errors of reported speedups by arm, and the differences between plain answers."""
     order = random.Random(0)
     pairs: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name not in (OFF, AGAIN)}
     noise = []
@@ -70,7 +70,7 @@ def compare(arms: Mapping[str, Arm], num_answers: int) -> dict[str, Any]:
         plain_s = (seconds[OFF] + seconds[AGAIN]) / 2
         for name, found in pairs.items():
             reported = arms[name].reported_speedup
-            # One that the controller let be decoded plainly reports nothing.
+            # An answer that the controller decoded plainly reports nothing.
             if reported is not None and set(arms[name].shapes) - {OFF}:
                 found.append({"reported": reported, "actual": plain_s / seconds[name]})
     return {
@@ -91,7 +91,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A row per arm; and one for plain answers beside plain ones."""
+    """Return a table with a row per arm, and one for the two plain answers."""
     lines = ["| c | arm | error (median) | absolute error, median | 90 % of answers |", "|" + " --- |" * 5]
     for cell in result["cells"]:
         for arm, found in cell["arms"].items():
@@ -107,7 +107,7 @@ def _shown(spread: dict[str, float] | None) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line, beside what says which pair is loaded."""
+    """Add the arguments, except those that name the pair."""
     parser.add_argument(
         "--prompts",
         default="dialogues",
@@ -118,13 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         default="adaptive,block:1x5,bv_race:4x5",
-        help="what is compared: adaptive (the controller), rule:KxL or a tree as rule:2.2.1",
+        help="arms: adaptive (the controller), rule:KxL or a tree as rule:2.2.1",
     )
     parser.add_argument("--answers", type=int, default=40, help="answers of each arm (default 40)")
 
 
 def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
-    """One request at a time; a line per arm goes to standard error."""
+    """Measure one request at a time; a line per arm goes to standard error."""
     names = list(dict.fromkeys([OFF, AGAIN, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)

@@ -1,4 +1,4 @@
-"""`analyze selfcheck`: the exactness test of every rule on a pair's own laws."""
+"""`analyze selfcheck`: the exactness test of every rule on a pair's own distributions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.step.law_check import SIGNIFICANCE, Check, check_law, check_power, i
 
 
 def settings_of(num_drafts: int, draft_length: int, vocab_size: int) -> dict[str, Speculation]:
-    """What is checked: every rule that the vocabulary allows, and a tree for one that takes trees."""
+    """Return the settings to check: every rule that the vocabulary allows, and a tree for one that supports trees."""
     found = {}
     for name, rule in RULES.items():
         if vocab_size > (rule.max_vocabulary or vocab_size):
@@ -29,7 +29,7 @@ def settings_of(num_drafts: int, draft_length: int, vocab_size: int) -> dict[str
 
 
 def selfcheck(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """(results, whether every rule passed and the biased one was found); a table goes to standard error."""
+    """Return (results, whether every rule passed and the biased one was detected); a table goes to standard error."""
     engine = load_pair(options, options.concurrency, max(4, options.num_drafts), max(2, options.draft_length))
     settings = settings_of(options.num_drafts, options.draft_length, engine.facts.vocab_size)
     if options.rules:
@@ -46,7 +46,7 @@ def selfcheck(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         row = f"| {check.name} | {check.p_value:.3g} | {check.num_cells} | {check.num_answers} "
         print(f"{row}| {check.tokens_per_step:.2f} | {check.detectable_bias:.3f} |", file=sys.stderr)
     for power in powers:
-        found = "rejected, as it must be" if power.rejected else "not rejected: the pair agrees too well"
+        found = "detected, as it must be" if power.rejected else "not detected: the two models agree too well"
         print(f"over-acceptance, a rule with a bias of {power.reported_bias:.3f}: {found}", file=sys.stderr)
     failed = [check.name for check in checks if check.rejected]
     blind = [number for number, power in enumerate(powers) if is_blind(power)]

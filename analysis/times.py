@@ -1,6 +1,6 @@
-"""`analyze times`: how long every rule takes on this machine, on made-up laws.
+"""`analyze times`: duration of every rule on this machine, on synthetic distributions.
 
-Laws are softmax rows of random logits, the draft's a noisy copy of the target's.
+Distributions are softmax rows of random logits; the draft's are the target's with noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.speculation.verification import RULES
 
 
 def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per verification by rule, chains and vocabulary; a table goes to standard error."""
+    """Return milliseconds per verification by rule, chains and vocabulary; a table goes to standard error."""
     torch.set_num_threads(options.threads)
     cells = [
         (rule, chains, vocabulary)
@@ -56,7 +56,7 @@ def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
 def made_up_chains(
     num_requests: int, num_chains: int, length: int, vocab_size: int, method: str, seed: int = 0
 ) -> tuple[Chains, LawTable, ChainNoise]:
-    """Drafted chains, target laws and noise of one step."""
+    """Return synthetic chains, target distributions and noise of one step."""
     numbers, kernels = partial(_numbers, seed), choose(torch.device("cpu"))
     total = num_requests * num_chains
     shape = (num_requests * (length + 1), vocab_size)
@@ -64,7 +64,7 @@ def made_up_chains(
     logits_NV = 3 * logits_NV
     noisy_NV = logits_NV + 0.7 * noise_NV
     target_NV, draft_NV = logits_NV.softmax(-1), noisy_NV.softmax(-1)
-    # All chains of a request share one law per depth: what is timed does not depend on it.
+    # All chains of a request share one row per depth; the time does not depend on it.
     request_C = torch.arange(num_requests).repeat_interleave(num_chains)
     row_CX = request_C.unsqueeze(1) * (length + 1) + torch.arange(length + 1)
     draws = numbers(Purpose.DRAFT, 0, (length, num_requests, num_chains))
@@ -90,13 +90,13 @@ def made_up_chains(
 
 
 def _numbers(seed: int, purpose: Purpose, position: int, shape: tuple[int, ...]) -> Tensor:
-    """Uniform numbers of any shape."""
+    """Return uniform numbers of any shape."""
     return torch.from_numpy(uniform(seed, position, purpose, 0, np.arange(prod(shape)))).reshape(shape)
 
 
 @torch.inference_mode()
 def rule_seconds(rule: str, num_requests: int, num_chains: int, length: int, vocab_size: int, repeats: int) -> float:
-    """Median duration of one verification of `num_requests` requests."""
+    """Return the median duration of one verification of `num_requests` requests."""
     known = RULES[rule]
     inputs = made_up_chains(num_requests, num_chains, length, vocab_size, known.draft_methods[0])
     known.verify(*inputs)

@@ -1,7 +1,7 @@
 """Rates of arms that took turns (`analysis.arms`), and tables of them.
 
-What an arm has done is counted in tokens of plain decoding: one of a prompt, which it reads, counts for what it takes
-beside one that it gives. By tokens of answers alone it would be chance how many prompts a run has still read.
+Work is counted in tokens of plain decoding: a token of a prompt counts for the ratio of its time to that of a decoded
+token. Counting only tokens of answers would make a run's rate depend on how many prompts it happened to read.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from loadtest.statistics import interval
 
 SEEDED, SEED_STABLE = "seeded", "seed_stable"
 _NUM_PARTS = 20
-"""Of turns that follow each other, which the interval is of: prompts of one are decoded in the next."""
+"""Number of parts of consecutive turns for the interval, because prompts of one turn are decoded in the next."""
 
 
 class Turn(NamedTuple):
-    """What an arm did in a turn, or in a step."""
+    """Work of an arm in a turn, or in a step."""
 
     seconds: float = 0.0
     num_tokens: int = 0
-    """Of answers."""
+    """Tokens of answers."""
     num_read: int = 0
-    """Of prompts."""
+    """Tokens of prompts."""
 
     def plus(self, other: Turn) -> Turn:
-        """Both together."""
+        """Return the sum of both."""
         return Turn(self.seconds + other.seconds, self.num_tokens + other.num_tokens, self.num_read + other.num_read)
 
     def work(self, of_read: float) -> float:
-        """In tokens of plain decoding; of_read: what one of a prompt is."""
+        """Return the work in tokens of plain decoding; of_read: weight of a prompt token."""
         return self.num_tokens + of_read * self.num_read
 
 
 def price(plain: Sequence[Turn]) -> float:
-    """How many tokens plain decoding gives in the time in which it reads one of a prompt: by least squares over steps.
+    """Return how many tokens plain decoding emits in the time of one prompt token, by least squares over steps.
 
-    0 where that is not to be seen.
+    0 if it cannot be estimated.
     """
     steps = np.array(plain, float)
     seconds, given_and_read = steps[:, 0], steps[:, 1:]
@@ -52,15 +52,16 @@ def price(plain: Sequence[Turn]) -> float:
 
 
 def works(turns: Sequence[Turn], of_read: float) -> Any:
-    """[turns, 2] seconds, and what was done."""
+    """Return [turns, 2] seconds and work."""
     return np.array([(turn.seconds, turn.work(of_read)) for turn in turns])
 
 
 def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Adaptive beside the fixed shape (or plain decoding) that is the fastest; [turns, 2] of every arm (`works`).
+    """Compare adaptive with the fastest fixed shape (or plain decoding); [turns, 2] of every arm (`works`).
 
-    Which is the fastest in a half of the time is found in the other: the luck of the greatest of several is not in it,
-    but where several are close another than the best may be compared. `after_the_fact` is beside the luckiest.
+    The fastest shape of each half of the time is determined in the other half. This removes the bias of choosing the
+    largest of several noisy rates; if several are close, another one than the best may be compared. `after_the_fact`
+    compares with the largest rate.
     """
     fixed = {
         name: np.array_split(turns, 2) for name, turns in arms.items() if name not in (ADAPTIVE, AGAIN, SEED_STABLE)
@@ -76,13 +77,13 @@ def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ratio(one: Any, other: Any) -> dict[str, float]:
-    """Of two arms' rates, with its 95 % interval; [turns, 2] of each (`works`)."""
+    """Return the ratio of two arms' rates, with its 95 % interval; [turns, 2] of each (`works`)."""
     for num_parts in range(min(_NUM_PARTS, len(one)), 0, -1):
         of_one, of_other = (
             np.array([part.sum(0) for part in np.array_split(turns, num_parts)]) for turns in (one, other)
         )
         if min(of_one.min(), of_other.min()) > 0:
-            break  # a step may do more than a turn holds, and leave others without one
+            break  # a step may exceed a turn, and leave other turns without one
     found = interval(_ratio_of_rates, *of_one.T, *of_other.T)
     return {**found._asdict(), "ratio": float(rate(one.sum(0)) / rate(other.sum(0)))}
 
@@ -92,12 +93,12 @@ def _ratio_of_rates(own_s: Any, own_work: Any, other_s: Any, other_work: Any, ax
 
 
 def rate(turns: Any) -> Any:
-    """[..., 2] seconds and what was done -> [...] tokens of plain decoding per second."""
+    """Convert [..., 2] seconds and work to [...] tokens of plain decoding per second."""
     return turns[..., 1] / turns[..., 0]
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A row per cell."""
+    """Return a table with a row per cell."""
     names = [name for name in result["cells"][0]["arms"] if name != OFF]
     head = ["prompts", "c", "off tok/s", *(f"{name} vs off (95 % interval)" for name in names)]
     head += ["adaptive vs the best fixed", "adaptive reports"]
@@ -157,7 +158,7 @@ def chart(result: dict[str, Any], file: Path) -> None:
 
 
 def reported_markdown(result: dict[str, Any]) -> str:
-    """What answers report beside what was measured, a row per cell."""
+    """Return a table of reported and measured speedups, with a row per cell."""
     names = [name for name in result["cells"][0]["arms"] if name not in (OFF, AGAIN)]
     head = ["prompts", "c", *(f"{name}: measured, reported" for name in names)]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
@@ -169,7 +170,7 @@ def reported_markdown(result: dict[str, Any]) -> str:
 
 
 def _reported(arm: dict[str, Any]) -> str:
-    """What its answers report; nothing where no step told how long a plain one would have taken."""
+    """Return what an arm's answers report; empty if no step had an estimate of a plain step's time."""
     speedup = arm["reported_speedup"]
     return "-" if speedup is None else f"{speedup:.2f}x"
 

@@ -1,4 +1,4 @@
-"""The fast ways of an engine: which it uses, and how to run it without them. For sessions on a device."""
+"""Fast paths of an engine: which ones it uses, and how to run it without them. For sessions on a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.step.recorded.steps import RecordedStep
 
 
 def ways(engine: Engine) -> dict[str, bool]:
-    """By name, whether each fast way is used."""
+    """Return by name whether each fast path is used."""
     assert engine.draft_runner is not None
     found = {
         "whole steps": engine.recorded.num_recorded > 0,
@@ -32,7 +32,7 @@ def ways(engine: Engine) -> dict[str, bool]:
 
 @contextmanager
 def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value."""
+    """Set an attribute temporarily."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -43,7 +43,7 @@ def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def without(engine: Engine, variant: str) -> Iterator[None]:
-    """The engine without one of its fast ways."""
+    """Run the engine without one of its fast paths."""
     assert engine.draft_runner is not None
     runners: list[ModelRunner] = [engine.target, engine.draft_runner]
     kernels = engine.target.kernels
@@ -64,7 +64,9 @@ def without(engine: Engine, variant: str) -> Iterator[None]:
 
 @contextmanager
 def steps_of(engine: Engine, kind: str) -> Iterator[list[bool]]:
-    """All steps of a kind; gives whether each was recorded. Recorded ones have two requests, to have room for 4x5."""
+    """Force steps of one type; yield whether each was recorded. Recorded ones have two requests, to have room for
+    4x5.
+    """
     is_recorded = kind == "recorded"
     limits, find = engine.scheduler.config, engine.recorded.find
     most_requests = 2 if is_recorded else limits.max_num_seqs

@@ -1,1 +1,1 @@
-"""The embedded model pair: a small target, a smaller draft, and the scripts that made them."""
+"""Embedded model pair: a small target, a smaller draft, and the scripts that created them."""

@@ -1,10 +1,10 @@
-"""A pair of full cost and known law: `python -m demo.bench_pair FOLDER`.
+"""A pair with realistic cost and known distributions: `python -m demo.bench_pair FOLDER`.
 
-Real Llama classes with random weights, every layer computed; but the layers' output projections are so small that the
-residual stream stays the token's embedding, and the output head is built so that the logits behind a token are a chosen
-table: a few likely successors with given weights. The draft model gets a table that agrees with the target's to a
-chosen degree, so the acceptance of a single draft is a dial. For tables of speed at any size, and for checks of whole
-answers: the law of the next token is a function of the last token alone.
+The models are real Llama classes with random weights, and every layer is computed. The layers' output projections are
+so small that the residual stream stays the token's embedding, and the output head is built so that the logits after a
+token are a chosen table: a few likely successors with given weights. The draft model gets a table that agrees with the
+target's to a chosen degree, which sets the acceptance of a single draft. Used for tables of speed at any size, and for
+checks of whole answers: the distribution of the next token is a function of the last token alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 _SMALL = 0.02
-"""How much of a layer's output is added to the residual stream."""
+"""Factor of a layer's output in the residual stream."""
 _LIKELIHOOD = 13.0
-"""Logit of the likeliest successor; the rest of the vocabulary lies around 0."""
+"""Logit of the likeliest successor; logits of the rest of the vocabulary are near 0."""
 _ROUNDS = 5
 
 
@@ -51,7 +51,9 @@ SIZES = {
 
 
 def successors(vocabulary: int, seed: int, count: int = 6) -> tuple[Tensor, Tensor]:
-    """[V, count] likely next tokens of every token, and what lies between their logits and the likeliest one's."""
+    """Return [V, count] likely next tokens of every token, and the differences of their logits from the likeliest
+    one's.
+    """
     generator = torch.Generator().manual_seed(seed)
     # Every column is a permutation, so that no token is likely everywhere.
     tokens_VS = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(count)], 1)
@@ -60,7 +62,7 @@ def successors(vocabulary: int, seed: int, count: int = 6) -> tuple[Tensor, Tens
 
 
 def disturbed(below_VS: Tensor, amount: float, seed: int) -> Tensor:
-    """The same successors with other weights: the larger `amount`, the less two models agree."""
+    """Return the same successors with other weights: a larger `amount` reduces the agreement."""
     generator = torch.Generator().manual_seed(seed)
     return below_VS + amount * torch.randn(below_VS.shape, generator=generator)
 
@@ -75,7 +77,7 @@ def build(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A Llama whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
+    """Return a Llama whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near 0 elsewhere."""
     import transformers
 
     torch.manual_seed(seed)
@@ -102,13 +104,13 @@ def build(
 
 
 def write_head(model: Any, tokens_VS: Tensor, below_VS: Tensor) -> None:
-    """Give a model that `build` made another table."""
+    """Replace the table of a model from `build`."""
     width = model.config.hidden_size
     device = model.lm_head.weight.device
     tokens_VS, below_VS = tokens_VS.to(device), below_VS.to(device)
     embedding_VD = model.model.embed_tokens.weight.float() / width**0.5
-    # The final norm leaves a vector of length sqrt(D): a row of the head is a sum over the tokens it follows.
-    # They are not quite orthogonal: what is missing at the successors is added until nothing is.
+    # The final norm returns a vector of length sqrt(D): a row of the head is a sum over the tokens it follows. They are
+    # not quite orthogonal, so the error at the successors is added until it vanishes.
     head_VD = torch.zeros_like(embedding_VD)
     wanted_VS = (_LIKELIHOOD + below_VS) / width**0.5
     for column in list(range(tokens_VS.shape[1])) * _ROUNDS:
@@ -119,7 +121,7 @@ def write_head(model: Any, tokens_VS: Tensor, below_VS: Tensor) -> None:
 
 
 def acceptance(target: Any, draft: Any, temperature: float = 1.0, num_tokens: int = 512) -> float:
-    """Mean over last tokens of sum min(p, q): how often a single draft is accepted."""
+    """Return the mean over last tokens of sum min(p, q): the acceptance of a single draft."""
     with torch.inference_mode():
         highest = min(4000, target.config.vocab_size)
         last_N1 = torch.randint(highest // 13, highest, (num_tokens, 1), generator=torch.Generator().manual_seed(1))
@@ -131,7 +133,7 @@ def acceptance(target: Any, draft: Any, temperature: float = 1.0, num_tokens: in
 def make(
     size: str, draft_size: str, vocabulary: int, agreement: float, positions: int, **where: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """(target, draft, what they are); where: device and dtype."""
+    """Return (target, draft, their description); where: device and dtype."""
     tokens_VS, below_VS = successors(vocabulary, seed=1)
     target = build(SIZES[size], vocabulary, tokens_VS, below_VS, positions, 2, **where)
     draft = build(SIZES[draft_size], vocabulary, tokens_VS, below_VS, positions, 4, **where)
@@ -155,7 +157,7 @@ def make(
 def write(
     folder: Path, size: str, draft_size: str, vocabulary: int, agreement: float, positions: int
 ) -> dict[str, Any]:
-    """Write target and draft with tokenizers into `folder`; what they are, as written to pair.json."""
+    """Write target and draft with tokenizers into `folder`; return their description, as written to pair.json."""
     target, draft, about = make(size, draft_size, vocabulary, agreement, positions)
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(folder / name)
@@ -165,7 +167,7 @@ def write(
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer of made-up words, one per token."""
+    """Write a tokenizer of synthetic words, one per token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -98,7 +98,9 @@ class Evaluator:
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(models_dir / "target")
 
     def assistant_mask(self, ids: Sequence[int]) -> list[bool]:
-        """For every token after the first: does it belong to an assistant turn, closing token included?"""
+        """Return for every token after the first whether it belongs to an assistant turn, including the closing
+        token.
+        """
         start = self.tokenizer.convert_tokens_to_ids(ROLE_TOKENS["assistant"])
         end = self.tokenizer.convert_tokens_to_ids(END)
         inside, mask = False, []
@@ -161,7 +163,7 @@ class Evaluator:
         return [int(token) for token in output[0, len(prompt) :]]
 
     def sampled_report(self, prompts: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Acceptance where it happens when serving: along replies that the target itself samples."""
+        """Measure acceptance as in serving: along replies that the target itself samples."""
         sums = Sums()
         for record in tqdm(prompts, desc="evaluate sampled replies", unit="prompt"):
             prompt = self.chat_prompt(record["messages"])

@@ -1,7 +1,7 @@
 """Shapes, initialisation, loading and saving of the two models of the embedded pair.
 
-Both are plain ``transformers`` Llama models. This module holds what training and evaluation share; it
-is not part of the serving path, which reads the saved folders like any other model.
+Both are plain ``transformers`` Llama models. This module has the parts that training and evaluation share; it is not
+part of the serving path, which reads the saved folders like any other model.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Make the embedded model pair from public text: ``python -m demo.train --help``.
+"""Train the embedded model pair on public text: ``python -m demo.train --help``.
 
 Four stages, each of which can be run alone with ``--stages``:
 
@@ -62,7 +62,7 @@ class Schedule:
 
 
 class Progress:
-    """How far a stage is, from 0 to 1, by steps or by the clock, whichever is ahead."""
+    """Progress of a stage, from 0 to 1, by steps or by the clock, whichever is ahead."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.step, self.start = schedule, 0, time.monotonic()

@@ -1,7 +1,7 @@
 """*SpecTr-GBV* (Lin et al., 2026): block efficiency of rules by chains and length, on five task sets.
 
-By the engine itself, with everything that serves. Block efficiency is tokens per pass of the target. The expected
-speedup at one request is block efficiency x a plain step's time / the step's time; steps of all shapes take turns.
+Measured with the serving engine. Block efficiency is tokens per pass of the target. The expected speedup at one request
+is block efficiency x a plain step's time / the step's time; steps of all shapes take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONTEXT, _CHECKED = 128, 1200
 
 
 def shapes() -> list[SpeculationSetup]:
-    """Every rule with i.i.d. chains."""
+    """Return every rule with i.i.d. chains."""
     found = [SpeculationSetup(rule, "iid", 1, length) for length in LENGTHS for rule in ONE_CHAIN]
     found += [
         SpeculationSetup(rule, "iid", count, length) for length in LENGTHS for rule in SEVERAL for count in CHAINS
@@ -49,7 +49,9 @@ def shapes() -> list[SpeculationSetup]:
 def measure(
     pair: ServedPair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[SpeculationSetup] | None = None
 ) -> dict[str, Any]:
-    """A cell per task, temperature and shape; the pooled ones; times; and a test of each rule's law."""
+    """Return a cell per task, temperature and shape; the pooled ones; times; and a test of each rule's output
+    distribution.
+    """
     wanted = list(wanted or shapes())
     cells = []
     for task in tasks:
@@ -81,7 +83,7 @@ def measure(
 
 
 def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progress) -> dict[str, dict[str, float]]:
-    """Seconds of a step at one request, and the share of it that verifies."""
+    """Return seconds of a step at one request, and the share of it for verification."""
     plans = [made_up_plan(pair.engine, 1, _CONTEXT, shape.speculation) for shape in wanted]
     found = middle_steps(pair.engine, [made_up_plan(pair.engine, 1, _CONTEXT, Speculation()), *plans])
     progress("times")
@@ -93,7 +95,9 @@ def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progr
 
 
 def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """All tasks together: block efficiency with its interval over answers, expected speedup, share of verification."""
+    """Return all tasks together: block efficiency with its interval over answers, expected speedup, share of
+    verification.
+    """
     groups: dict[tuple[float, str, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for cell in cells:
         tokens, steps = groups[cell["temperature"], cell["rule"], cell["chains"], cell["length"]]
@@ -120,7 +124,7 @@ def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) 
 
 
 def _laws(pair: ServedPair, progress: Progress) -> list[dict[str, Any]]:
-    """Each rule's output law against the target's own, by a test with answers of two steps and more."""
+    """Compare each rule's output distribution with the target's, by a test with answers of two steps and more."""
     prompt = make_prompt(pair.engine, 1)
     checks = []
     for rule in (*ONE_CHAIN, *SEVERAL):
@@ -132,7 +136,7 @@ def _laws(pair: ServedPair, progress: Progress) -> list[dict[str, Any]]:
 
 
 def falls(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Where block efficiency falls with more chains by more than its intervals allow."""
+    """Return the cells whose block efficiency falls with more chains by more than its intervals allow."""
     found = []
     for row in rows:
         more = [
@@ -149,7 +153,7 @@ def falls(rows: Sequence[dict[str, Any]]) -> list[str]:
 def by_task(
     cells: Sequence[dict[str, Any]], rule: str, chains: int, length: int, temperature: float
 ) -> dict[str, float]:
-    """Block efficiency of one shape on every task."""
+    """Return block efficiency of one shape on every task."""
     return {
         cell["task"]: float(np.sum(cell["tokens"]) / np.sum(cell["steps"]))
         for cell in cells

@@ -1,4 +1,4 @@
-"""What the papers' tables share: texts of the target with both laws along them, and answers by task."""
+"""Shared parts of the papers' tables: texts of the target with both distributions along them, and answers by task."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from engine.step.engine import Engine
 from engine.step.law_check import CheckedAnswer, run_to_end
 
 TASKS = ("dialogues", "gsm8k", "humaneval", "mgsm", "alpaca")
-"""The task sets of SpecTr-GBV, with held-out dialogues in place of LM1B."""
+"""Task sets of SpecTr-GBV, with held-out dialogues in place of LM1B."""
 
 Progress = Callable[[str], None]
-"""Called after every piece of work, with what it was."""
+"""Callback with the name of each completed piece of work."""
 Text = tuple[tuple[int, ...], list[int]]
 """(prompt, tokens of the answer)."""
 
 
 @dataclass(frozen=True)
 class ServedPair:
-    """A pair behind an idle engine."""
+    """A pair with an idle engine."""
 
     engine: Engine
     target: str
@@ -36,15 +36,15 @@ class ServedPair:
     most_prompts: int
     """Prompts of each task."""
     tokens: int
-    """Of an answer."""
+    """Tokens of an answer."""
     prompt_length: int = 128
 
     def dialogues(self, times: int = 1) -> list[tuple[int, ...]]:
-        """Held-out dialogues as tokens; so many times as many as a task has prompts, as far as there are."""
+        """Return held-out dialogues as tokens: at most `times` times the prompts of a task."""
         return read_prompts(None, self.target, times * self.most_prompts, self.prompt_length)
 
     def prompts(self, task: str) -> list[tuple[int, ...]]:
-        """The task's prompts as tokens, the ends of long ones."""
+        """Return the task's prompts as tokens; of long ones the end."""
         if task == "dialogues":
             return self.dialogues()
         file = Path(str(files("analysis").joinpath("papers", "prompts", f"{task}.jsonl")))
@@ -54,7 +54,9 @@ class ServedPair:
 def followed(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], speculation: Speculation, num_tokens: int, first_seed: int = 0
 ) -> list[CheckedAnswer]:
-    """Answers of the engine at temperature 1, with what each of their steps did; all of the given length."""
+    """Return answers of the engine at temperature 1, all of the given length, with the results of each of their
+    steps.
+    """
     requests = [
         Request(
             request_id=str(number),
@@ -69,13 +71,13 @@ def followed(
 
 
 def texts_of(pair: ServedPair, prompts: Sequence[tuple[int, ...]], temperature: float) -> list[Text]:
-    """What the target writes behind the prompts, where that is more than a token."""
+    """Return the target's continuations of the prompts that are longer than one token."""
     answers = answers_of(pair.engine, list(prompts), Speculation(), temperature, pair.tokens)
     return [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True) if len(answer.tokens) > 1]
 
 
 def recorded_laws(pair: ServedPair, texts: Sequence[Text], temperature: float, positions: int) -> list[tuple[Law, Law]]:
-    """(p, q) at positions spread over the texts: the same positions at every temperature."""
+    """Return (p, q) at positions spread over the texts: the same positions at every temperature."""
     wanted = max(1, -(-positions // len(texts)))
     laws: list[tuple[Law, Law]] = []
     for number, (prompt, tokens) in enumerate(texts):
@@ -88,7 +90,9 @@ def recorded_laws(pair: ServedPair, texts: Sequence[Text], temperature: float, p
 
 
 def made_up_laws(vocabulary: int, count: int, disturbance: float = 0.6) -> list[tuple[Law, Law]]:
-    """Pairs of laws over large vocabularies: Zipf's logits in random order, and the same with noise."""
+    """Return synthetic pairs of distributions over large vocabularies: Zipf's logits in random order, and the same
+    with noise.
+    """
     laws = []
     for seed in range(count):
         random = np.random.default_rng(seed)

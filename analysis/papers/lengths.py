@@ -1,7 +1,7 @@
-"""Closed forms of the expected accepted length, against the tokens that the engine's steps accepted.
+"""Closed forms of the expected accepted length, compared with the tokens that the engine's steps accepted.
 
-A step's expectation is taken along the text that the step and those behind it wrote. That text has the target's law, so
-the mean of the closed form over steps is the mean of the accepted lengths, at every number of steps.
+A step's expectation is taken along the text that the step and the following ones wrote. That text has the target's
+distribution, so the mean of the closed form over steps is the mean of the accepted lengths, at every number of steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loadtest.statistics import ratio_of_sums
 
 _LENGTH, _CHAINS, _SEEDS = 8, 4, 3
 TIMES = 4
-"""Of a task's prompts."""
+"""Repetitions of a task's prompts."""
 CASES: tuple[tuple[str, int, Verification, bool], ...] = (
     ("token", 1, "token", False),
     ("block", 1, "block", False),
@@ -28,11 +28,11 @@ CASES: tuple[tuple[str, int, Verification, bool], ...] = (
     ("greedy_block", 1, "greedy", True),
     ("spectr_gbv", _CHAINS, "greedy", True),
 )
-"""(rule, chains, its closed form, whether that holds in an answer's first block only)."""
+"""(rule, chains, its closed form, whether that only holds in an answer's first block)."""
 
 
 def compare(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
-    """Accepted tokens and the sum of the closed form, over the same steps of every rule."""
+    """Return accepted tokens and the sum of the closed form, over the same steps of every rule."""
     rows = []
     for rule, chains, verification, is_first in CASES:
         shape = SpeculationSetup(rule, "iid", chains, _LENGTH)
@@ -60,7 +60,7 @@ def _lengths(
     verification: Verification,
     is_first: bool,
 ) -> list[tuple[int, float]]:
-    """(accepted, expected) tokens of the steps of one answer below which it has a whole block."""
+    """Return (accepted, expected) tokens of the steps of one answer that a whole block follows."""
     length = shape.draft_length
     steps = [step for step in answer.steps if step.drafted == length and step.start + length <= len(answer.tokens)]
     target_NV, draft_NV = laws_along(pair.engine, prompt, answer.tokens, 1.0)

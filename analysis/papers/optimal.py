@@ -1,9 +1,10 @@
-"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025): every rule against the optimum alpha*.
+"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025): every rule compared with the optimum
+alpha*.
 
-At single positions: alpha* of i.i.d. drafts, drafts without replacement and greedy drafts, and the acceptance of every
-rule of this project, by the number of drafts and the temperature, along texts of the target, at the same positions for
-every temperature; and on made-up laws over large vocabularies. Then the paper's findings, each as a sentence that the
-numbers bear out or not.
+Measured at single positions: alpha* of i.i.d. drafts, drafts without replacement and greedy drafts, and the acceptance
+of every rule of this project, by the number of drafts and the temperature. Positions are along texts of the target, the
+same for every temperature, and on synthetic distributions over large vocabularies. The paper's findings follow, each as
+a sentence that the numbers confirm or not.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ RULES = (
     ("rrs_without_replacement", "without_replacement"),
     ("greedy", "greedy"),
 )
-"""(rule, how its drafts are drawn)."""
+"""(rule, method of drawing its drafts)."""
 PUBLISHED = ("rrs/iid", "kseq/iid", "rrs_without_replacement/without_replacement")
-"""The rules that the paper calls existing; membership alone (nss) is not among them."""
+"""Rules that the paper calls existing; membership alone (nss) is not among them."""
 
 _NOISE = 0.005
-"""Of a gap, where acceptance is a mean over draws."""
+"""Noise of a gap if acceptance is a mean over draws."""
 
 Row = dict[str, Any]
 
 
 def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
-    """Rows by temperature and number of drafts, on the pair's laws and on made-up ones; and the findings."""
+    """Return rows by temperature and number of drafts, for the pair's and for synthetic distributions; and the
+    findings.
+    """
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []
     for temperature in TEMPERATURES:
@@ -58,7 +61,7 @@ def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, A
 
 
 def _row(laws: Sequence[tuple[Law, Law]], count: int) -> Row:
-    """Means over the laws."""
+    """Return means over the distributions."""
     shapes = [SpeculationSetup(rule, method, count, 1) for rule, method in RULES]
     optima: dict[str, list[float]] = {}
     accepted: dict[str, list[float]] = {}
@@ -67,14 +70,14 @@ def _row(laws: Sequence[tuple[Law, Law]], count: int) -> Row:
     return {
         "drafts": count,
         "laws": len(laws),
-        # Both as method/count and rule/method/count there.
+        # Keys there: method/count and rule/method/count.
         "alpha_star": {key.rpartition("/")[0]: float(np.mean(values)) for key, values in optima.items()},
         "acceptance": {key.rpartition("/")[0]: float(np.mean(values)) for key, values in accepted.items()},
     }
 
 
 def findings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the paper says, and what these rows say of it."""
+    """Compare the paper's statements with these rows."""
 
     def gap(row: Row, rule: str) -> float:
         return float(row["alpha_star"][rule.partition("/")[2]] - row["acceptance"][rule])

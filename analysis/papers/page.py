@@ -1,4 +1,4 @@
-"""The page of tables: what each paper says, what was measured, on which pair, and why they differ."""
+"""Page of tables: the paper's statements, the measurements, the pair, and reasons for differences."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ bound.
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     lines = [titles, ["---"] * len(titles), *([str(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_page(found: dict[str, dict[str, Any]], pictures: Sequence[Path], folder: Path) -> Path:
-    """papers.md of all sections that have been measured."""
+    """Write papers.md of all measured sections."""
     sections: dict[str, Callable[[Any], str]] = {
         "optimal": _optimal,
         "blocks": _blocks,

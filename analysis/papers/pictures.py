@@ -1,4 +1,4 @@
-"""The plots of the papers' tables."""
+"""Plots of the papers' tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis.papers.blocks import NAMES
 
 
 def draw(results: dict[str, Any], folder: Path) -> list[Path]:
-    """A PNG for each section that is there; none without matplotlib."""
+    """Write a PNG for each measured section; none without matplotlib."""
     try:
         import matplotlib
     except ImportError:

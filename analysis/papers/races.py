@@ -1,7 +1,8 @@
-"""Beyond the papers: the score race and the weighted race against all other rules, at twelve drafted tokens a pass.
+"""Beyond the papers: the score race and the weighted race compared with all other rules, at twelve drafted tokens per
+pass.
 
-By the engine on the pair that is analysed, and on a second one of another size with known laws
-(`demo.bench_pair`). And in closed form on laws recorded along the target's texts, where no rule draws anything.
+Measured with the engine on the analysed pair and on a second one of another size with known distributions
+(`demo.bench_pair`), and in closed form on distributions recorded along the target's texts, without draws.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHAPES = (
     "rrs:3x4", "spectr_gbv:3x4", "traversal/iid:3x4", "traversal/without_replacement:3x4",
     "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
 )  # fmt: skip
-"""Twelve drafted tokens each; equal ones below the same parent are one node."""
+"""Shapes of twelve drafted tokens; equal tokens below the same parent are one node."""
 OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
     ("token:1x12", "token"),
     ("block:1x12", "block"),
@@ -32,24 +33,26 @@ OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
     ("greedy_block:1x12", "greedy"),
     *((f"spectr_gbv:{size}", "greedy") for size in ("2x6", "3x4", "4x3")),
 )
-"""Shapes whose expected length has a closed form, and which one; greedy rules have it in an answer's first block."""
+"""Shapes whose expected length has a closed form, with the form; for greedy rules it holds in an answer's first
+block.
+"""
 OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
 LONGEST = 12
-"""Tokens of the longest of these chains: all are taken at positions with so many behind them."""
+"""Tokens of the longest of these chains: all are evaluated at positions followed by that many tokens."""
 TIMES = 3
-"""Of a task's prompts."""
+"""Repetitions of a task's prompts."""
 SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
 """Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""
 
 
 def random_prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """Prompts of a pair that has no language."""
+    """Return random prompts for a pair without a language."""
     random = np.random.default_rng(0)
     return [tuple(random.integers(0, vocabulary, 8).tolist()) for _ in range(count)]
 
 
 def measure(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
-    """Tokens per pass of every shape, with the interval over answers."""
+    """Return tokens per pass of every shape, with the interval over answers."""
     rows = []
     for temperature in TEMPERATURES:
         for text in SHAPES:
@@ -72,7 +75,9 @@ def measure(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Prog
 def recorded(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Expected tokens per pass on the laws along the target's texts; intervals over texts or positions."""
+    """Return expected tokens per pass on the distributions along the target's texts; intervals over texts or
+    positions.
+    """
     rows = []
     for temperature in TEMPERATURES:
         texts = texts_of(pair, prompts, temperature)
@@ -99,7 +104,7 @@ def recorded(
 
 
 def _log_chances(pair: ServedPair, text: Text, temperature: float) -> npt.NDArray[np.float64]:
-    """[2, N] log-probability of every token of a text under the target and the draft."""
+    """Return [2, N] the log-probability of every token of a text under the target and the draft."""
     prompt, tokens = text
     index_N1 = torch.tensor(tokens).unsqueeze(1)
     laws = laws_along(pair.engine, prompt, tokens, temperature)
@@ -110,7 +115,7 @@ def _log_chances(pair: ServedPair, text: Text, temperature: float) -> npt.NDArra
 
 
 def _row(shape: SpeculationSetup, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """lengths: (sum of expected accepted tokens, passes) of each text or position."""
+    """Return a row of the table; lengths: (sum of expected accepted tokens, passes) of each text or position."""
     found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
     row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}
     return row | {"tokens_per_pass": found.ratio, "low": found.low, "high": found.high}

@@ -1,4 +1,4 @@
-"""`analyze papers`: measure what has not been measured yet, and write JSON, plots and the page."""
+"""`analyze papers`: measure what is missing, and write JSON, plots and the page."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
+    """Add the flags of the command."""
     add_pair_arguments(parser)
     parser.add_argument("--prompts-per-task", type=int, default=16, help="prompts of each task set (default 16)")
     parser.add_argument("--tokens", type=int, default=40, help="tokens of an answer (default 40)")
     parser.add_argument("--positions", type=int, default=60, help="positions whose laws are compared (default 60)")
     parser.add_argument("--only", choices=sorted(SECTIONS), action="append", help="one section (may be repeated)")
     parser.add_argument("--output", type=Path, default=Path("papers"), help="folder for all files (default papers)")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--fresh", action="store_true", help="discard and repeat existing measurements")
 
 
 def _optimal(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
@@ -73,12 +73,12 @@ SECTIONS: dict[str, tuple[int, Callable[[ServedPair, argparse.Namespace, Progres
     ),
     "races": (len(races.TEMPERATURES) * (2 * len(races.SHAPES) + 1), _races),
 }
-"""Pieces of work of each section, and what measures it."""
+"""Pieces of work of each section, and its function."""
 
 
 def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write, and say which files there are."""
-    # Nothing else runs meanwhile: all cores are used, unless fewer are asked for.
+    """Measure, write, and report the written files."""
+    # Nothing else runs meanwhile, so all cores are used, unless fewer are requested.
     options.threads = options.threads or usable_cores()
     target, draft = names_of(options)
     settings = {
@@ -120,7 +120,7 @@ def _file(options: argparse.Namespace, name: str) -> Path:
 
 
 def _saved(options: argparse.Namespace, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """A section that has been measured; raises ConfigError where that was with other settings."""
+    """Return a measured section; raise ConfigError if its settings differ."""
     file = _file(options, name)
     if not file.exists() or (options.fresh and name in (options.only or SECTIONS)):
         return None
@@ -138,7 +138,7 @@ def _pair(options: argparse.Namespace) -> ServedPair:
 
 @contextmanager
 def _second_pair(options: argparse.Namespace) -> Iterator[ServedPair]:
-    """A pair of another size whose laws are chosen, in a folder of its own while it is used."""
+    """Create a pair of another size with chosen distributions, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         random_state = torch.get_rng_state()
         bench_pair.write(Path(folder), *races.SECOND_PAIR)

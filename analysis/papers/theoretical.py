@@ -1,8 +1,9 @@
 """*A Theoretical Perspective for Speculative Decoding Algorithm* (Yin et al., NeurIPS 2024): rejections and biases.
 
-Theorem 1 on the served rule `token`: rejections counted in the engine's own steps against the sum of TV(p, q) over the
-same texts. Theorem 3 on a Markov chain as the paper's simulations have it, by its formula and by the algorithm.
-Theorem 5 and Decoding-OPT against Decoding-UNO: at single positions in closed form, and on whole answers of the engine.
+Theorem 1 on the served rule `token`: rejections in the engine's own steps compared with the sum of TV(p, q) over the
+same texts. Theorem 3 on a Markov chain like that of the paper's simulations, by its formula and by the algorithm.
+Theorem 5, and Decoding-OPT compared with Decoding-UNO: at single positions in closed form, and on whole answers of the
+engine.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ BATCHES = (1, 2, 4, 5, 8, 16, 32, 64)
 LOOKAHEADS = (4, 8, 16)
 _STATES, _HORIZON, _RUNS = 7, 50, 20_000
 _TIMES, _SEEDS = 4, 8
-"""Of a task's prompts, and of each: counts against a formula need more answers than a table of ratios."""
+"""Repetitions of a task's prompts, and seeds of each: the comparison with a formula needs more answers than a table
+of ratios.
+"""
 
 Laws = npt.NDArray[np.float64]
-"""[T, S, S] law of the next state by position and state."""
+"""[T, S, S] distribution of the next state by position and state."""
 
 
 def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
-    """All tables of the paper."""
+    """Return all tables of the paper."""
     prompts = pair.dialogues(_TIMES)
     return {
         "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in LOOKAHEADS],
@@ -47,7 +50,9 @@ def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, A
 def _rejections(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
 ) -> dict[str, Any]:
-    """Theorem 1: rejections of served answers, and the sum of TV over the positions that were verified in them."""
+    """Check Theorem 1: rejections of served answers, and the sum of TV over the positions that were verified in
+    them.
+    """
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
     for prompt, answer in zip(prompts, followed(pair, prompts, speculation, pair.tokens), strict=True):
@@ -71,9 +76,9 @@ def _rejections(
 
 
 def verified_and_rejected(answer: CheckedAnswer) -> tuple[list[bool], int]:
-    """(whether each token was verified against a draft, rejections).
+    """Return (whether each token was verified against a draft, rejections).
 
-    The token behind a wholly accepted chain, and that of a plain step, was not.
+    The token after a wholly accepted chain, and that of a plain step, was not.
     """
     verified = [False] * len(answer.tokens)
     rejections = 0
@@ -86,14 +91,16 @@ def verified_and_rejected(answer: CheckedAnswer) -> tuple[list[bool], int]:
 
 
 def markov_chain(seed: int) -> tuple[Laws, Laws]:
-    """Target and draft: a chain whose laws change with the position."""
+    """Return target and draft: a chain whose distributions change with the position."""
     random = np.random.default_rng(seed)
     p, q = (random.dirichlet(np.full(_STATES, 0.6), (_HORIZON, _STATES)) for _ in range(2))
     return p, 0.5 * p + 0.5 * q
 
 
 def batches(progress: Progress) -> list[dict[str, Any]]:
-    """Theorem 3 and its limit: rejections of a text by the number of drafts at the first position after each."""
+    """Check Theorem 3 and its limit: rejections of a text by the number of drafts at the first position after each
+    rejection.
+    """
     p, q = markov_chain(0)
 
     def laws(state: tuple[int, ...]) -> tuple[Law, Law]:
@@ -113,12 +120,14 @@ def batches(progress: Progress) -> list[dict[str, Any]]:
 
 
 def merged(prefix: tuple[int, ...]) -> tuple[int, ...]:
-    """(position, last state) of such a name with one more state: what comes depends on these alone."""
+    """Return (position, last state) of such a name with one more state: the future depends on these alone."""
     return (1, prefix[0]) if len(prefix) == 1 else (prefix[0] + 1, prefix[2])
 
 
 def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
-    """[runs] rejections of the paper's Algorithm 4: a restart tries `batch` chains' first tokens, then follows one."""
+    """Return [runs] the rejections of the paper's Algorithm 4: a restart tries `batch` chains' first tokens, then
+    follows one.
+    """
     random = np.random.default_rng(seed)
     state = np.zeros(runs, dtype=np.int64)
     is_first = np.ones(runs, dtype=bool)
@@ -142,7 +151,7 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
             token[accepted] = x[accepted]
             reduced = (residual - draft).clip(min=0)
             mass = reduced.sum(1, keepdims=True)
-            # Where nothing is left, a rejection has probability zero.
+            # If nothing is left, a rejection has probability zero.
             residual = np.where(tries[:, None] & (mass > 1e-15), reduced / mass.clip(min=1e-300), residual)
         is_first = token < 0
         rejections += is_first
@@ -151,7 +160,7 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
 
 
 def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
-    """Means over positions: rejection, and the distance from the target that OPT and UNO leave, by epsilon."""
+    """Return means over positions: rejection, and the distance from the target for OPT and UNO, by epsilon."""
     rows = []
     for epsilon in (0.0, *EPSILONS):
         points = []
@@ -169,10 +178,10 @@ def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
 
 
 def _answers(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
-    """Whole answers of the engine: tokens a pass, and their quality in the target's own eyes.
+    """Return whole answers of the engine: tokens per pass, and their quality as judged by the target.
 
-    The judge is the target's mean log-likelihood of a token; a comparison is won by the answer to the same prompt that
-    it finds likelier, a tie is half of one.
+    The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier answer to the same
+    prompt; a tie counts for half.
     """
     exact = answers_of(pair.engine, list(prompts), _lossy(0.0, "optimal"), 1.0, pair.tokens)
     rows = [{"epsilon": 0.0, "opt": _quality(pair, prompts, exact)[0]}]
@@ -198,7 +207,7 @@ def _lossy(epsilon: float, residual: Any) -> Speculation:
 def _quality(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], answers: Sequence[CheckedAnswer]
 ) -> tuple[dict[str, float], Law]:
-    """(means, each answer's log-likelihood of a token)."""
+    """Return (means, each answer's log-likelihood of a token)."""
     likelihoods = []
     for prompt, answer in zip(prompts, answers, strict=True):
         target_NV, _ = laws_along(pair.engine, prompt, answer.tokens, 1.0)
