@@ -17,8 +17,8 @@ from pathlib import Path
 _TESTS = "analysis attention control engine grammar heads kernels models sampling scheduling speculation".split()
 NOT_YET = ("engine/", "analysis/", "demo/", *(f"tests/{name}/" for name in _TESTS))
 """Folders that have not been converted."""
-OTHERS = ("docs/log.md", "docs/results/", "tests/prose.py", "tests/test_prose.py")
-"""Dated entries, results, and the list of words itself."""
+OTHERS = ("docs/results/", "tests/prose.py", "tests/test_prose.py")
+"""Results, and the list of words itself."""
 
 OPENINGS = frozenset("As Behind Beside By How Of So What Where Who Whose".split())
 WORDS = re.compile(

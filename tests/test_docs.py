@@ -116,6 +116,15 @@ def test_pages_are_short() -> None:
     assert {name for name, words in lengths.items() if words > 1500} == {"log.md"}, "only the log may be long"
 
 
+def test_entries_of_the_log_are_dated_and_short() -> None:
+    _, *entries = (DOCS / "log.md").read_text().split("\n## ")
+    assert entries
+    for entry in entries:
+        title, _, body = entry.partition("\n")
+        assert re.match(r"\d{4}-\d{2}-\d{2}: \S", title), title
+        assert len(body.strip().splitlines()) <= 6, title
+
+
 def cells_of(page: str, head: str) -> list[list[str]]:
     """Return the cells of the table that begins with `head`."""
     rows = page[page.index(head) :].partition("\n\n")[0].splitlines()[2:]
