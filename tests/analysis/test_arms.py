@@ -56,7 +56,7 @@ def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
 
 
 def test_arms_do_not_touch_each_others_blocks() -> None:
-    """Whoever runs in between, an arm answers what it answers alone: greedy answers, so that all arms say the same."""
+    """An arm answers as it does alone, whichever arms run in between (greedy, so that all answers are equal)."""
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 0.0)
     arms = arms_of(engine_of(), load)
     told: dict[str, dict[str, list[int]]] = {name: {} for name in NAMES}
@@ -203,7 +203,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for cell in result["cells"]:
         assert list(cell["arms"]) == [OFF, ADAPTIVE, AGAIN, "block:1x2"]
         assert all(arm["tokens_per_second"] > 0 for arm in cell["arms"].values())
-        # On a busy machine an arm may get no more than steps with prompts, from which nothing is told.
+        # On a busy machine an arm may only get steps with prompts, from which nothing can be learned.
         assert all(arm["reported_speedup"] is None or arm["reported_speedup"] > 0 for arm in cell["arms"].values())
         assert set(cell["adaptive_to_best_fixed"]["arm"].split(" / ")) <= {OFF, "block:1x2"}
         assert set(cell["greedy_answers_equal_off"]) == {ADAPTIVE, AGAIN, "block:1x2"}

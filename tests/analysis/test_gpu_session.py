@@ -46,7 +46,7 @@ def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
 def test_a_section_that_ends_badly_leaves_what_it_had(
     program: str, ended: str, left: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of its own that writes one item, says something, and then ends as told."""
+    """A separate process writes one item and some output, and then ends as `program` does."""
     script, left_text = tmp_path / "python", json.dumps(left)
     found = tmp_path / "trace.json"
     script.write_text(

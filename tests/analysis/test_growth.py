@@ -1,4 +1,4 @@
-"""`python -m analysis.growth`: a pair of models is measured, in turns, and in processes of their own."""
+"""`python -m analysis.growth`: a pair of models is measured, in turns, and in separate processes."""
 
 from __future__ import annotations
 

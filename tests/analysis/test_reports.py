@@ -24,7 +24,7 @@ TOKENS = 60
 
 @dataclass
 class FakeArm:
-    """Answers of 60 tokens, so many a step of a second; says who stepped when."""
+    """Answers of 60 tokens, with a fixed number of tokens per step of a second; reports who stepped when."""
 
     name: str
     tokens: int

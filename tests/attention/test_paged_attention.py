@@ -73,7 +73,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
 def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not a number there would make the others none."""
+    """NaN behind the tile would make the results NaN."""
     monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
@@ -224,7 +224,7 @@ def test_tiles_have_few_sizes() -> None:
 
 
 def test_a_server_compiles_few_kernels() -> None:
-    """As Triton tells kinds of launches apart, over 400 steps of many sizes; no device is needed for that."""
+    """Launches are distinguished as Triton does, over 400 steps of many sizes; needs no device."""
     script = Path(__file__).parent.parent / "kernel_kinds.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)

@@ -246,7 +246,7 @@ def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
 
 
 def with_acceptance(controller: Controller, accepted: dict[int, float]) -> Controller:
-    """The controller, having seen how often the first token of so many chains is accepted."""
+    """Return the controller after steps with this acceptance of first tokens, by number of chains."""
     for num_drafts, share in accepted.items():
         for number in range(400):
             controller.acceptance.observe(num_drafts, 1, int(number % 10 < 10 * share))
@@ -308,7 +308,7 @@ def test_who_is_far_behind_decodes_plainly_beside_those_who_draft() -> None:
 
 
 def test_longer_texts_make_drafts_worth_more() -> None:
-    """What is added to every step is shared by more tokens; texts of requests beside it count too."""
+    """More tokens share the cost that is added to every step; texts of other requests count, too."""
     for num_text, drafts in ((9, False), (4000, True)):
         controller, one = controller_of(node_s=0.015, text_s=1e-5), sequence(1)
         one.tokens += [1] * num_text
@@ -330,7 +330,7 @@ def test_shapes_stay_within_the_requests_own_limits() -> None:
 
 
 def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
-    """Where two tokens are left, one is drafted; with more room the same controller drafts more."""
+    """If two tokens are left, one is drafted; with more room the same controller drafts more."""
     for max_tokens, is_right in (
         (2, lambda shape: shape == (1, 1)),
         (1, lambda shape: shape == PLAIN),
@@ -342,7 +342,7 @@ def test_drafts_beyond_the_end_of_an_answer_count_for_nothing() -> None:
 
 
 def test_the_end_of_one_answer_does_not_stop_the_reading_of_the_next_prompt() -> None:
-    """Where no drafted token has room, plain decoding is chosen, but not for its speed."""
+    """If no drafted token has room, plain decoding is chosen, but not for its speed."""
     controller = controller_of(**FREE)
     controller.choose([sequence(1)])
     controller.choose([sequence(2, max_tokens=1)])

@@ -100,7 +100,7 @@ def test_steps_between_and_beyond_the_measured_points_are_predicted(costs: dict[
 
 @pytest.mark.parametrize("measured", [(32, 256, 1024), (32, 1024)])
 def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> None:
-    """As on processors where long texts leave the caches. The wrong variant measures the ends alone."""
+    """Long texts leave the caches of some processors. The wrong variant measures the ends alone."""
 
     def step_s(work: StepWork) -> float:
         length = work.text / work.rows
@@ -115,7 +115,7 @@ def test_each_token_of_a_longer_text_takes_longer(measured: tuple[int, ...]) -> 
 
 
 def test_a_lone_request_is_computed_in_a_way_of_its_own() -> None:
-    """As on a CPU: several sequences cost more than one by a jump, and more for each token of their texts."""
+    """On a CPU, several sequences cost a fixed amount more than one, and more for each token of their texts."""
 
     def parts_s(work: StepWork) -> tuple[float, float]:
         together = work.rows > 1
@@ -278,7 +278,7 @@ def test_what_was_seen_long_ago_gives_way_to_what_was_measured(pause_s: float) -
 
 
 def test_uncertainty_is_that_of_how_shapes_compare() -> None:
-    """What is unknown of the machine is common to all; what was never seen is uncertain, what is seen is not."""
+    """Uncertainty about the machine is common to all shapes; unseen shapes are uncertain, seen ones are not."""
     machine = Machine(noise=0.05)
     times = StepTimes(machine.points())
     works = [USUAL.plain, USUAL, chains(1, (2, 5))]
@@ -290,7 +290,7 @@ def test_uncertainty_is_that_of_how_shapes_compare() -> None:
 
 
 def test_the_variance_stays_one_over_many_steps() -> None:
-    """Of every size, with pauses between them: no direction gets a negative variance, nothing grows without bound."""
+    """For steps of every size, with pauses: no direction gets a negative variance, nothing grows without bound."""
     machine, random = Machine(noise=0.2), np.random.default_rng(3)
     times = StepTimes(machine.points())
     works = [chains(int(rows), shape) for rows in (1, 5, 16, 60) for shape in ((1, 1), (1, 5), (4, 3))]

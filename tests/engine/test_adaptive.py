@@ -136,7 +136,7 @@ def test_certain_answers_do_not_depend_on_the_shapes() -> None:
 
 
 def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() -> None:
-    """Beside neighbours whose shapes change all the time. The wrong variant leaves the shape to the controller."""
+    """Other requests change their shapes all the time. The wrong variant leaves the shape to the controller."""
 
     def asked(keeps_shape: bool) -> list[Request]:
         limits = SpeculationConfig(seed_shape=(1, 3) if keeps_shape else None)
@@ -220,7 +220,7 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
 
 
 def test_the_controller_and_the_step_times_are_told_how_long_texts_are() -> None:
-    """Of requests it decides about and those beside them, as they are when a step begins."""
+    """Texts of requests it decides about and of other requests, as they are when a step begins."""
     beside: list[int] = []
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What is refused, and why: speculation that would be biased, or cannot be computed."""
+"""Refused requests and the reasons: speculation that would be biased, or cannot be computed."""
 
 from __future__ import annotations
 

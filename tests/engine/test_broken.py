@@ -133,7 +133,7 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool, monkeypatch
 
 
 def test_broken_keys_and_values_are_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gets the blocks next answers as if nothing had been there."""
+    """The next owner of the blocks answers as if nothing had been there."""
     asked = requests(SHAPES["bv_race"])
     expected, _ = run(engine(num_blocks=32), asked)
     machine = engine(num_blocks=32)

@@ -60,7 +60,7 @@ def test_measured_steps_stay_within_a_small_budget() -> None:
 
 
 class Told(StepTimes):
-    """Step times that note what they are told."""
+    """Step times that record what they receive."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine.points())
@@ -114,7 +114,7 @@ def test_what_lies_around_steps_counts_for_both_sides() -> None:
 
 
 class LateDevice:
-    """Takes what it is given at once, and is done with a phase after so many seconds."""
+    """Accepts work at once, and completes a phase after this many seconds."""
 
     def __init__(self, seconds: dict[int, float], last_is_done: bool = True) -> None:
         self.marks, self.of_phase, self.waited, self.last_is_done = 0, seconds, [], last_is_done
@@ -213,7 +213,7 @@ def measures_once(first_points: list[Point], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def take(monkeypatch: pytest.MonkeyPatch, kept: Any, *factors: float) -> None:
-    """Plain steps take so many times what is kept: of one row, and of several."""
+    """Let plain steps take this multiple of the stored time: of one row, and of several."""
     plain = {work.rows: rest_s + draft_s for work, draft_s, rest_s in reversed(kept) if work == work.plain}
 
     def steps(_: Engine, plans: list[Plan], *__: Any) -> list[tuple[float, dict[str, float]]]:

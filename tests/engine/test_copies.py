@@ -161,7 +161,7 @@ def test_the_text_is_looked_up() -> None:
 
 
 def test_copies_beside_others_and_after_preemption() -> None:
-    """What a request gets does not depend on its neighbours, nor on losing its blocks."""
+    """The answer of a request depends neither on other requests nor on losing its blocks."""
     prompts = tiny.prompts(101, [40, 41, 42, 40])
     wishes = [
         msgspec.structs.replace(

@@ -145,7 +145,7 @@ def allowed_by(request: Request, answer: Sequence[int]) -> set[int]:
 
 
 def test_an_end_that_is_due_is_no_dead_end() -> None:
-    """What is dropped behind an end or the length is not looked at, nor is an end that may come."""
+    """Tokens that are dropped after an end or the length are not checked, nor is an end that may come."""
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     engine = tiny.build(target, replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids))
     sampling = Sampling(allowed_token_ids=(7, 31), bad_words=((7, 7, 7), (31, 31), (31, 7)), logit_bias=((31, -2.0),))

@@ -27,7 +27,7 @@ from tests.engine import tiny
 
 VOCABULARY = 101
 TAPS = (1, 0, 2, NORMED)
-"""Of two layers, not in their order: 2 is what leaves the last one."""
+"""Two layers, not in order: 2 is the output of the last one."""
 SPECULATIONS = {
     "chains": Speculation(rule="bv_race", num_drafts=4, draft_length=3),
     "tree": Speculation(rule="traversal", num_drafts=4, draft_length=3, tree=(2, 2, 1)),
@@ -124,7 +124,7 @@ def drafted(pair: tuple[LoadedModel, LoadedModel], speculation: Speculation) -> 
 
 
 def largest_error(engine: Engine, pair: tuple[LoadedModel, LoadedModel], texts: dict[int, list[int]]) -> float:
-    """How far what was read is from the hidden states of the texts."""
+    """Return the largest difference between the states that were read and the hidden states of the texts."""
     assert isinstance(engine.drafter, HiddenDrafter)
     expected = {number: by_transformers(pair[0], text) for number, text in texts.items()}
     assert len(engine.drafter.read) > 20

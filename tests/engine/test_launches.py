@@ -1,6 +1,6 @@
-"""How many launches a step costs on a device, counted on a CPU: each takes some microseconds, whatever it computes.
+"""Launches of a step on a device, counted on a CPU: each takes some microseconds, whatever it computes.
 
-Passes of the models are replayed as one launch; here they give made-up logits.
+Passes of the models are replayed as one launch; here they return synthetic logits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def made_up(self: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -
 
 
 def launches_of(speculation: Speculation, num_requests: int, **sampling: Any) -> tuple[Counter[str], Counter[str]]:
-    """Of drafting, and of verification, in a step of requests that all draft so."""
+    """Return the launches of drafting, and of verification, in a step whose requests all draft like this."""
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
@@ -148,7 +148,7 @@ def machine() -> Engine:
 def recorded_step(
     machine: Engine, speculation: Speculation, num_requests: int, num_logprobs: int | None, **sampling: Any
 ) -> Counter[str]:
-    """What such a step launches in the middle of answers."""
+    """Return the launches of such a step in the middle of answers."""
     for i in range(num_requests):
         wish = {"temperature": 1.0, "seed": i, **sampling}
         one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **wish)

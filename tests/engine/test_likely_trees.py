@@ -93,7 +93,7 @@ def test_trees_do_not_depend_on_the_seed(tmp_path: Path, drafter: str) -> None:
 
 
 def look_at_the_target_s_numbers() -> AbstractContextManager[Any]:
-    """Where the number that samples the second token is high, draft the least likely tokens."""
+    """If the number that samples the second token is high, draft the least likely tokens."""
     made: list[Tensor] = []
     to_device = chains.to_device
 

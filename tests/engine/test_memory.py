@@ -1,4 +1,4 @@
-"""How a device's memory is shared out."""
+"""Division of a device's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture
 def facts() -> object:
-    """Of an engine whose vocabulary is a large model's."""
+    """Facts of an engine whose vocabulary is that of a large model."""
     small = assemble(EngineConfig(model=ModelConfig(target="t")), tiny.llama(1), None).facts
     return msgspec.structs.replace(small, vocab_size=152_000, max_model_len=4096)
 
@@ -60,7 +60,7 @@ def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, m
 
 
 def test_a_share_of_the_device_holds_everything(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in use already (weights) and what steps need count towards it; a CPU has no such share."""
+    """Memory in use (weights) and the memory of steps count towards the share; a CPU has no such share."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 * GIB, 80 * GIB))
     half = msgspec.structs.replace(CONFIG, cache=CacheConfig(device_share=0.5))
@@ -86,7 +86,7 @@ def test_a_cache_of_a_named_size_also_holds_what_has_ended(facts: object) -> Non
 
 
 def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
-    """Of trees all nodes, and copied chains beside drawn ones, or alone where there is no draft model."""
+    """All nodes of trees, and text drafts in addition to drawn chains, or alone if there is no draft model."""
 
     def rows(config: EngineConfig) -> float:
         few = msgspec.structs.replace(config, cache=CacheConfig(memory_bytes=8 * GIB))

@@ -147,7 +147,7 @@ def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (4, ", ...")])
 def test_three_files_are_named(count: int, more: str, model: Path) -> None:
-    """Of those that an index names in vain, and of those that are there instead."""
+    """Three of the files that an index names but that are missing, and of those that exist instead."""
     names = [f"{number}.bin" for number in range(count)]
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))

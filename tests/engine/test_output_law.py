@@ -261,7 +261,7 @@ def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: 
 def test_the_law_is_the_same_where_equal_nodes_stay_apart(
     pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str
 ) -> None:
-    """As on a device: the target's pass reads its drafted tokens there, and the host learns them with the verdict."""
+    """The target's pass reads its drafted tokens on the device, and the host receives them with the verdict."""
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling], most_unmerged=10**6)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
 

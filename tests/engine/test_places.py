@@ -46,7 +46,7 @@ def p_value(
     draft_window: int = 0,
     **sampling: Any,
 ) -> float:
-    """Of three tokens of the running engine under the exact law; continuations that are rare count as one."""
+    """Return the p-value of three tokens of the running engine under the exact law; rare continuations are pooled."""
     limits = {"max_num_drafts": 6, "max_draft_length": 5, "max_num_seqs": 400, "budget": 8192, "max_model_len": 32}
     engine = tiny.build(*pair, draft_window=draft_window, **limits)
     sampling = {"temperature": 1.0, **sampling}

@@ -69,7 +69,7 @@ def test_keys_that_forget_what_came_before_are_found_out(monkeypatch: pytest.Mon
 
 
 def test_requests_admitted_together_share_what_is_being_computed() -> None:
-    """As the choices of one call do: the prompt is computed once."""
+    """The choices of one call are admitted together: the prompt is computed once."""
     prompt = tiny.prompts(101, [100])[0]
     wishes = [
         Request(

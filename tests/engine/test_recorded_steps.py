@@ -145,7 +145,7 @@ def test_a_step_runs_as_the_smallest_shape_with_room_for_it(both: tuple[Engine, 
     shapes = compared(both, asked(1, lambda _: chains(1, 3), temperature=1.0))
     assert {one[1:3] for one in shapes[1:] if one} >= {(1, 5), (1, 2)}
     shapes = compared(both, asked(1, lambda _: chains(3, 4), temperature=1.0))
-    assert shapes[1] is None, "no shape has three chains of so many tokens"
+    assert shapes[1] is None, "no shape has three chains of this length"
 
 
 def test_one_request_may_ask_for_filters_and_the_others_not(both: tuple[Engine, Engine]) -> None:
@@ -311,7 +311,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
 
 
 def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> None:
-    """As it might among numbers that are not finite."""
+    """Its undefined numbers may not be finite."""
     machine = both[1]
     for one in asked(2, lambda i: chains(2, 3) if i else tiny.OFF, temperature=1.0):
         machine.submit(one)

@@ -1,4 +1,4 @@
-"""What a step gives to its rules, and what it makes of their verdicts: everything once more by hand.
+"""Inputs of a step's rules, and the results made of their verdicts, recomputed by hand.
 
 Requests of many kinds run together. In every step each drafted chain is compared with what the plan asked for; each law
 along it with plain transformers, edited and filtered by hand; each uniform number with its name; and each emission with
@@ -47,7 +47,7 @@ EDITS: dict[str, Any] = {
     "bad_words": ((4, 5),),
 }
 SHARE = 0.8
-"""Of the steps whose gap is observed."""
+"""Share of steps whose gap is observed."""
 # So that copies of the prompt are followed now and then.
 FEW: dict[str, Any] = {"allowed_token_ids": (5, 11)}
 WISHES: list[tuple[Speculation, dict[str, Any]]] = [
@@ -218,7 +218,7 @@ class Checked:
                         )
 
     def order(self, row: Row, path: list[int]) -> np.ndarray:
-        """What a certain row's drafts are the largest of: its logits, or the race of its tokens."""
+        """Return the scores whose largest are a deterministic row's drafts: its logits, or the race of its tokens."""
         text = self.texts[row.sequence_id]
         with torch.inference_mode():
             logit = self.draft(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].numpy()
@@ -275,7 +275,7 @@ class Checked:
 
     @staticmethod
     def verdict(chains: Chains, target: LawTable, noise: ChainNoise, row: Row, mine: slice, emission: Emission) -> None:
-        """What the row's rule says of its chains alone."""
+        """Return the verdict of the row's rule about its chains alone."""
         index, asked = torch.arange(mine.start, mine.stop), row.speculation
         name = "nss" if row.sampling.is_certain else asked.rule if row.fanout else "block"
         lossy = OverAcceptance(asked.over_acceptance, asked.over_acceptance_residual)

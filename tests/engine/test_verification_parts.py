@@ -98,7 +98,7 @@ def parts_of(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False) -> l
 
 
 def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
-    """All to block verification where there is none; other rules have parts of their own."""
+    """If there is no race, all rows go to block verification; other rules have separate parts."""
     block, race, traversal = (RULES[name].verify for name in ("block", "bv_race", "traversal"))
     four = Speculation(rule="traversal", num_drafts=4, draft_length=2)
     two = Speculation(rule="bv_race", num_drafts=2, draft_length=3)

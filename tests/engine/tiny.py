@@ -81,7 +81,7 @@ def perturbed(model: LoadedModel, seed: int, amount: float) -> LoadedModel:
 
 @dataclass
 class Run:
-    """What an engine emitted, by request."""
+    """Emitted tokens of an engine, by request."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish_reasons: dict[str, str] = field(default_factory=dict)

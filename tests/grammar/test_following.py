@@ -78,7 +78,7 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
 
 
 def test_grammars_that_cannot_be_started_wait_for_others_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more files or processes: the engine goes on, and who waits alone is told."""
+    """No more files or processes: the engine continues, and a request that waits alone is refused."""
     source = Slow()
     following = Following(source, 9)  # type: ignore[arg-type]
 

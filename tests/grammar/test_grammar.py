@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: the masks of the library, limits, and nothing left behind."""
+"""Grammars in separate processes: the masks of the library, limits, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def followed_here(vocabulary: Vocabulary, grammar: str) -> GrammarState:
     tokenizer = read_vocabulary(vocabulary)
 
     def run() -> None:
-        with Connection(theirs.detach()) as connection:  # whoever waits for an answer sees the end
+        with Connection(theirs.detach()) as connection:  # a reader that waits for an answer sees the end
             follow(connection, tokenizer)
 
     threading.Thread(target=run, daemon=True).start()

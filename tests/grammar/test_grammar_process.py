@@ -246,7 +246,7 @@ def bits(mask: bytes | None) -> set[int]:
 
 
 def test_masks_below_paths(tokenizer: LLTokenizer) -> None:
-    """What may follow a path; only an end after one that the grammar does not have; nothing is known after an end."""
+    """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing after an end."""
     a, b, c = (tokenizer.tokenize_str(one)[0] for one in "abc")
     follower = Follower(tokenizer, GRAMMAR)
     assert follower.fault == ""

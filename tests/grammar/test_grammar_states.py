@@ -1,4 +1,4 @@
-"""What the engine makes of a grammar's process, message by message, on a socket and clocks that are set.
+"""The engine's handling of a grammar's process, message by message, on a socket and clocks that are set.
 
 `test_grammar.py` has real processes.
 """
@@ -54,7 +54,7 @@ class Process:
             self.own.send_bytes(encode(message))
 
     def asked(self) -> list[Start | Ask]:
-        """What has come since it was last looked at."""
+        """Return the messages since the last call."""
         found = []
         while self.own.poll():
             found.append(to_child.decode(self.own.recv_bytes()))
@@ -279,7 +279,7 @@ def test_the_clock_of_a_process_that_has_gone_stands_still(process: Process, rea
 
 
 def test_cpu_time_is_that_of_the_process() -> None:
-    """By the real clock, of this process itself."""
+    """CPU time of this process, compared with the real clock."""
     own = Process()
     state = own.state()
     own.send(Begun(os.getpid()))

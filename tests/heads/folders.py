@@ -21,7 +21,7 @@ EPS = 1e-5
 TARGET_WIDTH = 32
 TAPS = (1, 2, 4)
 TAPS_OF_CONV, GROUP, CANDIDATES, WINDOW = 2, 8, 6, 7
-"""Of heads that draft blocks."""
+"""Sizes of heads that draft blocks."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Written:
 
 
 def target(vocabulary: int = 97, layers: int = 4, spread: float = 0.3) -> LoadedModel:
-    """What the heads read: wider than they are."""
+    """Hidden states that the heads read, wider than the heads."""
     return tiny.llama(seed=31, vocabulary=vocabulary, layers=layers, spread=spread)
 
 
@@ -55,7 +55,7 @@ class Random:
         return 1 + self.normal(size, spread=0.3)
 
     def layer(self, number: int, width: int, inputs: int, has_norms: bool, has_bias: bool = False) -> None:
-        """The weights of a layer whose attention reads so many inputs."""
+        """Return the weights of a layer whose attention reads this many inputs."""
         name, tensors = f"layers.{number}.", self.tensors
         for one in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}{one}.weight"] = self.norm(width)

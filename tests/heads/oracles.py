@@ -254,7 +254,7 @@ class Masked(Eagle):
 
 
 def largest_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Of all logits; infinite if tokens are possible in one of two only."""
+    """Return the largest difference of all logits; infinite if a token is possible in one of the two only."""
     worst = 0.0
     for found, expected in pairs:
         is_finite = expected.isfinite()

@@ -115,7 +115,7 @@ def largest_error(
     texts: Sequence[Sequence[int]],
     most: int = 40,
 ) -> float:
-    """How far the logits of some nodes are from the oracle's."""
+    """Return the largest difference between the logits of some nodes and the oracle's."""
     states = [oracles.target_states(target, text, written.taps) for text in texts]
     chosen = np.random.default_rng(3).permutation(len(recorder.nodes))[:most]
     assert len(chosen) > 10

@@ -1,4 +1,4 @@
-"""What is analysed of a pair with a head: its probabilities along a text, and the exactness of what is served."""
+"""Analysis of a pair with a head: its probabilities along a text, and the exactness of served answers."""
 
 from __future__ import annotations
 

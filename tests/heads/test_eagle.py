@@ -55,7 +55,7 @@ def target() -> LoadedModel:
 def errors(
     target: LoadedModel, written: folders.Written, recorder: Recorder, texts: list[list[int]], most: int = 40
 ) -> float:
-    """How far the logits of some nodes are from the formulas."""
+    """Return the differences between the logits of some nodes and the formulas."""
     return largest_error(target, written, oracles.Eagle(written, target), recorder, texts, most)
 
 
@@ -91,7 +91,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
 
 @pytest.mark.parametrize("name", SPECULATIONS)
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
-    """Behind chunks of prompts, shared beginnings, accepted and rejected drafts, preemption: those of a fresh text."""
+    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption, logits are those of a
+    fresh text.
+    """
     recorder, texts = served(target, written, SPECULATIONS[name])
     assert errors(target, written, recorder, texts) < 1e-3
 
@@ -108,7 +110,7 @@ def test_texts_are_read_in_passes_of_bounded_size(target: LoadedModel, written: 
 
 
 def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
-    """Where a CPU's decoder stores the state that enters a layer."""
+    """Shift the layer at which a CPU's decoder stores the state that enters a layer."""
     return lambda self, number: place_of(self, number + 1)
 
 

@@ -108,7 +108,9 @@ def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name
     ),
 )
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, tmp_path: Path, name: str, shape: str) -> None:
-    """Behind chunks of prompts, shared beginnings, accepted and rejected drafts, preemption: those of a fresh text."""
+    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption, logits are those of a
+    fresh text.
+    """
     written = write(tmp_path / "head", name, draft_vocabulary=83, scale=0.3)
     recorder, texts = served(target, written, SPECULATIONS[shape])
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) < 1e-3
@@ -148,7 +150,7 @@ def test_tokens_accepted_from_text_drafts_are_read_too(target: LoadedModel, tmp_
 
 
 def one_layer_off(place_of: Callable[..., int]) -> Callable[..., int]:
-    """Where a CPU's decoder stores the state that enters a layer."""
+    """Shift the layer at which a CPU's decoder stores the state that enters a layer."""
     return lambda self, number: place_of(self, number + 1)
 
 

@@ -30,9 +30,9 @@ Case = tuple[Chains, LawTable, ChainNoise]
 
 
 def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: bool = False) -> Case:
-    """Chains of requests with so many each; some tokens are impossible for the target.
+    """Return chains of requests, `counts` of each; some tokens are impossible for the target.
 
-    ends: all random numbers lie at the ends of [0, 1).
+    ends: all random numbers are at the ends of [0, 1).
     """
     chance = np.random.default_rng(seed)
     count = sum(counts)
@@ -93,13 +93,13 @@ CASES = {
 
 @pytest.fixture(params=["Triton", "Numba"])
 def kernels(request: pytest.FixtureRequest) -> TorchKernels:
-    """Of a compiler."""
+    """Kernels of a compiler."""
     kernels: TorchKernels = kernels_of(request.param)()
     return kernels
 
 
 def verdict(verify: Any, case: Case, kernels: Kernels) -> list[list[int]]:
-    """By these kernels."""
+    """Return the verdict of these kernels."""
     chains, target, noise = case
     found: ChainVerdict = verify(chains, replace(target, kernels=kernels), noise)
     return [part.tolist() for part in (found.chain_B, found.accepted_B, found.next_token_B)]

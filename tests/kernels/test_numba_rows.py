@@ -60,7 +60,7 @@ def test_small_probabilities_are_right_down_to_the_least() -> None:
 
 @pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_stay_so(number: float) -> None:
-    """Whoever they belong to is found by them; the rows beside stay right."""
+    """Their rows are reported, and the other rows stay right."""
     logits = random_logits(3)
     logits[1, 5] = number
     found, plain = both(logits, *[Sampling()] * 3)
@@ -122,7 +122,7 @@ def test_a_number_on_the_border_of_a_tile_belongs_to_the_next() -> None:
 
 
 def test_a_token_of_the_surplus_or_of_the_target() -> None:
-    """Of the surplus where it is wanted and there is any, else of the target's law."""
+    """A token of the surplus if it is wanted and not empty, else of the target's law."""
     target, draft = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
     target[[3, 7]], draft[[3, 7]] = (0.5, 0.5), (0.75, 0.25)
     for uniform in (0.0, 0.4, 0.6, 0.999):

@@ -18,7 +18,7 @@ NUM_SLOTS = 200
 
 
 def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
-    """K/V in which every number is another one, as far as the type has so many."""
+    """Return K/V with distinct numbers, as far as the type has enough of them."""
     storage = KVTensors(shape, NUM_SLOTS, dtype, tiny.DEVICE, TritonKernels() if has_kernel else TORCH)
     for part in (storage.keys, storage.values):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.shape[-1])))
@@ -26,7 +26,9 @@ def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
 
 
 def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[KVMoves]:
-    """As steps make them: nodes of trees, by depth, go to the first places of their row, where others may lie."""
+    """Return moves like those of steps: nodes of trees, by depth, go to the first places of their row, which others
+    may occupy.
+    """
     moves: list[KVMoves] = []
     for start in chance.permutation(NUM_SLOTS // 40)[:num_sequences] * 40:
         length = int(chance.integers(0, longest + 1))
@@ -65,7 +67,7 @@ def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
 
 @pytest.mark.parametrize("num_moves", [1, 31, 32, 33])
 def test_nothing_else_is_touched(num_moves: int) -> None:
-    """Where a sequence has fewer moves than others, and behind the last column."""
+    """A sequence may have fewer moves than others; columns after the last one are not used."""
     shape = KVShape(2, 3, 7, 5)
     before, after = (tensors(shape, torch.float32, True) for _ in range(2))
     after.keep([[(40 + number, 100 + number) for number in range(num_moves)], [(5, 6)]])

@@ -150,7 +150,7 @@ def test_rules_decide_the_same(verify: object, num_chains: int, monkeypatch: pyt
 
 
 def test_residuals_are_those_of_the_plain_path() -> None:
-    """Of every weight and depth; chains of the whole length draw from the target."""
+    """Residuals of every weight and depth; chains of the whole length draw from the target."""
     chance = np.random.default_rng(5)
     chains, target = chains_of(chance, 8, 1, 3)
     chains = replace(chains, length_C=torch.full_like(chains.length_C, 3))

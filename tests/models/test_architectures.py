@@ -76,7 +76,7 @@ CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 
 
 def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
-    """What transformers itself makes of a prompt."""
+    """Return the continuation by transformers itself."""
     loaded.model.set_attn_implementation("eager")
     try:
         output = loaded.model.generate(

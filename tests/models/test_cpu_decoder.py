@@ -182,7 +182,7 @@ def test_the_model_may_lose_its_own_weights() -> None:
 
 @contextmanager
 def pages_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[PagedInput], dict[str, Any]]) -> Iterator[None]:
-    """Passes are told something wrong about their keys."""
+    """Give passes wrong facts about their keys."""
     right = runner.pages_of
 
     def wrong(batch: Any) -> PagedInput:
@@ -234,7 +234,7 @@ WRONG_MODELS: dict[str, tuple[str, Callable[[CpuDecoder], None]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_MODELS)
 def test_wrong_models_are_found_out(wrong: str) -> None:
-    """By the comparison, and by the probe at start, after which the model runs through torch."""
+    """The comparison finds them, and so does the probe at start, after which the model runs through torch."""
     name, spoil = WRONG_MODELS[wrong]
     loaded = randomised(MODELS[name], seed=5)
     decoder = CpuDecoder(loaded.model)

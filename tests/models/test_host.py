@@ -1,4 +1,4 @@
-"""How many cores the engine takes, and where measurements are kept."""
+"""Number of cores of the engine, and the folder of stored measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.step.kept import kept_file
 def test_cores_are_those_that_the_process_may_use(
     affinity: int, quota: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a node with many more."""
+    """The node has many more."""
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(f"{quota}\n")
@@ -45,7 +45,7 @@ def test_passes_take_the_cores_that_are_left_to_them(
 
 
 def test_measurements_are_found_again_in_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose name is another one; not on a machine of other size."""
+    """Another container has another name; a machine of another size measures anew."""
     found = kept_file(str(tmp_path), ["x"], print)
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert kept_file(str(tmp_path), ["x"], print) == found

@@ -45,7 +45,7 @@ OTHERS: dict[str, Any] = {
 
 
 WITHOUT_CPU = probe.BACKENDS[1:]
-"""What runs models on other devices."""
+"""Backends of other devices."""
 
 
 def randomised(config: Any, seed: int) -> Any:

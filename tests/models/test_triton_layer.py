@@ -83,7 +83,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
 def test_wrong_kernels_are_found_out(wrong: str) -> None:
-    """By the comparison, and by the trial at start, which would leave the plain operations in use."""
+    """The comparison finds them, and so does the trial at start, which would keep the plain operations."""
     name, spoil = WRONG[wrong]
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)

@@ -51,7 +51,7 @@ def test_a_part_beside_the_model_is_named(key: str, caplog: pytest.LogCaptureFix
 
 
 def test_what_the_model_computes_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """By the whole name: a part that is called alike is none."""
+    """Computed keys are matched by the whole name: a part with the same name is not enough."""
     check_unplaced("name", Model(), COMPUTED, False)
     assert not caplog.records
     check_unplaced("name", Model(), ["tower.my_inv_freq", "tower.inv_freqs"], False)

@@ -221,7 +221,7 @@ def test_a_masked_token_was_emitted_at_a_dead_end(emitted: tuple[int, ...], num_
 
 
 def test_ends_are_held_back_for_the_rest_of_min_tokens() -> None:
-    """Of an answer that has begun; a grammar may demand its end before."""
+    """Ends of an answer that has begun are masked; a grammar may demand its end before."""
     sampling = Sampling()
     text = LogitContext((1, 2, 3, 4), 2, min_tokens=4, ends=(5,), fixed=FixedEdits(sampling, (5,)))
     assert not has_dead_end(text, (3, 3, 5), VOCABULARY)

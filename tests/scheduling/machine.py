@@ -25,9 +25,9 @@ class Machine:
     prompt_s: float = 0.0003
     text_s: float = 0.0
     free_tokens: int = 0
-    """If set, only tokens beyond so many take time in the target's pass: `node_s` each, whatever they are."""
+    """If set, only tokens beyond this number take time in the target's pass: `node_s` each, of any type."""
     times: float = 1.0
-    """How much longer everything takes."""
+    """Factor of all durations."""
     drafting_times: float = 1.0
     shape_times: Mapping[Shape, float] = field(default_factory=dict)
     noise: float = 0.0
@@ -55,7 +55,7 @@ class Machine:
         return sum(self.parts_s(work))
 
     def points(self, most_rows: int = 64) -> list[Point]:
-        """What calibration measures of it."""
+        """Return the measurements of its calibration."""
         works = [StepWork(rows=2**n, text=2**n * text) for n in range(7) for text in (1, 200) if 2**n <= most_rows]
         works += [chains(rows, shape) for rows in (1, 4, 16) for shape in ((1, 1), (1, 3), (1, 5), (4, 3), (4, 5))]
         works += [replace(chains(1, (1, 3)), read=64), StepWork(rows=1, text=1, prompt=64)]
@@ -91,7 +91,7 @@ class Server:
         self._random = np.random.default_rng(7)
 
     def run(self, num_steps: int) -> list[Shape]:
-        """The shapes of so many steps; plain where nobody drafts."""
+        """Return the shapes of this many steps; plain if no request drafts."""
         return [self.step().shape for _ in range(num_steps)]
 
     def step(self) -> StepWork:
@@ -119,7 +119,7 @@ class Server:
         self.num_tokens += count + 1
 
     def rate(self, num_steps: int) -> float:
-        """Tokens a second over so many steps."""
+        """Return tokens per second over this many steps."""
         began, before = self.machine.now, self.num_tokens
         self.run(num_steps)
         return (self.num_tokens - before) / (self.machine.now - began)

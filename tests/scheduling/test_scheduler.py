@@ -50,7 +50,7 @@ def verdict(plan: Plan, accept: int = 0, token: int = 7) -> StepVerdict:
 
 
 class Contents:
-    """What the slots of a pool hold: the text up to the token whose K/V was computed there last."""
+    """Contents of a pool's slots: the text up to the token whose K/V was computed there last."""
 
     def __init__(self) -> None:
         self.text_of: dict[int, tuple[int, ...]] = {}
@@ -168,7 +168,7 @@ TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 
 
 class Whims(Controller):
-    """A controller that is told what to choose."""
+    """A controller with scripted choices."""
 
     def __init__(self) -> None:
         super().__init__(StepTimes(Machine().points()), 16)
@@ -202,7 +202,9 @@ TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30
 
 
 def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:
-    """Nothing is drafted for it, also where a shape is chosen; whoever begins alike drafts behind its prompt."""
+    """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning drafts after its
+    prompt.
+    """
     traffic = AdaptiveTraffic()
     traffic.choose(1, 1)
     for length in (4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1):
@@ -220,8 +222,9 @@ def is_behind(plan: Plan) -> bool:
 
 
 def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
-    """Where that changes, it catches up with the near ones at once, with the far ones piece by piece beside their
-    decoding; the wrong variant never drafts for these again."""
+    """If that changes, it catches up with near texts at once, and with far ones piece by piece while they decode.
+    The wrong variant never drafts for the latter again.
+    """
     config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
     scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
     scheduler.controller = whims
@@ -303,8 +306,10 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
 )
 def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
-    """Where prompts are not limited, as nobody decodes; beside long prompts, which leave the others their share, or are
-    more urgent and leave nothing, or take several steps for their logprobs; and where not all fit a step."""
+    """Cases: prompts without a limit, because no request decodes; with long prompts, which leave the others their
+    share, or are more urgent and leave nothing, or take several steps for their logprobs; and more rows than fit a
+    step.
+    """
     config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
     scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
     scheduler.controller = noting = Noting()

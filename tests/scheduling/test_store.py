@@ -30,7 +30,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=5), speculates=st.booleans())
     def run_text(self, text: list[int], speculates: bool) -> None:
-        """What a request does: take what is known, compute the rest, publish all."""
+        """Act like a request: take cached blocks, compute the rest, publish all."""
         keys = keys_of(text)
         blocks, num_drafted = self.store.take_known(keys)
         for number, block in enumerate(blocks):

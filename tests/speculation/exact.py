@@ -75,7 +75,7 @@ def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "a
 
 
 def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[TargetShift, ...] = ()) -> TabularModel:
-    """What a step that begins after `prefix` sees."""
+    """Return the model of a step that begins after `prefix`."""
 
     def below(rows: Rows) -> dict[Path, np.ndarray]:
         found = {}

@@ -152,7 +152,7 @@ class WorldNodes:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What the requests of one kind got."""
+    """Emitted tokens of the requests of one case."""
 
     first: list[tuple[Path, int]]
     """(accepted tokens, next token) of every request's first step."""
@@ -198,7 +198,7 @@ class Batch:
         )
 
     def run(self, verify: Verify, num_tokens: int, noise: NoiseOf | None = None) -> list[Emitted]:
-        """By kind what its requests get, each until it has `num_tokens`."""
+        """Return the emitted tokens by case, until each request has `num_tokens`."""
         num_requests = len(self.kind_B)
         texts: list[list[int]] = [[] for _ in range(num_requests)]
         firsts: list[tuple[Path, int]] = []
@@ -288,7 +288,7 @@ class Batch:
 
 
 def _shifts(kinds: Sequence[RequestCase], most: int) -> TargetShifts:
-    """By kind; 0 positions remain of what is not there."""
+    """Return the shifts by case; entries with 0 remaining positions are padding."""
     remaining, states = np.zeros((len(kinds), most), dtype=np.int64), np.zeros((len(kinds), most, 4))
     counts = np.ones((len(kinds), most), dtype=np.int64)
     for i, kind in enumerate(kinds):
@@ -317,7 +317,7 @@ def text_law(kind: RequestCase, num_tokens: int) -> dict[Path, float]:
 
 @dataclass(frozen=True)
 class Fit:
-    """How far counts are from their laws: the statistic of a G-test, and its degrees of freedom."""
+    """Distance of counts from their laws: the statistic of a G-test, and its degrees of freedom."""
 
     statistic: float = 0.0
     freedom: int = 0
@@ -334,7 +334,7 @@ End = TypeVar("End")
 
 
 def fit(found: Sequence[End], law: Mapping[End, float]) -> Fit:
-    """Of independent draws to their law; infinitely far where something impossible was drawn."""
+    """Compare independent draws with their law; the distance is infinite if something impossible was drawn."""
     counts: dict[End, int] = {}
     for one in found:
         counts[one] = counts.get(one, 0) + 1

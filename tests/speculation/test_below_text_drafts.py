@@ -58,7 +58,7 @@ WORLD, SMALL = world_of_likely_copies(VOCABULARY), world_of_likely_copies(3)
 
 @dataclass(frozen=True)
 class Drafting:
-    """How the rows of a case are drafted and verified."""
+    """Drafts and verification of the rows of a case."""
 
     rule: str
     method: str
@@ -270,7 +270,7 @@ def test_a_part_that_is_not_shifted_changes_the_exact_law(drafting: Drafting, pa
 
 
 def sampled(drafting: Drafting, seed: int = 0, num_rows: int = NUM_ROWS) -> Fit:
-    """How well the ends of many rows' steps fit the enumeration."""
+    """Return the fit of the results of many rows' steps to the enumeration."""
     fields = {"speculation": drafting.speculation, "fanout": drafting.fanout, "copies": COPIES}
     emissions = step([row_of(seed + i, fields) for i in range(num_rows)], world=WORLD)[1]
     return fit([(emission.accepted, emission.next_token) for emission in emissions], expected(drafting))

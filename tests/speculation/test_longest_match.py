@@ -1,4 +1,4 @@
-"""Where laws are certain, the target's own text is emitted: as far as the best draft goes, and one token more."""
+"""Deterministic rows emit the target's own text: as far as the best draft matches, and one token more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def drawn(seed: int = 0) -> tuple[Chains, LawTable, ChainNoise]:
 
 
 def texts(chains: Chains, verdict: ChainVerdict) -> list[tuple[int, ...]]:
-    """What each request emits."""
+    """Return the emitted tokens of each request."""
     parts = verdict.chain_B.tolist(), verdict.accepted_B.tolist(), verdict.next_token_B.tolist()
     return [
         (*chains.tokens_CL[chain, :accepted].tolist(), token) for chain, accepted, token in zip(*parts, strict=True)

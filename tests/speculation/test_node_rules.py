@@ -172,7 +172,7 @@ def test_absent_chains_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda c: f"V{c['V']}n{c['n']}-{c['kind']}")
 def test_golden_vectors_from_float32_laws(case: dict) -> None:
-    """What a serving engine has: float32 rows, within 1e-5 of the exact law and acceptance."""
+    """A serving engine has float32 rows: within 1e-5 of the exact law and acceptance."""
     p, q = (np.array(case[name], dtype=np.float32).astype(np.float64) for name in ("p", "q"))
     for name, (rule, method, key) in RULES.items():
         if key in case["accept"] and (name != "spechub" or case["n"] == 2):

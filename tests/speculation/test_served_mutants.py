@@ -207,7 +207,7 @@ GENERIC = ((0, (4,)), (3, (3, 1)), (6, (3,)), (0, (2, 2)))
 
 
 def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
-    """As the rules are checked, or with generic laws only."""
+    """Check a rule as in the gate, or with generic laws only."""
     if shapes != "generic":
         return fits_of(rule, method, shapes, 0)
     return fits(rule, [RequestCase(WORLDS[4][world], fanout, method) for world, fanout in GENERIC], num_requests=60_000)
@@ -215,7 +215,7 @@ def fits_under(rule: str, method: str, shapes: str) -> tuple[Fit, Fit]:
 
 @pytest.mark.parametrize(("rule", "method", "shapes", "wrong"), MUTANTS)
 def test_wrong_rules_are_rejected(rule: str, method: str, shapes: str, wrong: Callable[[], Patch]) -> None:
-    """Of the plain operations; kernels have their own wrong variants."""
+    """Wrong variants of the plain operations; kernels have other ones."""
     with wrong(), patch.object(served, "KERNELS", TORCH):
         assert min(found.p_value for found in fits_under(rule, method, shapes)) < ALPHA
 

@@ -30,14 +30,14 @@ from tests.speculation.served import Batch, Fit, NoiseOf, RequestCase, first_law
 
 ALPHA = 1e-6
 NUM_REQUESTS = 66_000
-"""Of every rule and draft method, in two batches or three; every request takes a step or more."""
+"""Requests of every rule and draft method, in two batches or three; every request takes a step or more."""
 
 CORNERS = ("generic", "zeros", "near", "generic", "ties", "equal", "generic", "disjoint", "near")
 WORLDS = {
     vocabulary: [small_world(corner, vocabulary, seed) for seed, corner in enumerate(CORNERS)]
     for vocabulary in (3, 4, 5)
 }
-"""By the number of tokens. The more, the more ways to be wrong, and the more drafts and trees to enumerate."""
+"""Models by the number of tokens. More tokens allow more errors, and need more drafts and trees to enumerate."""
 CHAINS = ((2, 1), (1, 1, 1), (3, 1), (), (1, 1), (2, 1, 1), (2,), (1,), (4, 1), (2, 1, 1))
 """Children by depth: one chain to four, of one token to three, and none at all."""
 TREES = ((2, 2), (1, 3), (), (3, 2), (2,), (2, 1, 2))
@@ -76,7 +76,9 @@ def fits(
     num_tokens: int = 3,
     noise: NoiseOf | None = None,
 ) -> tuple[Fit, Fit]:
-    """How well a served rule's first steps fit the enumeration, and its texts the target's law, over all kinds."""
+    """Return the fit of a served rule's first steps to the enumeration, and of its texts to the target's law, over
+    all cases.
+    """
     batch = Batch(kinds, num_requests // len(kinds), 1, dtype)
     steps, texts = Fit(), Fit()
     for kind, emitted in zip(kinds, batch.run(verification.RULES[rule].verify, num_tokens, noise), strict=True):
@@ -138,7 +140,7 @@ def test_pending_layers_change_the_law_of_their_own_requests_only(rule: str) -> 
 
 
 def engine_noise(chains: Chains, step: int) -> ChainNoise:
-    """What the engine makes of seeds and positions; every request has a seed of its own."""
+    """Return the engine's noise for seeds and positions; every request has a different seed."""
     request_C = chains.request_C.numpy()
     first = np.concatenate([[True], request_C[1:] != request_C[:-1]])
     chain_C = np.arange(len(request_C))

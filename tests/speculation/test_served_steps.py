@@ -37,7 +37,7 @@ from tests.speculation.served import Batch, Fit, RequestCase, fit, small_world
 
 ALPHA = 1e-6
 NUM_ROWS = 2_000
-"""Of every kind."""
+"""Rows of every type."""
 VOCABULARY, NUM_TOKENS, END = 4, 3, 10
 CPU = torch.device("cpu")
 WORLD = small_world("generic", VOCABULARY, 11)
@@ -140,7 +140,9 @@ def law_below(path: Path, sampling: dict[str, Any]) -> Law:
 
 
 def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int = 0) -> dict[str, Fit]:
-    """By kind of row, how well the texts fit the target's law; rows without copies where trees are not merged."""
+    """Return, by type of row, the fit of the texts to the target's law; rows without text drafts if trees are not
+    merged.
+    """
     count = len(names)
     fields = {name: {**ROWS[name], "copies": () if most_unmerged else ROWS[name].get("copies", ())} for name in names}
     rows = [row_of(seed + i, fields[names[i % count]]) for i in range(NUM_ROWS * count)]
@@ -172,7 +174,7 @@ MANY = 10**6
 
 
 def test_the_law_needs_no_merging_of_equal_nodes() -> None:
-    """Where the host learns the tokens with the verdict."""
+    """The host receives the tokens with the verdict."""
     assert {name for name, found in fits(seed=1, most_unmerged=MANY).items() if found.p_value < ALPHA} == set()
 
 
@@ -200,7 +202,7 @@ def shared_numbers(seed: Any, position: Any, purpose: Any, chain: Any = 0, depth
     [("refuse", lambda *_: None), ("uniform", shared_numbers)],
 )
 def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
-    """Behind a refused copy the rule works with the whole law; one number decides twice."""
+    """One variant verifies with the whole law after a refused text draft; another uses one number twice."""
     with patch.object(verifying, name, wrong):
         assert min(found.p_value for found in fits(("copies alone", "bv_race with copies")).values()) < ALPHA
 
@@ -227,7 +229,7 @@ def test_emissions_tell_what_was_followed() -> None:
 
 @pytest.mark.parametrize("residual", ["optimal", "target"])
 def test_over_acceptance_has_its_own_law_and_tells_its_bias(residual: str) -> None:
-    """By hand along every path: b = min(1, (p + eps)/q), then norm (p - b q)+ or p."""
+    """Computed by hand along every path: b = min(1, (p + eps)/q), then norm (p - b q)+ or p."""
     epsilon, biases = 0.08, []
     world = small_world("generic", VOCABULARY, 5)
     kinds = [RequestCase(world, (1, 1)), RequestCase(world, ()), RequestCase(world, (1, 1, 1))]

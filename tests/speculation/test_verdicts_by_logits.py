@@ -42,11 +42,11 @@ GREEDY = {
     "greedy plain": {**OFF, "sampling": {"temperature": 0.0}},
 }
 NUM_ROWS = 3000
-"""Of every kind."""
+"""Rows of every type."""
 
 
 def fits(seed: int = 0) -> dict[str, Fit]:
-    """By kind of row, how well the texts fit the target's law."""
+    """Return, by type of row, the fit of the texts to the target's law."""
     names = tuple(KINDS)
     emissions = step([row_of(seed + i, KINDS[names[i % len(names)]]) for i in range(NUM_ROWS * len(names))])[1]
     chance = np.random.default_rng(seed)
