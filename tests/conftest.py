@@ -14,7 +14,7 @@ gc.disable()  # until the tests are collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if os.environ.get("POLYDRAFT_TEST_DEVICE", "cpu") == "cpu":
-    # Read when Triton is first imported, by whomever.
+    # Read at the first import of Triton, whichever module makes it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:

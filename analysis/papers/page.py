@@ -135,7 +135,7 @@ def _optimal(result: dict[str, Any]) -> str:
             findings,
             "The optimum, and points that each rule (with the way its drafts are drawn) stays below it:",
             table(["T", "drafts", *titles], rows),
-            "Made-up laws over large vocabularies (Zipf's logits, the draft's disturbed), temperature 1:",
+            "Synthetic distributions over large vocabularies (Zipf's logits, the draft's disturbed), temperature 1:",
             table(["tokens", "drafts", *titles], large),
         ]
     )

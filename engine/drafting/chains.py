@@ -1,7 +1,7 @@
-"""Draws every row's chains: a drafter gives logits, their laws are made and tokens drawn level by level.
+"""Draw every row's chains: a drafter computes logits; their distributions are computed and tokens drawn level by level.
 
-Below the root the nodes lie level by level, and within a level in the order of their chains. Equal tokens are not
-merged here: every drawn node has its own place.
+Below the root the nodes are ordered level by level, and within a level in the order of their chains. Equal tokens are
+not merged here: every drawn node has a separate place.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def draw_chains(
     kernels: Kernels,
     most_unmerged: int = 0,
 ) -> Draft | None:
-    """Let the drafter catch up and draft the plan's chains; None when no row emits.
+    """Let the drafter catch up and draft the plan's chains; return None if no row emits.
 
-    drafter: None where nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
+    drafter: None if nothing is drawn; rows then have one chain of length 0. most_unmerged: see `trees_of`.
     """
     rows = plan.sampling_rows
     if not rows:
@@ -77,11 +77,10 @@ def draw_levels(
     below: Callable[[int, Tensor], Tensor] | None,
     law_NV: Tensor,
 ) -> Tensor:
-    """Draw all chains level by level: [C, L] the tokens.
+    """Draw all chains level by level; return [C, L] the tokens.
 
-    rows: those whose laws depend on more than logits and parameters, or all.
-    logits_NV: below the root of every row that draws; below: `Drafter.below`; law_NV: filled with the laws that the
-    tokens came from.
+    rows: those whose distributions depend on more than logits and parameters, or all. logits_NV: below the root of
+    every row that draws; below: `Drafter.below`; law_NV: output, the distributions from which the tokens were drawn.
     """
     tokens_CL = torch.zeros((layout.num_chains, layout.max_length), dtype=torch.int64, device=uniform_LC.device)
     of_law = parameters.select(layout.law_row_of_N)
@@ -104,7 +103,7 @@ def draw_levels(
 
 
 def _parents(level: Level, tokens_CL: Tensor, depth: int) -> NodePaths:
-    """The nodes that the tokens of a level are drawn below."""
+    """Return the nodes below which the tokens of a level are drawn."""
     return NodePaths(
         row_N=level.row_N,
         depth_N=np.full(len(level.row_N), depth),
@@ -114,7 +113,7 @@ def _parents(level: Level, tokens_CL: Tensor, depth: int) -> NodePaths:
 
 
 def _shifts(rows: Sequence[Row], layout: Layout, device: torch.device) -> TargetShifts | None:
-    """The rows' pending target shifts, by chain."""
+    """Return the rows' pending target shifts, by chain."""
     most = max(len(row.shifts) for row in rows)
     if not most:
         return None

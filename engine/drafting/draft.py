@@ -1,7 +1,8 @@
-"""What a drafter hands on: the chains of all sampling rows, their merged trees, and the step's random numbers.
+"""Result of drafting: the chains of all sampling rows, their merged trees, and the step's random numbers.
 
-Which chain belongs to whom, how long it is and what is drawn below what depends on the rows' shapes alone: a `Layout`
-is made once for rows of these shapes, before anything is drawn, and kept. Only tokens and laws are made in every step.
+The owner and length of each chain, and the parent of each node, depend on the rows' shapes alone. So a `Layout` is
+created once for rows of these shapes, before anything is drawn, and cached. Only tokens and distributions are new in
+every step.
 """
 
 from __future__ import annotations
@@ -30,34 +31,36 @@ from engine.speculation.verification import RULES
 
 MOST_UNMERGED = 64
 """Largest target pass (roots plus nodes) on a device in which equal nodes are not merged, so that the host need not
-wait for the drafted tokens: so few rows are expected to take about as long as one (not measured yet)."""
+wait for the drafted tokens. A pass over this few rows is expected to take about as long as over one (not measured
+yet).
+"""
 
 Ints = npt.NDArray[np.int64]
 
 
 class ChainShape(NamedTuple):
-    """What a row drafts."""
+    """Drafts of a row."""
 
     fanout: tuple[int, ...]
     """Children of every node by depth; empty when nothing is drawn."""
     method: str
-    """How several children of a node are drawn."""
+    """Method of drawing several children of a node."""
     method_of_one: str
-    """How the only child of a node is drawn."""
+    """Method of drawing the only child of a node."""
 
     @staticmethod
     def of(row: Row) -> ChainShape:
-        """The shape of a sampling row."""
+        """Return the shape of a sampling row."""
         return _shape_of(row.fanout, method_of(row), row.sampling.seed_stable, row.sampling.is_greedy)
 
     @property
     def num_chains(self) -> int:
-        """Chains in the layout: one of length 0 for a row that draws none."""
+        """Return the number of chains in the layout: one of length 0 for a row that draws none."""
         return prod(self.fanout)
 
     @property
     def length(self) -> int:
-        """Tokens of a chain."""
+        """Return the number of tokens in a chain."""
         return len(self.fanout)
 
 
@@ -79,14 +82,14 @@ class Draw:
 
     method: str
     parent_N: Tensor | None
-    """Which of the level's parents; None for all of them in order."""
+    """Indices of these parents in the level; None for all of them in order."""
     chain_NK: Tensor | None
-    """The first chain through each of their children; None where these are all chains in order."""
+    """First chain through each of their children; None if these are all chains in order."""
     shape: tuple[int, int]
     """(N, K)."""
 
     def of_children(self, value_C: Tensor) -> Tensor:
-        """[N, K] the children's values among those of all chains, as a view where they are all chains."""
+        """Return [N, K] the children's values among those of all chains; a view if they are all chains."""
         return value_C.view(self.shape) if self.chain_NK is None else value_C[self.chain_NK]
 
     def set_children(self, value_C: Tensor, value_NK: Tensor) -> None:
@@ -99,17 +102,17 @@ class Draw:
 
 @dataclass(frozen=True)
 class Level:
-    """The drafted nodes of one depth, and their parents: the nodes they are drawn below."""
+    """Drafted nodes of one depth, and their parents: the nodes below which they are drawn."""
 
     chain_N: Tensor | slice
-    """The first chain through each parent; a slice where these are all chains."""
+    """First chain through each parent; a slice if these are all chains."""
     row_N: Ints
     """Number of each parent's row, among the sampling rows."""
     laws: slice
     """Rows of the parents in the table of draft laws."""
     draws: tuple[Draw, ...]
     leader_C: Tensor | None
-    """The first chain through each chain's node; None where no two chains share one."""
+    """First chain through each chain's node; None if no two chains share one."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +120,15 @@ class NodeTable:
     """The N roots and nodes of a step, tree by tree."""
 
     starts: Ints
-    """Where the root of each sampling row stands, its nodes behind it; and the end."""
+    """Index of the root of each sampling row, followed by its nodes; and the end."""
     node_CX: Tensor
-    """[C, L + 1] which of them lies below the first i tokens of each drawn chain; the root beyond a chain's end. On the
-    device."""
+    """[C, L + 1] node below the first i tokens of each drawn chain; the root beyond a chain's end. On the device."""
     of_trees: Sequence[Sequence[int]]
     """Depths of the nodes of each tree, without its root."""
 
     @staticmethod
     def of(trees: Sequence[Tree], layout: Layout) -> NodeTable:
-        """trees: of the layout's rows; their drawn chains come first."""
+        """Build the table; trees: of the layout's rows; their drawn chains come first."""
         starts, paths, most = [0], [], layout.max_length + 1
         for tree, count in zip(trees, layout.counts, strict=True):
             start = starts[-1]
@@ -138,23 +140,23 @@ class NodeTable:
 
     @cached_property
     def rows(self) -> Ints:
-        """[N] number of the sampling row."""
+        """Return [N] the number of the sampling row."""
         return np.repeat(np.arange(len(self.of_trees)), np.diff(self.starts))
 
     @cached_property
     def depths(self) -> Ints:
-        """[N] depth of each, 0 of roots."""
+        """Return [N] the depth of each, 0 of roots."""
         return np.array([depth for of_tree in self.of_trees for depth in (0, *of_tree)])
 
     @cached_property
     def row(self) -> Tensor:
-        """`rows` on the device."""
+        """Return `rows` on the device."""
         return to_device(self.rows, self.node_CX.device)
 
 
-@dataclass(frozen=True, eq=False)  # kept, and known by identity
+@dataclass(frozen=True, eq=False)  # cached, and compared by identity
 class Layout:
-    """Which chains a step drafts; one chain of length 0 for a row that draws none."""
+    """Chains that a step drafts; one chain of length 0 for a row that draws none."""
 
     request_C: Ints
     rank_C: Ints
@@ -164,19 +166,19 @@ class Layout:
     """L."""
     levels: tuple[Level, ...]
     law_row_of_N: Tensor
-    """Row of each law in the table of draft laws: number among the sampling rows."""
+    """Number of the sampling row of each row in the table of draft distributions."""
     # The same for the rules, on the device.
     request: Tensor
     length: Tensor
     law_row_CL: Tensor
-    """Row, in the table of draft laws, of the law below each chain's parent node."""
+    """Row, in the table of draft distributions, of the distribution below each chain's parent node."""
     leads_CL: Tensor | None
     shape: tuple[int, int]
     """(rows, most chains of one)."""
     trees: tuple[Tree, ...]
-    """By row, the tree of its draws."""
+    """Tree of each row's draws."""
     node_M: Tensor
-    """Of all nodes of these trees, row by row: index of its token in the chains' tokens, flat."""
+    """Index of each node's token in the chains' tokens, flat, for all nodes of these trees, row by row."""
 
     @property
     def num_chains(self) -> int:
@@ -185,24 +187,24 @@ class Layout:
 
     @property
     def num_laws(self) -> int:
-        """Draft laws: one for every node that has drafted children."""
+        """Return the number of draft distributions: one for every node that has drafted children."""
         return len(self.law_row_of_N)
 
     @cached_property
     def counts(self) -> list[int]:
-        """Chains of each row."""
+        """Return the number of chains of each row."""
         counts: list[int] = np.bincount(self.request_C).tolist()
         return counts
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """The table of the drawn trees: kept for all steps of this layout, so that nobody may write to it."""
+        """Return the table of the drawn trees; cached for all steps of this layout, so it is read-only."""
         return NodeTable.of(self.trees, self)
 
 
 @lru_cache(maxsize=128)  # a layout of many rows takes a tenth of a megabyte
 def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
-    """The chains of sampling rows of these shapes, in order."""
+    """Return the chains of sampling rows of these shapes, in order."""
     counts = np.array([shape.num_chains for shape in shapes], dtype=np.int64)
     lengths = np.array([shape.length for shape in shapes], dtype=np.int64)
     request_C, length_C = np.repeat(np.arange(len(shapes)), counts), np.repeat(lengths, counts)
@@ -233,7 +235,7 @@ def layout_of(shapes: tuple[ChainShape, ...], device: torch.device) -> Layout:
 
 
 def _places(trees: Sequence[Tree], max_length: int) -> Ints:
-    """[M] where the token of each node is in [C, L], flat: in the first chain through it."""
+    """Return [M] the place of each node's token in [C, L], flat: in the first chain through it."""
     places = []
     chain = 0
     for tree in trees:
@@ -247,9 +249,9 @@ def _places(trees: Sequence[Tree], max_length: int) -> Ints:
 
 
 def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device: torch.device) -> Iterator[Level]:
-    """Level by level: chains of a row are its leaves in order, so a node's chains lie side by side.
+    """Return the levels. Chains of a row are its leaves in order, so a node's chains are contiguous.
 
-    law_row_CL: is filled in.
+    law_row_CL: output.
     """
     first = np.cumsum(counts) - counts
     num_laws = 0
@@ -292,7 +294,7 @@ def _levels(shapes: Sequence[ChainShape], counts: Ints, law_row_CL: Ints, device
 def _draw_of(
     method: str, numbers: Sequence[int], chain_N: Ints, below_N: Ints, count: int, num_chains: int, device: torch.device
 ) -> Draw:
-    """The draw of `count` children below the parents of these numbers; below_N: chains through each child."""
+    """Return the draw of `count` children below these parents; below_N: chains through each child."""
     chain_NK = chain_N[numbers][:, None] + below_N[numbers][:, None] * np.arange(count)
     return Draw(
         method,
@@ -309,41 +311,41 @@ def _are_all(chains: Ints, num_chains: int) -> bool:
 
 @dataclass(frozen=True)
 class Draft:
-    """The drafted chains of a step."""
+    """Drafted chains of a step."""
 
     layout: Layout
     chains: Chains
     trees: tuple[Tree, ...]
-    """One tree per sampling row: its drawn chains, then its copied ones; without nodes where it does not speculate."""
+    """One tree per sampling row: its drawn chains, then its text drafts; without nodes if it does not speculate."""
     tokens_M: Tensor | None
-    """Tokens of all nodes, tree by tree, where the trees have none because the host did not wait for them."""
+    """Tokens of all nodes, tree by tree, if the trees have none because the host did not wait for them."""
     parameters: LawParameters
-    """Of the laws of the sampling rows."""
+    """Parameters of the sampling rows."""
     numbers: Tensor
     """[6, C, L] of `draw_numbers`."""
     rows_apart: int | None = None
-    """How far the roots of two sampling rows stand apart among the logits, where the step has padded its rows."""
+    """Distance between the roots of two sampling rows among the logits, if the step has padded its rows."""
 
     @cached_property
     def noise(self) -> ChainNoise:
-        """For the rules."""
+        """Return the noise for the rules."""
         return noise_of(self.numbers, self.layout.max_length)[1]
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """The table of its trees: the layout's own, where no nodes were merged and none copied."""
-        # Merged trees have lists of their own: `is` tells them from drawn ones, also where the parents are equal.
+        """Return the table of its trees: the layout's own, unless nodes were merged or there are text drafts."""
+        # Merged trees have other lists: `is` distinguishes them from drawn ones, even if the parents are equal.
         are_drawn = all(own.parents is drawn.parents for own, drawn in zip(self.trees, self.layout.trees, strict=True))
         return self.layout.nodes if are_drawn else NodeTable.of(self.trees, self.layout)
 
     @property
     def starts(self) -> Ints:
-        """Where the root of each sampling row stands among the nodes of all, its nodes behind it; and the end."""
+        """Return the index of each sampling row's root among all nodes, followed by its nodes; and the end."""
         return self.nodes.starts if self.rows_apart is None else np.arange(len(self.trees) + 1) * self.rows_apart
 
 
 def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
-    """The draft whose trees have their tokens, which have come to the host; tokens: of all nodes, tree by tree."""
+    """Return the draft with tokens in its trees, which are on the host now; tokens: of all nodes, tree by tree."""
     left = iter(tokens)
     trees = tuple(tree._replace(tokens=list(islice(left, tree.num_nodes))) for tree in draft.trees)
     return replace(draft, trees=trees, tokens_M=None)
@@ -352,7 +354,7 @@ def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
 def trees_of(
     plan: Plan, layout: Layout, tokens_CL: Tensor, most_unmerged: int
 ) -> tuple[tuple[Tree, ...], Tensor | None]:
-    """(the tree of every sampling row, the tokens of their nodes where the trees have none).
+    """Return (the tree of every sampling row, the tokens of their nodes if the trees have none).
 
     most_unmerged: largest pass (roots plus nodes) that is not merged; merging makes the host wait for the device.
     """
@@ -366,10 +368,10 @@ def trees_of(
 
 
 def merge(plan: Plan, layout: Layout, tokens_CL: torch.Tensor) -> tuple[Tree, ...]:
-    """The merged tree of every sampling row; waits for the device, which drafts their tokens."""
+    """Return the merged tree of every sampling row; waits for the device, which drafts their tokens."""
     tokens = tokens_CL.tolist() if layout.max_length else [[]] * layout.num_chains
     if layout.shape[1] == 1 and not any(row.copies for row in plan.sampling_rows):
-        # Single chains: the tree of the draws has their nodes.
+        # With single chains, the tree of the draws already has their nodes.
         return tuple(
             [Tree(chain[: len(tree.parents)], *tree[1:]) for chain, tree in zip(tokens, layout.trees, strict=True)]
         )

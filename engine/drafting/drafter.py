@@ -1,8 +1,8 @@
-"""What a source of drafted chains must do.
+"""Interface of drafters, the sources of drafted chains.
 
-A drafter gives logits; how chains are drawn from them is the same for all (`chains.py`). To add one: a file with a
-class like `ModelDrafter` (`model.py`), and a line in `engine.step.building.kind_of`. Drafters that find chains in texts
-have no laws: `engine.scheduling.text_drafters`.
+A drafter computes logits; drawing chains from them is the same for all (`chains.py`). To add one, add a file with a
+class like `ModelDrafter` (`model.py`), and an entry in `engine.step.building.kind_of`. Drafters that find chains in
+texts have no distributions: `engine.scheduling.text_drafters`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ from engine.sampling.law import LawParameters
 
 
 class DrafterKind(NamedTuple):
-    """How a drafter is made."""
+    """Constructor and requirements of a drafter."""
 
     make: Callable[[ModelRunner, ModelRunner], Drafter]
-    """From what runs the draft model, and what runs the target."""
+    """Arguments: the runner of the draft model, and the runner of the target."""
     taps: tuple[int, ...] = ()
-    """Taps of the target whose hidden states it reads: they are stored in `storage.hidden` of the target's runner, by
-    the slots of the text's tokens, for all but those that the plan is still to compute."""
+    """Taps of the target whose hidden states it reads. They are stored in `storage.hidden` of the target's runner,
+    by the slots of the text's tokens, for all tokens but those that the plan is still to compute.
+    """
     is_head: bool = False
-    """Whether it computes its own K/V from these states alone. It then drafts only behind a token whose predecessors
-    the target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`)."""
+    """Whether it computes its K/V from these states alone. It then drafts only after a token whose predecessors the
+    target has computed in earlier steps, and reads accepted tokens again (`Sequence.by_head`).
+    """
 
 
 class Drafter(Protocol):
-    """Gives the logits that chains are drawn from.
+    """Computes the logits from which chains are drawn.
 
-    Drafts are checked against the law they were drawn from, so the output stays the target's whatever the logits are,
-    as long as they depend on nothing but the text, the path to the node and the past.
+    Drafts are verified against the distribution from which they were drawn, so the output has the target's distribution
+    for any logits, as long as these depend only on the text, the path to the node and the past.
     """
 
     @property
     def runner(self) -> ModelRunner | None:
-        """Runs the draft model, where it is one with K/V."""
+        """Return the runner of the draft model, if it is a model with K/V."""
 
     def begin(self, plan: Plan) -> Tensor:
-        """Catch up on every row's `draft_input_ids`; [N, V] logits below the root of each row that draws, in order."""
+        """Catch up on every row's `draft_input_ids`; return [N, V] logits below the root of each row that draws, in
+        order.
+        """
 
     def below(self, depth: int, token_N: Tensor) -> Tensor:
-        """[N, V] logits below the drafted nodes of `depth` (1 is below the root), in the order of their chains.
+        """Return [N, V] logits below the drafted nodes of `depth` (1 is below the root), in the order of their chains.
 
         token_N: the nodes' tokens, on the device; rows whose chains end there have no nodes among them.
         """
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
-        """After the step: make the K/V of what each sampling row has kept the K/V of its text: of its chain `rank` the
-        first `num_draft_kept` tokens."""
+        """After the step: store the K/V of the accepted path as that of the text, for each sampling row the first
+        `num_draft_kept` tokens of its chain `rank`.
+        """
 
 
 class DrawsAtOnce(Protocol):
@@ -62,7 +67,7 @@ class DrawsAtOnce(Protocol):
     def __call__(
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
     ) -> Tensor | None:
-        """[C, L] the tokens that `begin` and `chains.draw_levels` would give; None where those must be called.
+        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw; None if those must be called.
 
-        law_NV: filled with the laws of the draws.
+        law_NV: output, the distributions of the draws.
         """

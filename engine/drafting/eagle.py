@@ -1,4 +1,4 @@
-"""Drafts with an EAGLE-3 head: one pass of one layer for each level, below the target's own states."""
+"""Drafting with an EAGLE-3 head: one pass of one layer for each level, from the target's own states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.plan import Plan
 
 
 class EagleDrafter(HeadDrafter):
-    """Gives an EAGLE-3 head's logits."""
+    """Computes an EAGLE-3 head's logits."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
@@ -24,7 +24,7 @@ class EagleDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> Tensor:
-        """Read what is missing of the texts that draft; [N, V] logits below the roots."""
+        """Read the missing states of the texts that draft; return [N, V] logits below the roots."""
         self._rows = [row for row in plan.rows if row.fanout]
         if not self._rows:
             return self._nothing()
@@ -37,7 +37,7 @@ class EagleDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
-        """[N, V] logits below the nodes of a depth."""
+        """Return [N, V] logits below the nodes of a depth."""
         parent_N = to_device(parents(self._rows, depth), self.runner.device)
         self._states_NH = self.runner.states(self._levels[depth - 1], self._states_NH[parent_N], token_N)
         return self.runner.logits_of(self._states_NH)

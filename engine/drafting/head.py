@@ -1,7 +1,7 @@
 """Drafting with any head: it reads texts, and reads accepted tokens again.
 
-A step begins behind what the target has accepted: the rows of accepted tokens are computed from the target's states,
-over whatever drafting has left in their slots. So nothing of a rejected branch reaches the next step.
+A step begins after the tokens that the target has accepted: the rows of accepted tokens are computed from the target's
+states, and overwrite the drafted ones in their slots. So nothing of a rejected branch reaches the next step.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class HeadDrafter:
         self.runner: HeadRunner = runner
         self._target = target
         self._rows: list[Row] = []
-        """Those that draft in this step."""
+        """Rows that draft in this step."""
 
     @torch.inference_mode()
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:  # noqa: ARG002  (accepted drafts are read again)
-        """Read what the target has computed of the texts that did not draft in this step."""
+        """Read the target's states of texts that did not draft in this step."""
         reading = readings([row for row in plan.rows if not row.fanout], ends_wanted=False)
         for one in self.runner.prepare(reading) if reading else ():
             self._read(one)
 
     def _read(self, one: Pass) -> Tensor:
-        """[N, H] the head's states at the wanted rows of texts."""
+        """Return [N, H] the head's states at the wanted rows of texts."""
         return self.runner.read(one, states_before(one.batch.sequences, self._target))
 
     def _nothing(self) -> Tensor:
-        """[0, V] logits."""
+        """Return [0, V] logits."""
         return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
 
 
 def parents(rows: Sequence[Row], depth: int) -> Ints:
-    """[N] place of the parent of each node of a depth, among the nodes of the level above that draft.
+    """Return [N] the index of each node's parent among the nodes of the level above that draft.
 
     rows: all that draft. Level 0 has one root for each.
     """

@@ -1,6 +1,6 @@
-"""Drafts with a small model: one pass to catch up on the text, and one more for each further level.
+"""Drafting with a small model: one pass to catch up on the text, and one more for each further level.
 
-The draft model's K/V has the same blocks as the target's; its drafted nodes lie level by level behind the text.
+The draft model's K/V has the same blocks as the target's; its drafted nodes follow the text level by level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.sampling.law import LawParameters
 
 
 class ModelDrafter:
-    """Gives a draft model's logits."""
+    """Computes a draft model's logits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner: ModelRunner = runner
@@ -30,31 +30,33 @@ class ModelDrafter:
         self._levels = levels_of(runner)
 
     def begin(self, plan: Plan) -> Tensor:
-        """Compute the K/V that is missing; [N, V] logits below the roots."""
-        # Which tokens enter which pass is known before any is drawn.
+        """Compute the missing K/V; return [N, V] logits below the roots."""
+        # The tokens of each pass are known before any is drawn.
         self._passes = self._prepare(plan)
         if not self._passes:
             return torch.empty((0, self.runner.vocab_size), device=self.runner.device)
         return self.runner.run(self._passes[0])
 
     def below(self, depth: int, token_N: Tensor) -> Tensor:
-        """[N, V] logits below the nodes of a depth."""
+        """Return [N, V] logits below the nodes of a depth."""
         return self.runner.run(self._passes[depth], token_N)
 
     def draw(
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
     ) -> Tensor | None:
-        """Catch up and draw all levels in one call: [C, L] the tokens; None for rows that need `begin` and `below`."""
+        """Catch up and draw all levels in one call; return [C, L] the tokens, or None for rows that need `begin` and
+        `below`.
+        """
         if self._levels is None or not self._levels.takes(plan, layout, parameters, law_NV.shape[1]):
             return None
         return self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
-        """Make the K/V of kept paths contiguous."""
+        """Make the K/V of accepted paths contiguous."""
         moves = []
         for row, one in zip(plan.sampling_rows, emissions, strict=True):
             if row.num_drafts <= 1 or not one.num_draft_kept:
-                continue  # a lone chain lies where its tokens will
+                continue  # a lone chain is already in the slots of its tokens
             pairs = [(_node_index(row, one.rank, depth + 1), row.end + depth) for depth in range(one.num_draft_kept)]
             moves.append(slot_moves(pairs, row.block_ids, self.runner.block_size))
         if moves:
@@ -65,7 +67,7 @@ class ModelDrafter:
         return self.runner.prepare(passes) if passes else []
 
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
-        """The passes of a step: over all known tokens that are missing, then over the drafted nodes level by level."""
+        """Return the passes of a step: over all missing known tokens, then over the drafted nodes level by level."""
         parts = [
             SequenceInput(
                 row.draft_input_ids,
@@ -82,13 +84,15 @@ class ModelDrafter:
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
-    """Index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
+    """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted token)."""
     width = row.widths[depth - 1]
     return row.end + sum(row.widths[: depth - 1]) + chain // (row.num_drafts // width)
 
 
 def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[SequenceInput]]:
-    """The passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has K/V."""
+    """Return the passes over drafted nodes, level by level; lowest_key: index of the first token of a text that has
+    K/V.
+    """
     first_keys = [max(lowest_key, first_key(row)) for row in rows]
     return [
         [
@@ -101,14 +105,14 @@ def level_inputs(rows: Sequence[Row], lowest_key: int = 0) -> list[list[Sequence
 
 
 def first_key(row: Row) -> int:
-    """Index of the first token the model sees: at least all it computes now."""
+    """Return the index of the first token that the model sees: at most the first that it computes now."""
     nearest = min(row.draft_first_index, row.end - row.draft_window) if row.draft_window else 0
     return max(row.draft_start, nearest)
 
 
 @lru_cache(maxsize=1024)
 def level_nodes(fanout: tuple[int, ...]) -> NodeInput:
-    """The nodes of the last level, behind those of the levels above it."""
+    """Return the nodes of the last level; those of the levels above are cached."""
     widths = level_widths(fanout)
     node_N = np.arange(widths[-1])
     ancestry = [node_N[:, None] // (widths[-1] // width) == np.arange(width) for width in widths]

@@ -1,7 +1,7 @@
-"""Drafts with a head that computes all depths in one pass, from which any number of chains is drawn.
+"""Drafting with a head that computes all depths in one pass, from which any number of chains is drawn.
 
-The pass depends on the text alone. What a chain's next token depends on besides is the sampler's
-(`models/heads/slots.py`): nothing, or the tokens before it in this chain. So chains are independent given the text.
+The pass depends on the text alone. The sampler (`models/heads/slots.py`) adds the dependence on earlier tokens of the
+chain, if the head has any. So chains are independent given the text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.plan import Plan, Row
 
 
 class OnePassDrafter(HeadDrafter):
-    """Gives the logits of a head that drafts in one pass."""
+    """Computes the logits of a head that drafts in one pass."""
 
     _slots: SlotSampler
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> Tensor:
-        """Read what is missing of the texts that draft, and run the pass; [N, V] logits below the roots."""
+        """Read the missing states of the texts that draft, and run the pass; return [N, V] logits below the roots."""
         self._rows = [row for row in plan.rows if row.fanout]
         if not self._rows:
             return self._nothing()
@@ -41,12 +41,12 @@ class OnePassDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
-        """[N, V] logits below the nodes of a depth."""
+        """Return [N, V] logits below the nodes of a depth."""
         parent_N = to_device(parents(self._rows, depth), self.runner.device)
         return self._slots.below(self._of_depth(depth), token_N, parent_N)
 
     def _of_depth(self, depth: int) -> Tensor:
-        """[N] the slot of each node of a depth: the slots of a row follow each other."""
+        """Return [N] the slot of each node of a depth: the slots of a row are contiguous."""
         slots: list[Ints] = []
         start = 0
         for row in self._rows:
@@ -56,12 +56,12 @@ class OnePassDrafter(HeadDrafter):
         return to_device(np.concatenate(slots), self.runner.device)
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
-        """[T, H] states that `slots` takes, behind texts that have been read."""
+        """Return [T, H] states for `slots`, after texts that have been read."""
         raise NotImplementedError
 
 
 class MaskDrafter(OnePassDrafter):
-    """Gives a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
+    """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
         *earlier, last = readings(rows, ends_wanted=True)
@@ -83,12 +83,12 @@ class MaskDrafter(OnePassDrafter):
 
 
 class BlockDrafter(OnePassDrafter):
-    """Gives the logits of a head of the DFlash types: blocks lie behind the texts, and leave nothing there."""
+    """Computes the logits of a head of the DFlash types: blocks follow the texts, and nothing of them is stored."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
-        """First of the blocks that only the head's storage has, for blocks that reach beyond a row's."""
+        """First of the blocks that only the head's storage has, for blocks that extend beyond a row's."""
 
     def _pass(self, rows: Sequence[Row]) -> Tensor:
         reading, block = readings(rows, ends_wanted=False), self.runner.head.block_config
@@ -115,7 +115,7 @@ class BlockDrafter(OnePassDrafter):
         ]
 
     def _block_ids(self, row: Row, number: int) -> tuple[int, ...]:
-        """The row's blocks, and spare ones for as much of its block as they do not hold."""
+        """Return the row's blocks, and spare ones for the part of its block that they cannot hold."""
         size, block_size = self.runner.head.block_config.size, self.runner.block_size
         missing = -(-(row.end + size) // block_size) - len(row.block_ids)
         first = self._spare_block + number * -(-size // block_size)
@@ -123,6 +123,6 @@ class BlockDrafter(OnePassDrafter):
 
 
 def block_nodes(tokens: tuple[int, ...], is_causal: bool) -> NodeInput:
-    """Rows behind a text at the positions that follow it, which see each other."""
+    """Return rows after a text at the positions that follow it, which see each other."""
     seen = np.ones((len(tokens), len(tokens)), dtype=np.bool_)
     return NodeInput(tokens, range(1, len(tokens) + 1), (), np.tril(seen) if is_causal else seen)

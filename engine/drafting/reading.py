@@ -1,7 +1,7 @@
 """The passes in which a head reads texts: the target's states of a token, and the token after it.
 
-The row of the token at index i reads the states at i - 1, so that the first token of a text has none, and lies in the
-slot of its index. A head reads in passes of bounded size, however far it is behind.
+The row of the token at index i reads the state at i - 1, so the first token of a text has none, and is stored in the
+slot of its index. A head reads in passes of bounded size, whatever its lag.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_ROWS = 2048
 
 
 def readings(rows: Sequence[Row], ends_wanted: bool, most_rows: int = MOST_ROWS) -> list[list[SequenceInput]]:
-    """The passes that read the rows' `draft_input_ids`, in the order in which they run.
+    """Return the passes that read the rows' `draft_input_ids`, in order.
 
     ends_wanted: whether the last tokens of all rows are in the last pass, and wanted there.
     """
@@ -42,7 +42,9 @@ def readings(rows: Sequence[Row], ends_wanted: bool, most_rows: int = MOST_ROWS)
 
 
 def _cut(parts: Sequence[tuple[Row, int, tuple[int, ...]]], most_rows: int) -> Iterator[list[SequenceInput]]:
-    """Passes of at most so many rows, in order: a text that shares blocks comes after the one that computes them."""
+    """Cut the parts into passes of at most `most_rows` rows, in order: a text that shares blocks comes after the one
+    that computes them.
+    """
     made: list[SequenceInput] = []
     room = most_rows
     for row, first, tokens in parts:

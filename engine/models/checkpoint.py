@@ -17,7 +17,7 @@ from engine.models.files import file_fault, model_file, read_object
 _CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 _TOKENIZER_FILES = (_TOKENIZER, "special_tokens_map.json")
 _UNLIMITED = 10**9
-"""Lengths above it mean that the tokenizer knows of none."""
+"""A longer length means that the tokenizer's files state none."""
 
 
 class Source(NamedTuple):
@@ -97,7 +97,7 @@ class _Files:
         self._added = frozenset() if self._words is None else frozenset(self._words.get_added_tokens_decoder())
 
     def ids(self, file: str, role: str) -> frozenset[int]:
-        """The usable tokens that a file names for a role: `eos`, `bos` or `pad`."""
+        """Return the usable tokens that a file names for a role: `eos`, `bos` or `pad`."""
         value = self.stored[file].get(f"{role}_token_id")
         if file in _TOKENIZER_FILES:
             word = self.stored[file].get(f"{role}_token")
@@ -105,7 +105,7 @@ class _Files:
         return self.usable(file, value)
 
     def usable(self, file: str, value: object) -> frozenset[int]:
-        """The tokens of a stated value: an id or a token's text, or several of them."""
+        """Return the tokens of a stated value: an id or a token's text, or several of them."""
         found = set()
         for one in value if isinstance(value, list) else [] if value in (None, "") else [value]:
             token = self._token(one)
@@ -131,15 +131,15 @@ class _Files:
         return self._words is not None and token not in self._added and self._words.id_to_token(token) is not None
 
     def shown(self, token: int) -> str:
-        """A token for the log."""
+        """Return a token for the log."""
         word = None if self._words is None else self._words.id_to_token(token)
         return str(token) if word is None else f"{token} {word!r}"
 
 
 def context_length(config: Any) -> int:
-    """Positions that a model reaches; config: transformers' of the model.
+    """Return the positions that a model reaches; config: transformers' of the model.
 
-    Positions scaled by YaRN reach their original length times the factor, also if max_position_embeddings is still the
+    Positions scaled by YaRN reach their original length times the factor, even if max_position_embeddings is still the
     original length.
     """
     length = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
@@ -150,9 +150,9 @@ def context_length(config: Any) -> int:
 
 
 def length_remark(config: Any, tokenizer: Source) -> str:
-    """The other lengths that a model's files name, for the log; "" if there are none.
+    """Return the other lengths that a model's files name, for the log; "" if there are none.
 
-    A tokenizer's model_max_length is where it would cut texts, and limits nothing here.
+    A tokenizer's model_max_length is the length at which it would cut texts, and limits nothing here.
     """
     length = context_length(config)
     others = {f"{_CONFIG} (max_position_embeddings)": getattr(config, "max_position_embeddings", None)}
@@ -164,7 +164,7 @@ def length_remark(config: Any, tokenizer: Source) -> str:
 
 
 def read_tokenizer(source: Source) -> Tokenizer | None:
-    """A model's tokenizer.json, or None if it has none; raises ConfigError for one that cannot be used."""
+    """Return a model's tokenizer.json, or None if it has none; raise ConfigError for one that cannot be used."""
     path = model_file(source.name, "tokenizer.json", source.revision)
     if path is None:
         return None
@@ -177,7 +177,7 @@ def read_tokenizer(source: Source) -> Tokenizer | None:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """Return a file's statements; for a model of several parts, those of its text model if it has none itself."""
+    """Return the statements of a file; for a model of several parts, those of its text model if it has none itself."""
     path = model_file(source.name, file, source.revision)
     stored = {} if path is None else read_object(path)
     inner = stored.get("text_config")

@@ -15,7 +15,9 @@ from engine.errors import ConfigError, first_line
 log = logging.getLogger("polydraft")
 
 _PROBE_S, _PATIENCE_S = 5.0, 8.0
-"""How long the hub may take to answer; and all of it, looking up its address too, which has no limit of its own."""
+"""Longest wait for an answer of the hub, and for the whole exchange including the address look-up, which has no time
+limit.
+"""
 _GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
 _RIGHT_FOLDER = "name a folder with config.json and safetensors"
@@ -31,14 +33,15 @@ _FILES_READ = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files of a folder besides its weights. A pointer in the place of one may change answers without an error."""
+"""Files of a folder besides its weights. A git-lfs pointer in place of one may change answers without an error."""
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
-    """Raise ConfigError where `name` is no folder and not to be had from the hub: what was tried, and what to do.
+    """Raise ConfigError if `name` is neither a folder nor available from the hub; the message says what was tried, and
+    what to do.
 
-    Takes seconds where there is no network: the hub is asked once, for one file. One that does not answer is not asked
-    again by this process and its children where its cache has the model. is_model: else it is a tokenizer.
+    Takes seconds without a network: the hub is asked once, for one file. If it does not answer and the cache has the
+    model, this process and its children do not ask again. is_model: else it is a tokenizer.
     """
     file = "config.json" if is_model else "tokenizer.json"
     if Path(name).is_dir():
@@ -62,7 +65,7 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
     fault = _ask_hub(name, revision, file, is_model)
     if fault is None:
         return
-    # Whether it has defaults of its own must be known: without them it would be served with others.
+    # The client must know whether the model has generation defaults: without them it would be served with others.
     if is_cached and hub.try_to_load_from_cache(name, "generation_config.json", revision=revision) is not None:
         log.warning(
             "the hub (%s) does not answer (%s); %s is taken from its cache", hub.constants.ENDPOINT, fault, name
@@ -94,7 +97,9 @@ def _check_folder(folder: Path, file: str, must_exist: bool) -> None:
 
 
 def file_fault(path: Path) -> str:
-    """Why an existing file, or link, cannot be what its name says, and what to do; "" if its first bytes look right."""
+    """Return why an existing file, or link, cannot be what its name says, and what to do; "" if its first bytes look
+    right.
+    """
     try:
         with path.open("rb") as file:
             begin = file.read(64)
@@ -114,7 +119,7 @@ def file_fault(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ConfigError with the reason if there is none."""
+    """Return the JSON object in a file; raise ConfigError with the reason if there is none."""
     if fault := file_fault(path):
         raise ConfigError(f"{path}: {fault}")
     try:
@@ -128,7 +133,7 @@ def _names_gguf(name: str) -> bool:
 
 
 def _is_path(name: str) -> bool:
-    """Whether this can be no name on the hub, which is `model` or `owner/model`."""
+    """Whether this cannot be a name on the hub, which is `model` or `owner/model`."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -140,7 +145,7 @@ def _is_path(name: str) -> bool:
 
 
 def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
-    """Ask for a file; None where the hub has it, else why it did not answer. ConfigError for an answer that is no."""
+    """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError for a refusal."""
     import huggingface_hub as hub
     from huggingface_hub import errors
 
@@ -149,7 +154,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
     def ask() -> None:
         try:
             found.append(hub.get_hf_file_metadata(hub.hf_hub_url(name, file, revision=revision), timeout=_PROBE_S))
-        except Exception as error:  # the hub client raises many kinds
+        except Exception as error:  # the hub client raises exceptions of many types
             found.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -175,10 +180,11 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:
-    """Where a file of a model lies, fetched first where `name` is no folder; None where the model has no such file.
+    """Return the path of a model's file, which is downloaded first if `name` is no folder; None if the model has no
+    such file.
 
-    revision: of the hub's repository; folders have none. Where the hub must not be asked (`HF_HUB_OFFLINE`), a model
-    has the files that are in the cache. Raises ConfigError where the hub does not answer.
+    revision: of the hub's repository; folders have none. If the hub must not be contacted (`HF_HUB_OFFLINE`), a model
+    has the files that are in the cache. Raise ConfigError if the hub does not answer.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -189,14 +195,14 @@ def model_file(name: str, file: str, revision: str | None = None) -> Path | None
     try:
         return Path(hub.hf_hub_download(name, file, revision=revision))
     except LocalEntryNotFoundError as error:
-        # A kind of the next one: the hub did not answer, and the file is not in the cache.
+        # A subclass of the next one: the hub did not answer, and the file is not in the cache.
         known = hub.try_to_load_from_cache(name, file, revision=revision)
-        if hub.is_offline_mode() or known is not None:  # it is kept, too, that a file does not exist
+        if hub.is_offline_mode() or known is not None:  # the cache also records that a file does not exist
             return None
         raise _cannot_fetch(name, file, error) from error
     except EntryNotFoundError:
         return None
-    except Exception as error:  # the hub client raises many kinds
+    except Exception as error:  # the hub client raises exceptions of many types
         raise _cannot_fetch(name, file, error) from error
 
 

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels compute a layer (`triton_layer.py`).
+"""Decides whether Triton's kernels compute a layer (`triton_layer.py`).
 
 On every device they are tried once on synthetic rows, and compared with the plain operations. Not for: the operations.
 """
@@ -21,7 +21,7 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def made_up_rows(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Numbers to try kernels on: no two alike, the same every time."""
+    """Return distinct numbers to try kernels on, the same every time."""
     return torch.arange(prod(shape), device=device).sqrt().mul(7).sin().view(shape).to(dtype)
 
 
@@ -31,7 +31,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def find_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with its kernels on a device; None where they give the plain operations' numbers."""
+    """Return the fault of its kernels on a device; None if they agree with the plain operations."""
     from engine.models import triton_layer
 
     made_up = partial(made_up_rows, device, dtype)

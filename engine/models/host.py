@@ -1,4 +1,4 @@
-"""How a process of the engine uses the machine's cores and memory."""
+"""Use of the machine's cores and memory by the engine's processes."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: of the machine, of its affinity (`taskset`), and of its container's quota."""
+    """Return the number of cores that this process may use: limited by the machine, its affinity (`taskset`), and
+    its container's quota.
+    """
     return int(min(len(os.sched_getaffinity(0)), max(1.0, _quota())))
 
 
 def _quota() -> float:
-    """Cores' worth of time that the control group has; no limit is infinity."""
+    """Return the CPU quota of the control group, in cores; infinity if there is no limit."""
     try:
         quota, period = _QUOTA.read_text().split()
         return float(quota) / float(period)
-    except (OSError, ValueError):  # another system, an older kind of groups, or "max"
+    except (OSError, ValueError):  # another system, an older version of control groups, or "max"
         return math.inf
 
 
 def most_cores(config: ModelConfig) -> int:
-    """Most cores of a pass: as many as asked for, or all usable ones that OMP_NUM_THREADS leaves."""
+    """Return the most cores of a pass: the configured number, or all usable ones that OMP_NUM_THREADS leaves."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     cores = usable_cores()
     return config.num_threads or (min(cores, max(1, int(asked))) if asked.isdecimal() else cores)
 
 
 def cpu_threads(config: ModelConfig) -> int:
-    """Threads of one process of the target: all usable cores but one, shared among its ranks."""
+    """Return the threads of one process of the target: all usable cores but one, divided among its ranks."""
     return config.num_threads or max(1, (usable_cores() - 1) // config.tensor_parallel_size)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what large tensors leave behind: fresh pages cost more than most of what is computed in them.
+    """Let glibc keep memory that large tensors free: fresh pages cost more than most operations in them.
 
-    Without glibc nothing changes. Memory that is kept is bounded by the largest step.
+    Without glibc nothing changes. The amount is bounded by the largest step.
     """
     trim_threshold, mmap_threshold = -1, -3
     _call_glibc("mallopt", mmap_threshold, _KEPT_BYTES)
@@ -52,11 +54,11 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what loading and compiling have left behind, once."""
+    """Return memory freed by loading and compiling to the system, once."""
     _call_glibc("malloc_trim", 0)
 
 
 def _call_glibc(name: str, *arguments: int) -> None:
-    """Call a function of glibc, if this is a process with glibc."""
+    """Call a function of glibc, if this process uses glibc."""
     with contextlib.suppress(AttributeError, OSError):
         getattr(ctypes.CDLL(None), name)(*arguments)

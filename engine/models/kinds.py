@@ -1,4 +1,4 @@
-"""Which models a decoder of ours computes: those of the Llama kind, by their configuration and their modules."""
+"""Decides which models our own decoders compute: decoders like Llama, by their configuration and their modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROPE_TYPES = frozenset({None, "default", "linear", "llama3"})
 
 
 def may_decode(config: Any) -> bool:
-    """Whether the configuration is that of a model of the Llama kind, which is not quantised."""
+    """Whether the configuration is that of a decoder like Llama without quantisation."""
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         config.model_type in _MODEL_TYPES
@@ -25,9 +25,9 @@ def may_decode(config: Any) -> bool:
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether a model is of the Llama kind."""
+    """Whether a model is a decoder like Llama."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    # Quantised layers are of other classes, or fewer; or their weights are.
+    # Quantised layers are of other classes, or missing; or their weights are.
     return (
         may_decode(model.config)
         and len(linears) == 7 * model.config.num_hidden_layers + 1
@@ -36,14 +36,14 @@ def is_decoder(model: Any) -> bool:
 
 
 def window_of(attention: Any) -> int | None:
-    """Positions of a layer's sliding window; None for no window."""
+    """Return the positions of a layer's sliding window; None for no window."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
     return getattr(attention.config, "sliding_window", None)
 
 
 def is_lean(model: Any) -> bool:
-    """Whether a model is of the Llama kind, without sliding windows and biases beside attention."""
+    """Whether a model is a decoder like Llama, without sliding windows, and without biases outside attention."""
     windows = [window_of(layer.self_attn) for layer in model.model.layers] if is_decoder(model) else [0]
     return (
         not any(window is not None for window in windows)

@@ -1,10 +1,10 @@
-"""A decoder of the Llama kind without the layers' own Python: the same numbers in fewer calls.
+"""A decoder like Llama without the layers' own Python: the same numbers in fewer calls.
 
-transformers takes 0.2 to 0.3 ms of Python a layer, which is most of a pass over a few tokens of a small model. Here a
-layer is about twenty tensor operations: q, k and v are one product, gate and up another (the modules' weights become
+transformers spends 0.2 to 0.3 ms of Python per layer, which is most of a pass over a few tokens of a small model. Here
+a layer is about twenty tensor operations: q, k and v are one product, gate and up another (the modules' weights become
 views of the joined ones, so nothing is stored twice), and rotation works on q and k together. Attention goes through
-the same hook. Which models it takes is looked up in their modules; every start compares it with transformers
-(`probe.py`), and a model it does not reproduce runs through transformers.
+the same hook. A model is accepted by its modules; every start compares the decoder with transformers (`probe.py`), and
+a model that it does not reproduce runs through transformers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Layer:
     attention_norm: Tensor
     qkv: _Linear
     norms: tuple[Tensor, Tensor] | None
-    """Those of q and k, where the layer has them."""
+    """Norms of q and k, if the layer has them."""
     output: _Linear
     mlp_norm: Tensor
     gate_up: _Linear
@@ -59,7 +59,9 @@ class LeanDecoder:
     """Runs the passes of one model."""
 
     def __init__(self, model: Any) -> None:
-        """Take over a model that `kinds.is_lean` accepts; its linear layers share their memory with this then."""
+        """Take over a model that `kinds.is_lean` accepts; its linear layers then share their memory with this
+        object.
+        """
         config, body = model.config, model.model
         self._body = body
         self._head = _Linear(model.lm_head.weight)
@@ -77,20 +79,20 @@ class LeanDecoder:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The model's."""
+        """Return the model's own type."""
         dtype: torch.dtype = self._head.weight_NK.dtype
         return dtype
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """The model's own."""
+        """Return the model's own weight."""
         return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Do nothing: products of a device read weights as they are."""
+        """Do nothing: products on a device read weights unchanged."""
         return 0
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Torch has threads of its own."""
+        """Do nothing: torch manages its threads."""
 
     @staticmethod
     def _layer(number: int, layer: Any) -> _Layer:
@@ -111,7 +113,7 @@ class LeanDecoder:
         )
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass."""
+        """Return [N, V] logits at the wanted tokens of a flat pass."""
         storage, slots = metadata.storage, metadata.slots_T
         hidden_TD = embedding(token_ids_T, self._body.embed_tokens.weight)
         cos_1TD, sin_1TD = self._body.rotary_emb(hidden_TD.unsqueeze(0), positions_T.unsqueeze(0))
@@ -140,9 +142,9 @@ class LeanDecoder:
         paged: Paged,
         wanted_N: Tensor,
     ) -> Tensor:
-        """The same with kernels between the products."""
+        """Return the same, with kernels between the products."""
         from engine.attention.triton_attention import attend_paged
-        from engine.models import triton_layer  # Triton is there where kernels are used
+        from engine.models import triton_layer  # Triton is installed if kernels are used
 
         assert isinstance(metadata.slots_T, Tensor)
         storage = metadata.storage
@@ -194,7 +196,7 @@ class LeanDecoder:
 
 
 def _joined(modules: Sequence[Any], bias: Tensor | None = None) -> _Linear:
-    """The product of modules with their weights one below the other; the modules keep views of them."""
+    """Return the product of modules with their weights stacked; the modules keep views of them."""
     if len(modules) == 1:
         return _Linear(modules[0].weight.data, bias)
     weight = torch.cat([module.weight.data for module in modules])

@@ -1,8 +1,8 @@
 """Loads transformers checkpoints that the attention hook serves correctly, and refuses the others.
 
-Some architectures run through the hook without an exception and give wrong logits (recurrent or
-hybrid layers, rotary embeddings that depend on the longest request of a batch, encoders), so
-there is a list of families known to fit, a look at the configuration, and a probe (`probe.py`).
+Some architectures run through the hook without an exception but compute wrong logits (recurrent or hybrid layers,
+rotary embeddings that depend on the longest request of a batch, encoders). So there is a list of supported families, a
+check of the configuration, and a probe (`probe.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What the configuration of a checkpoint says, known before its weights are read."""
+    """Facts of a checkpoint's configuration, known before its weights are read."""
 
     name: str
     model_type: str
@@ -65,7 +65,7 @@ class Outline:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Outline):
-    """A model behind the hook, and what its checkpoint says about it."""
+    """A model behind the hook, and the facts of its checkpoint."""
 
     model: Any
     eos_token_ids: frozenset[int]
@@ -76,7 +76,7 @@ class LoadedModel(Outline):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the parameters and buffers; of a split model this process's share."""
+        """Return the memory of the parameters and buffers; of a split model this process's share."""
         unique = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             for part in _stored(tensor):
@@ -85,7 +85,7 @@ class LoadedModel(Outline):
 
 
 def _stored(tensor: Any) -> list[torch.Tensor]:
-    """The tensors behind a weight: of a split one this process's share, of a quantised one its parts."""
+    """Return the tensors of a weight: of a split one this process's share, of a quantised one its parts."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
@@ -94,7 +94,7 @@ def _stored(tensor: Any) -> list[torch.Tensor]:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device to run on; raises ConfigError where CUDA is asked for and missing."""
+    """Return the device to run on; raise ConfigError if CUDA is requested and missing."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -103,10 +103,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def arithmetic_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
-    """Type that a transformers model computes in; None is its checkpoint's.
+    """Return the type in which a transformers model computes; None is its checkpoint's.
 
-    A CPU computes in float32, unless another type is asked for and it has arithmetic of that type: without it, torch
-    is ten times as slow.
+    A CPU computes in float32, unless another type is requested and it has arithmetic of that type: without it, torch is
+    ten times as slow.
     """
     if device.type != "cpu":
         return _DTYPES.get(wanted)
@@ -115,14 +115,14 @@ def arithmetic_dtype(wanted: str, device: torch.device) -> torch.dtype | None:
 
 
 def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool) -> torch.dtype | str:
-    """What `from_pretrained` is given: a decoder of ours widens the weights of a CPU itself."""
+    """Return the type for `from_pretrained`: our own decoder widens the weights of a CPU itself."""
     if device.type == "cpu" and (split or not may_decode(config)):
         return arithmetic_dtype(wanted, device) or "auto"
     return _DTYPES.get(wanted, "auto")
 
 
 def load(name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False) -> LoadedModel:
-    """Load one checkpoint, or raise ConfigError (it does not fit) or LoadError (it cannot be read).
+    """Load one checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
 
     dtype: `ModelConfig.dtype`; split: only this rank's share of it (`parallel.py`).
     """
@@ -131,11 +131,11 @@ def load(name: str, revision: str | None, dtype: str, device: torch.device, spli
     register()
     config = _read_config(name, revision)
     check_config(name, config)
-    # On a device the weights go there one by one, never through this process's memory as a whole.
+    # On a device the weights are loaded one by one, and never pass through this process's memory as a whole.
     placed = {"tp_plan": "auto"} if split else {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         with warnings.catch_warnings():
-            # Newer versions have another word for `tp_plan`, which the older ones do not know.
+            # Newer versions have another value of `tp_plan`, which the older ones do not know.
             warnings.simplefilter("ignore", FutureWarning)
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 name,
@@ -145,7 +145,7 @@ def load(name: str, revision: str | None, dtype: str, device: torch.device, spli
                 output_loading_info=True,
                 **placed,
             )
-    except Exception as error:  # transformers and safetensors raise many kinds
+    except Exception as error:  # transformers and safetensors raise exceptions of many types
         raise LoadError(f"{name}: the weights cannot be loaded: {first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
@@ -180,9 +180,9 @@ def _outline(name: str, config: Any) -> Outline:
 
 
 def outline_pair(config: ModelConfig) -> list[Outline]:
-    """Target and draft by their configurations alone: all that can be found wrong with them before weights are read.
+    """Check target and draft by their configurations alone, before weights are read.
 
-    Raises ConfigError or LoadError.
+    Raise ConfigError or LoadError.
     """
     choose_device(config.device)
     outlines = [_outlined(config.target, config.revision)]
@@ -202,7 +202,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
 
 def find_head(config: ModelConfig) -> HeadConfig | None:
-    """The configuration of a draft model that is a trained head; None if it is a language model."""
+    """Return the configuration of a draft model that is a trained head; None if it is a language model."""
     if config.draft is None:
         return None
     check_source(config.draft, config.draft_revision)
@@ -210,7 +210,7 @@ def find_head(config: ModelConfig) -> HeadConfig | None:
 
 
 def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
-    """Facts of a head, which reaches as far as its target."""
+    """Return the facts of a head; its context length is that of its target."""
     return replace(target, name=head.name, model_type=head.kind, most_drafts=head.most_drafts)
 
 
@@ -253,7 +253,7 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_pair(target: Outline, draft: Outline, revision: str | None = None, draft_revision: str | None = None) -> None:
-    """Raise ConfigError when the two models do not speak of the same tokens; revision: the target's."""
+    """Raise ConfigError if the two models do not have the same tokens; revision: the target's."""
     target_tokens, draft_tokens = _token_ids(target.name, revision), _token_ids(draft.name, draft_revision)
     if target_tokens is not None and draft_tokens is not None:
         if target_tokens != draft_tokens:
@@ -270,13 +270,13 @@ def check_pair(target: Outline, draft: Outline, revision: str | None = None, dra
 
 
 def _token_ids(name: str, revision: str | None) -> dict[str, int] | None:
-    """The checkpoint's vocabulary, or None where it has no tokenizer.json: then sizes are compared."""
+    """Return the checkpoint's vocabulary, or None if it has no tokenizer.json: then sizes are compared."""
     tokenizer = read_tokenizer(Source(name, revision))
     return None if tokenizer is None else tokenizer.get_vocab()
 
 
 def end_tokens(config: ModelConfig, progress: Progress) -> frozenset[int]:
-    """The tokens that end an answer by all files of the target; reports what these files disagree about."""
+    """Return the tokens that end an answer by all files of the target; report contradictions between these files."""
     target, tokenizer = Source(config.target, config.revision), Source(*config.tokenizer_source)
     stated = _read_config(*target)
     roles = token_roles(target, tokenizer, int(stated.vocab_size), getattr(stated, "eos_token_id", None))
@@ -312,7 +312,7 @@ def adopt_head(head: Head, target: LoadedModel) -> LoadedModel:
 
 
 def _load_split(config: ModelConfig, device: torch.device) -> LoadedModel:
-    """This process's share of the target, the others' in processes of their own."""
+    """Load this process's share of the target, and the other shares in separate processes."""
     check_split(config.target, _read_config(config.target, config.revision), config.tensor_parallel_size)
     ranks = start_ranks(config, device)
     return replace(load(config.target, config.revision, config.dtype, device, split=True), ranks=ranks)

@@ -1,12 +1,13 @@
-"""Linear layers of a transformers model on a CPU, in oneDNN's layout: for models that no decoder of ours takes.
+"""Linear layers of a transformers model on a CPU, in oneDNN's layout, for models that our own decoder does not support.
 
-A plain product of several rows lays the weight out anew in every call. Laid out once at start, a weight costs up to
-eight rows little more than one, which is what verification needs. Weights are then kept in this layout only.
+A plain product of several rows converts the weight's layout in every call. With a weight that is converted once at
+start, up to eight rows cost little more than one, which is what verification needs. Only the converted weights remain
+in memory.
 
-oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and keeps a
-thousand. Products that it runs therefore take few numbers of rows: rows are padded to the next one, so a server's
-memory does not grow with the loads it has met. They are compiled at start, as far as some time for each shape goes: all
-for small models; where it does not suffice, a product takes so long that a millisecond for the compiler is little.
+oneDNN compiles a kernel of 0.5 MB and more for every number of rows on a weight's shape, in a millisecond, and caches a
+thousand. So its products use few numbers of rows: rows are padded to the next one, and a server's memory does not grow
+with the loads it has served. They are compiled at start, up to a time limit for each shape. It suffices for small
+models; otherwise a product takes so long that a millisecond for the compiler is little.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn.functional import linear, pad
 
 from engine.models.fused_layer import made_up_rows
 
-# The numbers of rows of compiled products: nearly all where a row is a large share of the work, then an eighth apart.
-# More rows than the last are taken in turns.
+# Numbers of rows of compiled products: nearly all if a row is a large share of the work, then an eighth apart. More
+# rows than the last are computed in several turns.
 SIZES = (
     *(1, 2, 4, 5, 6, 8),
     *range(9, 25),
@@ -33,14 +34,14 @@ SIZES = (
     *range(576, 1025, 64),
 )
 SIZE_OF = [next(size for size in (0, *SIZES) if size >= num_rows) for num_rows in range(SIZES[-1] + 1)]
-# The kernels of one shape are compiled at start for so long; those of more rows where they are met.
+# Time limit for compiling the kernels of one shape at start; those of more rows are compiled at their first use.
 _COMPILE_BUDGET_S = 0.05
 # Largest allowed difference from the plain product, as a share of the largest number in it.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 class PackedLinear:
-    """`rows @ weight.T + bias`, by the weight in oneDNN's layout once it is packed."""
+    """`rows @ weight.T + bias`, with the weight in oneDNN's layout once it is packed."""
 
     __slots__ = ("_compiles", "_modules", "_packed", "_plain", "bias", "shape")
 
@@ -51,7 +52,7 @@ class PackedLinear:
         self._plain: Tensor | None = weight
         self._packed: Tensor | None = None
         self._modules = tuple(modules)
-        # Where torch leaves even the plain product to oneDNN.
+        # Torch leaves even the plain product to oneDNN here.
         self._compiles = weight.device.type == "cpu" and weight.dtype != torch.float32
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -64,24 +65,24 @@ class PackedLinear:
 
     @property
     def weight(self) -> Tensor:
-        """The plain weight; until it has been given up."""
+        """Return the plain weight; AssertionError after packing."""
         assert self._plain is not None, "the weight is packed"
         return self._plain
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the packed weight."""
+        """Return the memory of the packed weight."""
         return 0 if self._packed is None else self._packed.nbytes
 
     def pack(self) -> None:
-        """Give up the plain weight for the packed one."""
+        """Replace the plain weight by the packed one."""
         self._packed = _reorder(self.weight)
         self._plain = None
         for module in self._modules:
             module.weight.data = module.weight.data.new_empty(0)
 
     def unpack(self) -> None:
-        """Run plain again."""
+        """Use the plain weight again."""
         if self._packed is not None:
             self._plain, self._packed = self._packed.to_dense(), None
             for module in self._modules:
@@ -89,7 +90,8 @@ class PackedLinear:
 
     def compile(self) -> None:
         """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles its kernels at
-        start; stops after `_COMPILE_BUDGET_S`. Does nothing where oneDNN does not run the product."""
+        start; stop after `_COMPILE_BUDGET_S`. Does nothing if oneDNN does not run the product.
+        """
         if self._packed is None and not self._compiles:
             return
         dtype = self.weight.dtype if self._packed is None else self._packed.dtype
@@ -101,12 +103,12 @@ class PackedLinear:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module is a linear layer with a weight of its own numbers: not quantised, not one rank's share."""
+    """Whether a module is a linear layer with a plain weight: not quantised, not one rank's share."""
     return type(module) is nn.Linear and type(module.weight.data) is Tensor
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Make the linear layers of a transformers model products; quantised and other special ones stay as they are."""
+    """Replace the linear layers of a transformers model; quantised and other special ones stay unchanged."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):
@@ -118,7 +120,7 @@ def take_over(model: Any) -> Iterator[PackedLinear]:
 
 @torch.inference_mode()
 def pack(products: Iterable[PackedLinear], works: Callable[[], bool] = lambda: True) -> int:
-    """Pack a model's products if that changes no numbers; the memory that packed weights take.
+    """Pack a model's products if that changes no numbers; return the memory of packed weights.
 
     works: whether the packed model runs; if not, all weights become plain again.
     """
@@ -139,7 +141,7 @@ def pack(products: Iterable[PackedLinear], works: Callable[[], bool] = lambda: T
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether a weight's packed product gives the plain one's numbers."""
+    """Whether a weight's packed product agrees with the plain one."""
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE:
         return False
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -154,7 +156,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _reorder(weight: Tensor) -> Tensor:
-    """A weight in oneDNN's own layout."""
+    """Return a weight in oneDNN's own layout."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
     return packed
 
@@ -165,7 +167,7 @@ def _onednn_linear(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> 
 
 
 def _in_sizes(product: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of [..., in], run with numbers of rows of `SIZES` only."""
+    """Return the product of [..., in], run with numbers of rows of `SIZES` only."""
     flat = rows.reshape(-1, rows.shape[-1])
     parts = [_in_size(product, part, weight, bias) for part in torch.split(flat, SIZES[-1])]
     num_columns = parts[0].shape[1]

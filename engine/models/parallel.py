@@ -1,9 +1,8 @@
-"""A target split over several processes of one machine (tensor parallelism), the way transformers splits it.
+"""A target split over several processes of one machine (tensor parallelism), as transformers splits it.
 
-The engine process is rank 0. Every other rank loads its share of the weights, goes through the same probes, and then
-repeats what rank 0's runner does: what to do comes through its standard input, what the layers exchange goes through
-torch.distributed. A rank ends with its standard input, that is with the engine; when one ends by itself, the next pass
-of the engine fails.
+The engine process is rank 0. Every other rank loads its share of the weights, runs the same probes, and then repeats
+what rank 0's runner does: calls arrive through its standard input, and layers exchange data through torch.distributed.
+A rank ends with its standard input, that is, with the engine; if one ends by itself, the next pass of the engine fails.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ log = logging.getLogger("polydraft")
 
 # Ranks load shares of one size, so none waits long for another.
 _TIMEOUT = timedelta(minutes=10)
-# A pass that fails because a rank has ended has failed after so many seconds.
+# Time limit for the failure of a pass after a rank has ended.
 _NOTICED_S = 10.0
 
 
 @dataclass
 class Ranks:
-    """The other ranks' processes, as rank 0 sees them."""
+    """Processes of the other ranks, as rank 0 sees them."""
 
     folder: tempfile.TemporaryDirectory[str]
-    """Where they have found each other."""
+    """Folder of their rendezvous."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def tell(self, *call: Any) -> None:
-        """Have every rank do what this one is about to do."""
+        """Have every rank make the call that this one is about to make."""
         message = pickle.dumps(call)
         for rank, process in enumerate(self.processes, start=1):
             assert process.stdin is not None
@@ -55,7 +54,7 @@ class Ranks:
 
 
 def check_split(name: str, config: Any, size: int) -> None:
-    """Raise ConfigError where a model cannot be split over so many ranks."""
+    """Raise ConfigError if a model cannot be split over this number of ranks."""
     for heads in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, heads, None)
         if count is not None and count % size:
@@ -91,9 +90,9 @@ def start_ranks(config: ModelConfig, device: torch.device) -> Ranks:
 
 
 def _watch(ranks: Ranks, joined: threading.Event) -> None:
-    """End the engine when a rank has ended: it would wait for it in vain, in a pass on CUDA for ten minutes.
+    """End the engine when a rank has ended: otherwise it would wait for it, in a pass on CUDA for ten minutes.
 
-    Where a pass fails at once, the engine ends by itself, with an error that says more.
+    If a pass fails at once, the engine ends by itself, with an error that says more.
     """
     while True:
         time.sleep(0.5)
@@ -106,7 +105,7 @@ def _watch(ranks: Ranks, joined: threading.Event) -> None:
 
 
 def join(store: str, device: torch.device) -> torch.device:
-    """Become the rank that the environment says; its device."""
+    """Become the rank that the environment names; return its device."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cuda":
         device = torch.device("cuda", rank)
@@ -117,5 +116,5 @@ def join(store: str, device: torch.device) -> torch.device:
 
 
 def _environment(rank: int, size: int) -> dict[str, str]:
-    """What transformers reads to know its rank."""
+    """Return the environment from which transformers reads its rank."""
     return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}

@@ -35,7 +35,7 @@ log = logging.getLogger("polydraft")
 
 # Largest allowed difference of a logit row, as a share of the row's standard deviation.
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# And as units in the last place of the largest logit.
+# Alternatively, in units in the last place of the largest logit.
 _LAST_PLACES = 1.5
 _BLOCK_SIZE = 16
 # Numbers of a vector: on processors without AVX2 the CPU's decoder has given wrong numbers now and then.
@@ -45,7 +45,7 @@ _LONG_PROMPT = 140
 
 
 class BackendChoice(NamedTuple):
-    """How a model is run."""
+    """Chosen backend of a model."""
 
     backend: Backend
     paged: bool
@@ -53,7 +53,7 @@ class BackendChoice(NamedTuple):
 
 
 class _BackendOption(NamedTuple):
-    """A backend that there is."""
+    """A backend, and the models it supports."""
 
     name: str
     takes: Callable[[Any], bool]
@@ -63,13 +63,13 @@ class _BackendOption(NamedTuple):
 def _is_cpu_decoder(model: Any) -> bool:
     if torch.device(model.device).type != "cpu" or not is_decoder(model) or find_spec("numba") is None:
         return False
-    from engine.models.numba_product import LANES  # Numba is there
+    from engine.models.numba_product import LANES  # Numba is installed
 
     return LANES >= _LEAST_LANES
 
 
 def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
-    from engine.models.cpu_decoder import CpuDecoder  # Numba is there
+    from engine.models.cpu_decoder import CpuDecoder  # Numba is installed
 
     kv_dtype = torch.bfloat16 if config.kv_dtype == "bfloat16" else torch.float32
     return CpuDecoder(model, 8 if config.weights == "int8" else 16, kv_dtype)
@@ -80,11 +80,11 @@ BACKENDS = (
     _BackendOption("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
     _BackendOption("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
 )
-"""The fastest first; the last takes any model."""
+"""Fastest first; the last one supports any model."""
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Shape of the K and V the model hands to the hook, seen by calling it once."""
+    """Return the shape of the K and V that the model passes to the hook, found by calling it once."""
     seen: dict[int, tuple[int, int, int]] = {}
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -108,9 +108,9 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
 def probe_ways(
     loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE, config: ModelConfig | None = None
 ) -> BackendChoice:
-    """The fastest way to run the model that gives its numbers; raises LoadError when there is none.
+    """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is none.
 
-    block_size: tokens of a block while serving, for which kernels are compiled; config: what numbers are asked for.
+    block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
@@ -124,7 +124,7 @@ def probe_ways(
             way = BackendChoice(kind.make(loaded.model, config), paged)
             probe(loaded, shape, way.backend, paged, block_size=block_size)
             if paged and loaded.max_positions > 2 * _LONG_PROMPT:
-                # Tiles as large as any: a device may lack the memory for them.
+                # Tiles of the largest size: a device may lack the memory for them.
                 probe(loaded, shape, way.backend, paged, _LONG_PROMPT, block_size)
             return way
         except Exception as error:  # wrong numbers, weights of other shapes, a kernel that cannot be compiled
@@ -136,7 +136,9 @@ def probe_ways(
 
 
 def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
-    """Have the model itself compute in the type of the device's arithmetic; raises ConfigError for other numbers."""
+    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError for other number
+    formats.
+    """
     if config.weights != "auto" or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
         raise ConfigError(
             f"{loaded.name}: --weights and --kv-cache-dtype are for models of the Llama kind on a CPU "
@@ -148,10 +150,10 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
 
 
 def runs(loaded: LoadedModel, shape: KVShape, way: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
-    """Whether a model that has been changed still runs, and gives the numbers it gives through its own attention."""
+    """Whether a changed model still runs, and agrees with the model through its own attention."""
     try:
         probe(loaded, shape, way.backend, way.paged, block_size=block_size)
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # the model's own code may raise any exception
         return False
     return True
 
@@ -164,8 +166,8 @@ def has_kernel(device: torch.device) -> bool:
 def is_replayed(loaded: LoadedModel, paged: bool) -> bool:
     """Whether steps of a model are recorded and replayed as CUDA graphs.
 
-    A share of a split model is not: what ranks exchange in a pass is not recorded. All ranks must decide alike, as they
-    make the same passes together.
+    A share of a split model is not: the exchange between ranks is not recorded. All ranks must decide alike, because
+    they make the same passes together.
     """
     return paged and loaded.model.device.type == "cuda" and not loaded.is_share
 
@@ -178,10 +180,10 @@ def probe(
     prompt_length: int = _PROMPT_LENGTH,
     block_size: int = _BLOCK_SIZE,
 ) -> float:
-    """Largest logit difference between the way a model is to be run and plain transformers, as a share of what its
-    dtype allows (`distance`).
+    """Return the largest logit difference between a backend and plain transformers, as a share of the tolerance of its
+    dtype (`distance`).
 
-    Raises LoadError when it is larger than that.
+    Raise LoadError if it is larger than that.
     """
     tokens = [int(t) for t in np.random.default_rng(7).integers(3, loaded.vocab_size, prompt_length + 6)]
     prompt, rest = tokens[:prompt_length], tokens[prompt_length:]
@@ -206,10 +208,10 @@ def probe(
 
 
 def distance(logits_NV: Tensor, plain_NV: Tensor, dtype: torch.dtype) -> float:
-    """Largest difference of two ways to compute the same logits, as a share of what is allowed.
+    """Return the largest difference between two computations of the same logits, as a share of the tolerance.
 
-    Allowed is a share of the rows' standard deviation; where logits are large for it, some units in their last place:
-    the last product alone rounds to the model's dtype, whatever the way.
+    The tolerance is a share of the rows' standard deviation. For larger logits it is some units in their last place,
+    because the last product alone rounds to the model's dtype.
     """
     allowed = max(
         _TOLERANCE[dtype] * float(plain_NV.std(-1).min().clamp(min=1e-6)),
@@ -221,10 +223,10 @@ def distance(logits_NV: Tensor, plain_NV: Tensor, dtype: torch.dtype) -> float:
 def _paged_logits(
     runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
 ) -> list[tuple[list[int], Tensor]]:
-    """(path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
+    """Return (path, logits of the path's last tokens) for prompt, tree and the token after an acceptance."""
     size = runner.block_size
     num_blocks = len(prompt) // size + 6
-    # Out of order, the last one of the pool among them.
+    # Blocks out of order, including the last one of the pool.
     blocks = [num_blocks - 1, 0, *range(1, num_blocks - 1)]
     cut = len(prompt) // 2
     runner.forward([SequenceInput(prompt[:cut], 0, blocks, NO_NODES, slice(0, 0))])
@@ -238,7 +240,7 @@ def _paged_logits(
         (prompt + chain, logits_NV[torch.tensor(path, device=logits_NV.device)])
         for chain, path in zip(chains, tree.paths, strict=True)
     ]
-    # Accept the second chain: its nodes move behind the prompt, then one more token is run.
+    # Accept the second chain: its nodes move to the end of the prompt, then one more token is run.
     slot = [block * size + place for block in blocks for place in range(size)]
     runner.keep(
         [[(slot[len(prompt) + node - 1], slot[len(prompt) + depth]) for depth, node in enumerate(tree.paths[1][1:])]]
@@ -257,7 +259,7 @@ def _plain_forward(model: Any, tokens: list[int]) -> Tensor:
 
 @contextmanager
 def _attention(model: Any, implementation: str) -> Iterator[None]:
-    """A model with another attention implementation than the hook."""
+    """Use another attention implementation than the hook, temporarily."""
     model.set_attn_implementation(implementation)
     try:
         yield
@@ -267,7 +269,7 @@ def _attention(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def _weights(model: Any, backend: Backend) -> Iterator[None]:
-    """A model whose linear layers and embeddings compute with the numbers that a backend uses for theirs."""
+    """Let linear layers and embeddings compute with the numbers of a backend's weights, temporarily."""
     changed = [
         module
         for module in model.modules()

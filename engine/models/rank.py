@@ -1,4 +1,4 @@
-"""The process of one rank of a split target: loads its share, then repeats what rank 0's runner does."""
+"""Process of one rank of a split target: it loads its share, then repeats what rank 0's runner does."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from engine.models.runner import ModelRunner
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process when the engine ends, also where it waits for others and reads nothing."""
+    """Have Linux end this process when the engine ends, even while it waits for others and reads nothing."""
     die_with_parent = 1
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
 
 
 def main() -> NoReturn:
-    """Run until the standard input ends; the engine first says "probe", then "runner", then what its runner does."""
+    """Run until the standard input ends; the engine first sends "probe", then "runner", then the calls of its
+    runner.
+    """
     end_with_parent()
     calls = sys.stdin.buffer
     config, store = pickle.load(calls)
@@ -50,7 +52,7 @@ def main() -> NoReturn:
 
 
 def next_call(calls: BinaryIO) -> tuple[Any, ...]:
-    """What rank 0 says next; ends this process where the engine has ended."""
+    """Return the next call of rank 0; end this process if the engine has ended."""
     try:
         call: tuple[Any, ...] = pickle.load(calls)
     except EOFError:

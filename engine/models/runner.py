@@ -25,18 +25,18 @@ from engine.models.parallel import Ranks
 
 
 class Pass(NamedTuple):
-    """A pass that is about to run."""
+    """A prepared pass."""
 
     batch: PassInput
     metadata: AttentionMetadata
 
 
 class ModelRunner:
-    """A transformers causal LM behind the attention hook.
+    """A transformers causal LM with the attention hook.
 
-    `vocab_size` is the width of the laws made from its logits: a draft model whose output head is
-    padded differently is cut to it, or filled up with tokens it never proposes. Tokens it has no
-    embedding for are read as token 0, which only changes what it proposes.
+    `vocab_size` is the width of the distributions made from its logits: the logits of a draft model with another width
+    are cut to it, or extended by tokens that it never proposes. Tokens without an embedding are read as token 0, which
+    only changes its proposals.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
     ) -> None:
-        """backend: what runs the model, None is transformers; ranks: who holds the rest of a split model;
-        paged: attend by the Triton kernel; has_spare_block: a block more than the pool has, for the K/V of padding;
-        kernels: used on laws, chains and K/V."""
+        """backend: runs the model, None is transformers; ranks: processes with the rest of a split model; paged:
+        attend by the Triton kernel; has_spare_block: one block more than the pool, for the K/V of padding; kernels:
+        operations on distributions, chains and K/V.
+        """
         self._paged = paged
         self._ranks = ranks
         if ranks is not None:
@@ -66,7 +67,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.kernels = kernels
         self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
-        """Tokens that the model can read."""
+        """Number of tokens that the model can read."""
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         num_slots = (num_blocks + has_spare_block) * block_size
@@ -74,7 +75,7 @@ class ModelRunner:
 
     @property
     def fast_ways(self) -> dict[str, bool]:
-        """By name, whether each way to be faster than the plain one is used."""
+        """Return by name whether each fast path is used."""
         return {
             "fast decoder": not isinstance(self.backend, TransformersBackend),
             "paged attention": self._paged,
@@ -86,7 +87,7 @@ class ModelRunner:
         return self._ranks is not None
 
     def forward(self, sequences: Sequence[SequenceInput], drawn_M: Tensor | None = None) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of all sequences, in order.
+        """Return logits [N, V] (float32) at the wanted tokens of all sequences, in order.
 
         drawn_M: the tokens of all nodes that have none on the host, in order.
         """
@@ -96,13 +97,15 @@ class ModelRunner:
         return self.run(self._prepared(build(sequences, self.block_size)), drawn_M)
 
     def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
-        """Several passes, for `run`."""
+        """Prepare several passes, for `run`."""
         assert not self.is_split, "what is drawn on this device is not known to the other ranks"
         return [self._prepared(batch) for batch in build_all(passes, self.block_size)]
 
     @torch.inference_mode()
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
-        """Logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that the device alone knows."""
+        """Return logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that only the device
+        knows.
+        """
         batch = prepared.batch
         if self.num_embeddings < self.vocab_size:
             batch.token_ids_T[batch.token_ids_T >= self.num_embeddings] = 0
@@ -114,13 +117,13 @@ class ModelRunner:
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
-        """Logits [N, V] (float32) of a pass whose numbers are all on the device."""
+        """Return logits [N, V] (float32) of a pass whose numbers are all on the device."""
         if self.num_embeddings < self.vocab_size:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)
 
     def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:
-        """[T] all tokens of a pass."""
+        """Return [T] all tokens of a pass."""
         if drawn_M is None:
             return to_device(batch.token_ids_T, self.device)
         if len(batch.drawn_M) == len(batch.token_ids_T):
@@ -131,7 +134,7 @@ class ModelRunner:
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass."""
+        """Return [N, V] logits at the wanted tokens of a flat pass."""
         logits_NV = self.backend.logits(token_ids_T, positions_T, metadata, wanted_N).float()
         missing = self.vocab_size - logits_NV.shape[-1]
         if missing > 0:
@@ -139,14 +142,14 @@ class ModelRunner:
         return logits_NV[:, : self.vocab_size]
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move K/V to where they stay (`KVTensors.keep`)."""
+        """Move K/V to its final slots (`KVTensors.keep`)."""
         if self._ranks is not None:
             self._ranks.tell("keep", moves)
         with torch.inference_mode():
             self.storage.keep(moves)
 
     def wipe(self, block_ids: Sequence[int]) -> None:
-        """Forget the K/V of blocks."""
+        """Clear the K/V of blocks."""
         if self._ranks is not None:
             self._ranks.tell("wipe", block_ids)
         slots = torch.tensor(block_ids, dtype=torch.int64).unsqueeze(1) * self.block_size + torch.arange(
@@ -156,7 +159,7 @@ class ModelRunner:
             self.storage.wipe(slots.flatten().to(self.device))
 
     def tune(self, most_cores: int) -> None:
-        """Measure on how many cores passes are fastest; needs a pool that nobody uses yet."""
+        """Measure on how many cores passes are fastest; needs an unused pool."""
         num_slots = self.storage.keys.shape[1]
 
         def run(num_rows: int) -> Tensor:
@@ -182,7 +185,7 @@ class ModelRunner:
 
 
 def _as_slice(slots_T: Ints) -> slice | None:
-    """Slots as a slice, where they follow each other."""
+    """Return slots as a slice if they are contiguous."""
     first, count = int(slots_T[0]), len(slots_T)
     follow = slots_T[-1] - first == count - 1 and (count < 3 or bool((np.diff(slots_T) == 1).all()))
     return slice(first, first + count) if follow else None

@@ -206,7 +206,7 @@ def test_questions_about_one_answer_share_their_time(
     [
         (GaveUp("no such rule"), "no such rule", None),
         (GaveUp("no vocabulary", GRAMMAR_UNAVAILABLE), "no vocabulary", GRAMMAR_UNAVAILABLE),
-        (Ended(-signal.SIGKILL), "its process has ended: the system killed it, most often for want of memory; try "
+        (Ended(-signal.SIGKILL), "its process has ended: the system killed it, probably because memory ran out; try "
          "again", GRAMMAR_UNAVAILABLE),
         (Ended(-signal.SIGXCPU), "it takes more than 500 ms to compute what may follow; make it simpler", None),
         (Ended(-signal.SIGABRT), "its process has ended: it needs more memory than allowed, or crashes; make it "

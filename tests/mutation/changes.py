@@ -73,7 +73,7 @@ class Mutant:
 
     @property
     def reason(self) -> str:
-        """Why nothing can notice it; empty if something can."""
+        """Reason why no test can notice it; empty if one can."""
         return reason_of(self.module.name, *self.change)
 
 
@@ -150,6 +150,6 @@ def is_of(harmless: dict[str, str], before: str, after: str) -> bool:
 
 
 def reason_of(module: str, before: str, after: str) -> str:
-    """Why a change is harmless; empty if it is not known to be."""
+    """Return the reason why a change is harmless; empty if it is not known to be."""
     found = (one for one in HARMLESS if fnmatch(module, one["module"]) and is_of(one, before, after))
     return str(next(found, {"reason": ""})["reason"])

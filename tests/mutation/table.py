@@ -24,7 +24,7 @@ class Survivor:
 
     function: str
     note: str
-    """Why no test noticed it, if that is known."""
+    """Reason why no test noticed it, if known."""
     before: str
     after: str
 

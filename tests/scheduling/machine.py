@@ -1,4 +1,4 @@
-"""A made-up machine: how long its steps take is a formula, and its clock is the sum of them."""
+"""A simulated machine: a formula gives the duration of its steps, and its clock is their sum."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def bias(name: str, model: TabularModel) -> float:
 
 
 def main() -> None:
-    """Print mean and maximum of every bias over made-up models of three tokens."""
+    """Print mean and maximum of every bias over synthetic models of three tokens."""
     models = [random_model(seed, kind="dense") for seed in range(40)]
     print("| wrong rule | mean bias | largest |\n| --- | --- | --- |")
     for name in WRONG:

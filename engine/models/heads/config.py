@@ -17,17 +17,17 @@ from engine.errors import ConfigError, first_line
 Raw = Mapping[str, Any]
 
 _LAYER_TYPES = ("llama", "qwen3")
-"""Layers that heads are made of; qwen3 has norms of q and k."""
+"""Supported layers; qwen3 has norms of q and k."""
 _LESS_COMMON = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest text of a batch."""
+"""Unsupported: rotary embeddings that depend on the longest text of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """How a head of the DFlash types drafts a block in one pass."""
+    """Parameters of heads of the DFlash types, which draft a block in one pass."""
 
     size: int
-    """Rows of a block: the text's last token, the anchor, and masks behind it."""
+    """Rows of a block: the text's last token, the anchor, and masks after it."""
     from_anchor: bool
     """Whether the anchor's row drafts the first token; else the first mask's does."""
     is_causal: tuple[bool, ...]
@@ -52,7 +52,7 @@ class BlockConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a head is, in whichever layout it was published."""
+    """Configuration of a head, independent of its published layout."""
 
     name: str
     kind: str
@@ -98,17 +98,18 @@ class HeadConfig:
         return self.target_hidden_size or self.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, for what is stored by them."""
+        """Return all fields, as stored by their readers."""
         return {**vars(self), "layers": self.layers.to_dict(), "block": self.block and vars(self.block)}
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
-        """Taps of a target with so many layers."""
+        """Return the taps for a target with this number of layers."""
         return self.taps if self.taps is not None else (2, num_layers // 2, num_layers - 3)
 
 
 def read_head(name: str, raw: Raw) -> HeadConfig | None:
-    """Return what a config.json says of a head, or None for a language model; raises ConfigError for heads that are
-    not served."""
+    """Return the head's configuration in a config.json, or None for a language model; raise ConfigError for
+    unsupported heads.
+    """
     kind = _kind(name, raw)
     return None if kind is None else READERS[kind](name, kind, raw)
 
@@ -174,7 +175,7 @@ def _mask_token(name: str, given: Raw, layers: Any) -> int:
 
 
 _NOT_SERVED = (("projector_type", "dflash"), ("shift_label", False), ("attention_sink_bias", False), ("use_swa", False))
-"""Fields of block heads, and the values that ask for nothing more than what is served."""
+"""Fields of block heads, with the values that need no unsupported feature."""
 
 
 def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
@@ -186,7 +187,7 @@ def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
     layers = _layers(name, {"model_type": "qwen3", **(raw if nested is None else nested)}, {})
     taps = given.get("aux_hidden_state_layer_ids")
     if taps is None and given.get("target_layer_ids") is not None:
-        taps = [tap + 1 for tap in given["target_layer_ids"]]  # this layout counts what leaves a layer
+        taps = [tap + 1 for tap in given["target_layer_ids"]]  # this layout counts the outputs of layers
     if not taps:
         raise ConfigError(f"{name}: config.json names no layers to read (target_layer_ids)")
     size = given.get("block_size", 16 if nested is None else 8)
@@ -249,7 +250,7 @@ READERS: dict[str, Callable[[str, str, Raw], HeadConfig]] = {
     "dflash2": _dflash,
     "dspark": _dflash,
 }
-"""What reads the config of each type of head."""
+"""Reader of the config of each type of head."""
 
 
 def _flag(name: str, given: Raw, flag: str) -> bool:
@@ -260,7 +261,7 @@ def _flag(name: str, given: Raw, flag: str) -> bool:
 
 
 def _layers(name: str, stored: Any, defaults: Raw) -> Any:
-    """The transformers config of a head's decoder layers."""
+    """Return the transformers config of a head's decoder layers."""
     import transformers
 
     stored = {**defaults, **stored}
@@ -269,7 +270,7 @@ def _layers(name: str, stored: Any, defaults: Raw) -> Any:
         raise ConfigError(f"{name}: layers of type {kind!r} are not served in heads; only {', '.join(_LAYER_TYPES)}")
     try:
         layers = transformers.AutoConfig.for_model(kind, **stored)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises exceptions of many types
         raise ConfigError(f"{name}: no readable config of its layers: {first_line(error)}") from error
     rope = layers.rope_parameters.get("rope_type")
     if rope in _LESS_COMMON:
@@ -280,7 +281,7 @@ def _layers(name: str, stored: Any, defaults: Raw) -> Any:
 
 
 def _architectures(raw: Raw) -> tuple[str, ...]:
-    """Architectures of the target, if a config of the speculators layout names them."""
+    """Return the architectures of the target, if a config of the speculators layout names them."""
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     return tuple(map(str, verifier.get("architectures") or ()))
 

@@ -1,8 +1,8 @@
 """Heads that draft a block in one pass: DFlash, DSpark and DFlash2.
 
-The target's states at a token, projected, are the context: every layer stores K and V of them, and nothing else is
-computed of a text. The block behind it is the text's last token and masks, whose rows attend to the context and to each
-other. DSpark adds a term that depends on the token before; DFlash2 adds convolutions within the block and a selector.
+The target's states at a token, projected, are the context: every layer stores their K and V, and nothing else is
+computed of a text. The block after it is the text's last token and masks, whose rows attend to the context and to each
+other. DSpark adds a term that depends on the previous token; DFlash2 adds convolutions within the block and a selector.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * block.conv_taps * width // block.conv_group, bias=False)
 
     def kernels(self, state_TH: Tensor) -> Tensor:
-        """[T, 2, taps, H] of every row."""
+        """Return [T, 2, taps, H] the kernels of every row."""
         size, group = self._block, self._block.conv_group
         own_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, size.conv_taps, -1)
         kernel_TX: Tensor = self.base_kernel + own_TX.repeat_interleave(group, -1)
         return kernel_TX
 
     def convolve(self, side: int, kernel_TX: Tensor, state_TH: Tensor) -> Tensor:
-        """[T, H] the convolution of every block, which begins behind nothing."""
+        """Return [T, H] the convolution of every block, padded with zeros at its beginning."""
         size = self._block.size
         state_RBH = state_TH.view(-1, size, state_TH.shape[-1])
         kernel_RBX = kernel_TX[:, side].view(-1, size, *kernel_TX.shape[2:])
@@ -90,19 +90,21 @@ class DFlash(Head):
         self.candidate_selector = CandidateSelector(block.selector_rank, width, vocab) if block.selector_rank else None
 
     def project(self, taps_TX: Tensor) -> Tensor:
-        """[T, H] the context of the target's states."""
+        """Return [T, H] the context from the target's states."""
         context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
         return context_TH
 
     def read(self, _: Tensor, context_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Store K and V of the context; [T, H] the context."""
+        """Store K and V of the context; return [T, H] the context."""
         rotation = self.rotary(positions_T, context_TH.dtype)
         for layer in self.layers:
             layer.self_attn.store(context_TH, rotation, metadata)  # type: ignore[operator, union-attr]
         return context_TH
 
     def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
-        """[T, H] states of whole blocks. by_causality: what layers see if rows see only those before, or all."""
+        """Return [T, H] states of whole blocks. by_causality: metadata of layers whose rows see only earlier rows,
+        or all.
+        """
         state_TH = self.embed(token_ids_T) * self.block_config.embedding_scale
         rotation = self.rotary(positions_T, state_TH.dtype)
         for layer, is_causal in zip(self.layers, self.block_config.is_causal, strict=True):
@@ -111,7 +113,7 @@ class DFlash(Head):
         return normed_TH
 
     def slots(self, state_TH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:
-        """What chains are drawn from, of whole blocks; lengths: slots in use of each."""
+        """Return the sampler of whole blocks; lengths: slots in use of each."""
         size, first = self.block_config.size, int(not self.block_config.from_anchor)
         rows = [number * size + first + slot for number, length in enumerate(lengths) for slot in range(length)]
         state_SH = state_TH[torch.tensor(rows, device=state_TH.device)]

@@ -60,7 +60,7 @@ class Eagle3(Head):
         self.rotary = Rotary(layers)
 
     def project(self, taps_TX: Tensor) -> Tensor:
-        """[T, H] what rows read of the target's states."""
+        """Return [T, H] the input of rows, projected from the target's states."""
         taps_TX = self.input_norm(taps_TX)
         if self.fc_norm:
             chunks = taps_TX.chunk(len(self.fc_norm), -1)
@@ -69,13 +69,13 @@ class Eagle3(Head):
         return projected_TH
 
     def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """[T, H] the states of rows of a text, whose K and V are stored."""
+        """Return [T, H] the states of rows of a text, whose K and V are stored."""
         return self.forward(token_ids_T, state_TH, positions_T, metadata)
 
     def forward(
         self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """[T, H] the states that the next rows read."""
+        """Return [T, H] the states that the next rows read."""
         rotation = self.rotary(positions_T, state_TH.dtype)
         first, *others = self.layers
         state_TH = first(self.embed(token_ids_T), state_TH, rotation, metadata)
@@ -84,7 +84,7 @@ class Eagle3(Head):
         return self.norm(state_TH) if self.config.norm_output else state_TH
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """[N, V] logits of the tokens below rows with these states."""
+        """Return [N, V] logits of the tokens below rows with these states."""
         return super().logits(state_NH if self.config.norm_output else self.norm(state_NH), vocab_size)
 
 
@@ -94,8 +94,8 @@ class PEagle(Eagle3):
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, num_taps, names)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))
-        """Stands for the target's states in rows of the mask token."""
+        """Replaces the target's states in rows of the mask token."""
 
     def slots(self, state_SH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:  # noqa: ARG002
-        """What chains are drawn from, of the states of the last rows of texts and of the masks behind them."""
+        """Return the sampler from the states of the last rows of texts and of the masks after them."""
         return Marginals(self.logits(state_SH, vocab_size))

@@ -1,4 +1,6 @@
-"""What all heads have: embeddings and an output head, their own or the target's; and a vocabulary within its."""
+"""Common parts of all heads: embeddings and an output head, their own or the target's, and a vocabulary within the
+target's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class TargetWeights:
 
     @staticmethod
     def of(model: Any, dtype: torch.dtype) -> TargetWeights:
-        """Those of a transformers model, as they are before anything packs them; in a head's type."""
+        """Return those of a transformers model, before anything packs them, in a head's type."""
         return TargetWeights(
             *(one().weight.detach().to(dtype) for one in (model.get_input_embeddings, model.get_output_embeddings))
         )
@@ -36,7 +38,7 @@ class Head(nn.Module):
     """[draft vocabulary] distance from a token of the head to the same token of the target."""
 
     def __init__(self, config: HeadConfig, names: frozenset[str]) -> None:
-        """names: of the checkpoint's tensors."""
+        """names: names of the checkpoint's tensors."""
         super().__init__()
         self.config = config
         width, draft_vocab = config.hidden_size, config.draft_vocab_size
@@ -48,7 +50,7 @@ class Head(nn.Module):
         """[draft vocabulary] token of the target; None if the vocabularies are the same."""
 
     def attach(self, target: TargetWeights) -> None:
-        """Use the target's weights in place of those that the head has not; raises LoadError for what does not fit."""
+        """Use the target's weights in place of missing ones; raise LoadError if they do not fit."""
         config = self.config
         for what, own, weight in (
             ("embeddings", self.embed_tokens, target.embedding_VD),
@@ -69,27 +71,27 @@ class Head(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
+        """Return the type of the weights."""
         return next(self.parameters()).dtype
 
     @property
     def kv_shape(self) -> KVShape:
-        """Shape of one token's K and V."""
+        """Return the shape of one token's K and V."""
         layers = self.config.layers
         return KVShape(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
 
     def get_input_embeddings(self) -> Any:
-        """The embeddings that tokens are read with."""
+        """Return the input embeddings."""
         return self if self.embed_tokens is None else self.embed_tokens
 
     @property
     def num_embeddings(self) -> int:
-        """Tokens that there are embeddings for."""
+        """Return the number of tokens with embeddings."""
         return len(self._embedding)
 
     @property
@@ -107,21 +109,23 @@ class Head(nn.Module):
         return self._shared.head_VD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """[T, H] embeddings, without what the target does to its own."""
+        """Return [T, H] embeddings, without the target's own processing."""
         return embedding(token_ids_T, self._embedding)
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """[N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not know."""
+        """Return [N, V] float32 logits in the target's tokens; minus infinity for tokens that the head does not
+        know.
+        """
         return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
 
     def own_logits(self, state_NH: Tensor) -> Tensor:
-        """[N, draft vocabulary] float32 logits."""
+        """Return [N, draft vocabulary] float32 logits."""
         logits_NV = linear(state_NH, self._output).float() * self.config.logit_scale
         softcap = self.config.softcap
         return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
 
     def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
-        """[N, V] logits of the target's tokens, of those of the head's own."""
+        """Map logits of the head's own tokens to [N, V] logits of the target's tokens."""
         if self._target_ids is None and logits_NV.shape[1] >= vocab_size:
             return logits_NV[:, :vocab_size]
         ids = torch.arange(logits_NV.shape[1], device=self.device) if self._target_ids is None else self._target_ids

@@ -1,5 +1,6 @@
-"""The layers of heads in plain torch. Attention goes through the target's hook (`attention/attention.py`), so that a
-head's K/V is paged like the target's."""
+"""Layers of heads in plain torch. Attention goes through the target's hook (`attention/attention.py`), so a head's
+K/V is paged like the target's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Norm(nn.Module):
         self._eps = eps
 
     def forward(self, state: Tensor) -> Tensor:
-        """Norm of the last axis."""
+        """Normalise the last axis."""
         return rms_norm(state, state.shape[-1:], self.weight, self._eps)
 
 
@@ -35,11 +36,11 @@ class Rotary(nn.Module):
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        with torch.device("cpu"):  # heads are made without memory for their weights; these numbers are computed
+        with torch.device("cpu"):  # heads are created without memory for their weights, but these numbers are computed
             self._embedding = LlamaRotaryEmbedding(config)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-        """Rotation at each position."""
+        """Return the rotation at each position."""
         like = torch.empty(0, dtype=dtype, device=positions_T.device)
         cosines, sines = self._embedding(like, positions_T.unsqueeze(0))
         return cosines[0].unsqueeze(1), sines[0].unsqueeze(1)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
     def forward(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
-        """[T, H] attention of a pass, whose K and V are stored."""
+        """Return [T, H] attention of a pass, whose K and V are stored."""
         query_THD = rotated(self.q_norm(self._heads(self.q_proj, state_TX)), rotation)
         key_THD, value_THD = self.keys_and_values(state_TX, rotation)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
@@ -75,12 +76,12 @@ class Attention(nn.Module):
         return output_TH
 
     def store(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> None:
-        """Store K and V of states that nothing is asked of."""
+        """Store K and V of states without computing attention."""
         keys, values = metadata.storage.layers[self.layer_idx]
         keys[metadata.slots_T], values[metadata.slots_T] = self.keys_and_values(state_TX, rotation)
 
     def keys_and_values(self, state_TX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """[T, heads, head_dim] K and V of states."""
+        """Return [T, heads, head_dim] K and V of states."""
         key_THD = rotated(self.k_norm(self._heads(self.k_proj, state_TX)), rotation)
         return key_THD, self._heads(self.v_proj, state_TX)
 
@@ -89,7 +90,7 @@ class Attention(nn.Module):
 
 
 def rotated(heads_THD: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate by halves."""
+    """Rotate the halves of each head."""
     cosines, sines = rotation
     first, second = heads_THD.chunk(2, -1)
     return heads_THD * cosines + torch.cat([-second, first], -1) * sines
@@ -111,7 +112,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer of the Llama kind."""
+    """A decoder layer like Llama's."""
 
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Load the checkpoint of a head: the names of every layout become the names of the modules here."""
+"""Load the checkpoint of a head, and rename the tensors of every layout to the modules here."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from engine.models.heads.head import Head, TargetWeights
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Tensors of training, and of what is computed."""
+"""Tensors that are used in training only, or computed."""
 _UNUSED_PARTS = ("confidence_head.",)
 _HEADS: dict[str, type[Eagle3 | PEagle | DFlash]] = {"eagle3": Eagle3, "peagle": PEagle}
-"""The module of each type of head; of the others DFlash."""
+"""Module of each type of head; DFlash for all others."""
 
 
 def head_config(name: str, revision: str | None) -> HeadConfig | None:
-    """The config of a head, or None if a name is that of a language model."""
+    """Return the config of a head, or None if the name is that of a language model."""
     path = model_file(name, "config.json", revision)
     return None if path is None else read_head(name, read_object(path))
 
 
 def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
-    """Load a head beside its target, a transformers model that nothing has packed; raises LoadError."""
+    """Load a head for its target, a transformers model that has not been packed; raise LoadError."""
     tensors = {_renamed(name): tensor for name, tensor in _read(config.name, revision).items()}
     tensors = {
         name: tensor for name, tensor in tensors.items() if name not in _UNUSED and not name.startswith(_UNUSED_PARTS)
@@ -49,7 +49,7 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
 
 
 def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) -> Head:
-    """A head with these weights, which it takes over."""
+    """Return a head that takes over these weights."""
     with torch.device("meta"):
         head = _HEADS.get(config.kind, DFlash)(config, num_taps, frozenset(tensors))
     wrong = {name: head.state_dict()[name].shape for name in tensors.keys() & head.state_dict().keys()}
@@ -67,7 +67,7 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
 
 
 def _renamed(name: str) -> str:
-    """A tensor's name here."""
+    """Return a tensor's name here."""
     name = name.removeprefix("model.")
     if name.startswith("candidate_selector."):
         return name.replace("codebook.weight", "codebook")
@@ -75,7 +75,7 @@ def _renamed(name: str) -> str:
 
 
 def _read(name: str, revision: str | None) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU."""
+    """Read all tensors of a checkpoint, on the CPU."""
     for file in _FILES:
         path = model_file(name, file, revision)
         paths = [] if path is None else [path]
@@ -92,5 +92,5 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except Exception as error:  # both libraries raise many kinds
+    except Exception as error:  # both libraries raise exceptions of many types
         raise LoadError(f"{path}: cannot be read ({first_line(error)}); download the head again") from error

@@ -14,7 +14,7 @@ from engine.models.runner import ModelRunner, Pass
 
 
 class HeadRunner(ModelRunner):
-    """A head in the place of a draft model; its rows read states besides their tokens."""
+    """Runner of a head in the place of a draft model; its rows read states in addition to their tokens."""
 
     @property
     def head(self) -> Any:
@@ -22,29 +22,31 @@ class HeadRunner(ModelRunner):
         return self.model
 
     def read(self, one: Pass, taps_TX: Tensor) -> Tensor:
-        """Read rows of texts; [N, H] the head's states at those that are wanted. taps_TX: what they read."""
+        """Read rows of texts; return [N, H] the head's states at the wanted ones. taps_TX: the target's states."""
         return self._run(
             one, lambda ids, positions: self.head.read(ids, self.head.project(taps_TX), positions, one.metadata)
         )
 
     def states(self, one: Pass, state_TH: Tensor, drawn_M: Tensor | None = None) -> Tensor:
-        """[N, H] the states of the wanted rows of a pass.
+        """Return [N, H] the states of the wanted rows of a pass.
 
-        state_TH: what the rows read; drawn_M: tokens that the device alone knows.
+        state_TH: inputs of the rows; drawn_M: tokens that only the device knows.
         """
         return self._run(one, lambda ids, positions: self.head(ids, state_TH, positions, one.metadata), drawn_M)
 
     def block(self, one: Pass, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
-        """[T, H] the states of all rows of whole blocks; by_causality: the pass's metadata by what its rows see."""
+        """Return [T, H] the states of all rows of whole blocks; by_causality: the pass's metadata by what its rows
+        see.
+        """
         return self._run(one, lambda ids, positions: self.head.block(ids, positions, by_causality))
 
     def logits_of(self, state_NH: Tensor) -> Tensor:
-        """[N, V] float32 logits below rows with these states."""
+        """Return [N, V] float32 logits below rows with these states."""
         return self.head.logits(state_NH, self.vocab_size)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _run(self, one: Pass, compute: Callable[[Tensor, Tensor], Tensor], drawn_M: Tensor | None = None) -> Tensor:
-        """[N, H] what is computed from tokens and positions, at the wanted rows."""
+        """Return [N, H] the result of `compute` for tokens and positions, at the wanted rows."""
         token_ids_T = self._token_ids(one.batch, drawn_M)
         if self.num_embeddings < self.vocab_size:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)

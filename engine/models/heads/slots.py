@@ -1,7 +1,7 @@
-"""What chains are drawn from after one pass of a head: a *slot* is a row of the pass that drafts one token.
+"""Samplers of chains after one pass of a head: a *slot* is a row of the pass that drafts one token.
 
-Slot l of a text drafts the token at depth l. A sampler gives logits below any drafted node from what the pass has
-computed, so that further chains cost no further pass.
+Slot l of a text drafts the token at depth l. A sampler computes logits below any drafted node from the results of the
+pass, so further chains need no further pass.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn.functional import embedding
 
 
 class SlotSampler(Protocol):
-    """Gives logits below nodes."""
+    """Computes logits below nodes."""
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
-        """[N, V] logits below nodes.
+        """Return [N, V] logits below nodes.
 
-        slot_N: their slots; previous_N: their tokens, or below a root the text's last; parent_N: which nodes of the
-        call before are above them, None for roots.
+        slot_N: their slots; previous_N: their tokens, or below a root the text's last; parent_N: indices of their
+        parents in the previous call, None for roots.
         """
 
 
@@ -31,12 +31,12 @@ class Marginals:
         self._logits_SV = logits_SV
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
-        """[N, V] logits below nodes."""
+        """Return [N, V] logits below nodes."""
         return self._logits_SV[slot_N]
 
 
 class MarkovHead(nn.Module):
-    """A term of low rank that depends on the token before: vanilla, gated by the slot's state, or recurrent (rnn)."""
+    """A term of low rank that depends on the previous token: vanilla, gated by the slot's state, or recurrent (rnn)."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def start(self, count: int) -> Tensor:
-        """[N, r] memory before the first slot."""
+        """Return [N, r] the memory before the first slot."""
         return self.markov_w1.weight.new_zeros(count, self.markov_w1.embedding_dim)
 
     def forward(self, memory_NR: Tensor, previous_N: Tensor, state_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """([N, draft vocabulary] the term, [N, r] the memory behind it)."""
+        """Return ([N, draft vocabulary] the term, [N, r] the memory after it)."""
         before_NR = self.markov_w1(previous_N)
         if self._kind == "gated":
             before_NR = before_NR * self.gate_proj(torch.cat([state_NH, before_NR], -1)).sigmoid()
@@ -75,7 +75,7 @@ class Markov:
         self._memory_NR = torch.empty(0)
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:
-        """[N, V] logits below nodes."""
+        """Return [N, V] logits below nodes."""
         if parent_N is not None:
             memory_NR = self._memory_NR[parent_N]
         else:
@@ -88,7 +88,7 @@ class Markov:
 
 
 class CandidateSelector(nn.Module):
-    """Weighs pairs of a token and a candidate behind it."""
+    """Weighs pairs of a token and a candidate after it."""
 
     def __init__(self, rank: int, width: int, vocab_size: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, state_NH: Tensor, previous_N: Tensor, candidate_NC: Tensor) -> Tensor:
-        """[N, C] weights of the candidates."""
+        """Return [N, C] weights of the candidates."""
         query_NR = embedding(previous_N, self.predecessor_codebook) * self.hidden_projection(state_NH)
         successor_NCR = embedding(candidate_NC, self.successor_codebook)
         weight_NC: Tensor = (successor_NCR @ query_NR.unsqueeze(-1)).squeeze(-1)
@@ -112,7 +112,7 @@ class Selected:
         self._logits_SC, self._candidate_SC = logits_SV.topk(count, dim=-1)
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
-        """[N, V] logits below nodes."""
+        """Return [N, V] logits below nodes."""
         candidate_NC = self._candidate_SC[slot_N]
         weight_NC = self._selector(self._state_SH[slot_N], previous_N, candidate_NC)
         logits_NC = self._logits_SC[slot_N] + weight_NC.float()
