@@ -1,4 +1,4 @@
-"""The controller on simulated machines: never slower than plain decoding, near the best shape, soon and for any load."""
+"""The controller on simulated machines: never slower than plain decoding, near the best shape, for any load."""
 
 from __future__ import annotations
 
