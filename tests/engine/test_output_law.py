@@ -325,7 +325,7 @@ def test_penalties_that_forget_the_nodes_path_are_rejected(pair: tuple[LoadedMod
         with patch(f"{forgetful}.node_laws", tiny.laws_at_the_root):
             counts = sample(pair, SPECULATIONS["bv_race 2"], strong, num_answers=3000)
         # Drafting from another law than penalties say is no bias: any draft law will do if it is the one verified with.
-        assert (g_test(counts, law_of_text) > ALPHA) == ("drafters" in forgetful)
+        assert (g_test(counts, law_of_text) > ALPHA) == ("drafting" in forgetful)
 
 
 def test_min_tokens_holds_every_end_back(pair: tuple[LoadedModel, LoadedModel]) -> None:
