@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.fixed_edits import FixedEdits
-from engine.request import DrafterCount, Sampling, Speculation, TokenLogprob
+from engine.request import DrafterCount, Sampling, Speculation, TextDraft, TokenLogprob
 from engine.text_counts import TextCounts
 
 
@@ -70,15 +70,6 @@ class LogitContext:
     """Edits of the request that are the same in every step; None if they are not prepared."""
     counts: TextCounts | None = None
     """Counts of the text; None if they are not carried from step to step."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextDraft:
-    """A chain that was found in a text instead of drawn."""
-
-    source: str
-    """Drafter that found it."""
-    tokens: tuple[int, ...]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,6 +150,14 @@ class DrafterCount(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: int
 
 
+class TextDraft(msgspec.Struct, frozen=True):
+    """A chain that was found in a text instead of drawn."""
+
+    source: str
+    """Drafter that found it."""
+    tokens: tuple[int, ...]
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of one prompt."""
 

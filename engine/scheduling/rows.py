@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.plan import LogitContext, Row, TextDraft, level_widths
+from engine.plan import LogitContext, Row, level_widths
+from engine.request import TextDraft
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine.control.step_time import MIXED, PLAIN, Point, StepTimes, StepWork, draft_passes
-from engine.plan import Plan, Row, TextDraft
-from engine.request import Sampling, Speculation
+from engine.plan import Plan, Row
+from engine.request import Sampling, Speculation, TextDraft
 from tests.scheduling.machine import Machine, chains
 
 USUAL = chains(1, (1, 3))

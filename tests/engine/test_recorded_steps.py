@@ -24,8 +24,8 @@ from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.kernels.triton_kernels import TritonKernels
 from engine.models.runner import ModelRunner
-from engine.plan import Plan, TextDraft
-from engine.request import Request, Speculation
+from engine.plan import Plan
+from engine.request import Request, Speculation, TextDraft
 from engine.step import building
 from engine.step.engine import Engine
 from engine.step.recorded import inputs, steps

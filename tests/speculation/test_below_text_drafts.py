@@ -29,8 +29,8 @@ import engine.step.verify as verifying
 from analysis.enumeration import EveryChain, Path, TabularModel, draft_tuples, drafted_trees, joint, rule_outcomes
 from engine.kernels.protocol import ChainNoise, LawTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
-from engine.plan import TextDraft, level_widths
-from engine.request import Speculation
+from engine.plan import level_widths
+from engine.request import Speculation, TextDraft
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.copies import Below, below, refuse
 from tests.speculation import served

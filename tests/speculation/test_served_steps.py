@@ -25,8 +25,8 @@ from engine.drafting.draft import Draft, with_tokens
 from engine.drafting.model import ModelDrafter
 from engine.kernels.protocol import ChainNoise, Chains, Kernels, LawTable
 from engine.kernels.torch_kernels import TORCH
-from engine.plan import Emission, Plan, Row, TextDraft
-from engine.request import Sampling, Speculation
+from engine.plan import Emission, Plan, Row
+from engine.request import Sampling, Speculation, TextDraft
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.theory import Law
 from engine.speculation.topology import merge_chains

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from engine.config import PREDICTION, PROMPT_LOOKUP
-from engine.plan import TextDraft
-from engine.request import Request
+from engine.request import Request, TextDraft
 from engine.scheduling.text_drafters import lookup
 from engine.scheduling.text_drafters.lookup import LookupDrafter
 from engine.scheduling.text_drafters.prediction import PredictionDrafter
