@@ -7,153 +7,155 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from analysis.arms import add_arguments as add_arms_arguments
-from analysis.arms import analyze_arms
-from analysis.around import add_arguments as add_around_arguments
-from analysis.around import analyze_around
-from analysis.device_model import add_arguments as add_plan_arguments
-from analysis.device_model import analyze_plan
-from analysis.laws import analyze_blocks, analyze_laws
-from analysis.loading import add_pair_arguments, integers
-from analysis.pair import analyze_pair
-from analysis.papers.run import add_arguments as add_papers_arguments
-from analysis.papers.run import analyze_papers
-from analysis.reports import add_arguments as add_reports_arguments
-from analysis.reports import analyze_reports
-from analysis.selfcheck import selfcheck
-from analysis.times import analyze_times
+from analysis import (
+    arms,
+    around,
+    contexts,
+    device_model,
+    growth,
+    laws,
+    pair,
+    reports,
+    selfcheck,
+    times,
+    turns,
+)
+from analysis.papers import run as papers
 from engine.errors import ConfigError, LoadError
 from loadtest.arguments import Parser
+from loadtest.results import add_output_argument, write
+
+_LONGEST_AT_A_TERMINAL = 2000
 
 
-def _temperatures(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if min(values) <= 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return values
+class Analysis(NamedTuple):
+    """Command of `polydraft analyze`."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Any]
+    """Returns the JSON document; its `passed` is false if a check failed."""
+    table: Callable[[dict[str, Any]], str] | None = None
+    """Renders the document for people; None for a command that writes its files itself."""
+
+
+def _add_file(entry: str) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", type=Path, help=f"JSON list of {entry}")
+
+    return add
+
+
+ANALYSES = {
+    "selfcheck": Analysis(
+        "Are the answers of this pair distributed as those of the target alone? Tests every rule; exit code 1 if not.",
+        selfcheck.add_arguments,
+        selfcheck.selfcheck,
+        selfcheck.markdown,
+    ),
+    "pair": Analysis(
+        "How well does this draft model guess for this target? Ends with the flags of `polydraft serve` to use.",
+        pair.add_arguments,
+        pair.analyze_pair,
+    ),
+    "arms": Analysis(
+        "How much faster are answers with drafts here? Takes turns with decoding without drafts.",
+        arms.add_arguments,
+        arms.analyze_arms,
+        turns.markdown,
+    ),
+    "reports": Analysis(
+        "Is the speedup that each answer reports true? Compares it with answers without drafts.",
+        reports.add_arguments,
+        reports.analyze_reports,
+        reports.markdown,
+    ),
+    "plan": Analysis(
+        "How fast would a pair be on a GPU that is not at hand? Computes it; nothing is measured.",
+        device_model.add_arguments,
+        device_model.analyze_plan,
+        device_model.markdown,
+    ),
+    "around": Analysis(
+        "Where does the time of a step go, beside the two models?",
+        around.add_arguments,
+        around.analyze_around,
+        around.markdown,
+    ),
+    "contexts": Analysis(
+        "How much of the speedup is left behind a long text?",
+        contexts.add_arguments,
+        contexts.analyze_contexts,
+        contexts.markdown,
+    ),
+    "growth": Analysis(
+        "What do more drafts for one request cost, in time and in memory?",
+        growth.add_arguments,
+        growth.analyze_growth,
+        growth.markdown,
+    ),
+    "times": Analysis(
+        "How long does each rule take to verify drafts on this machine? Loads no model.",
+        times.add_arguments,
+        times.analyze_times,
+        times.markdown,
+    ),
+    "laws": Analysis(
+        "How likely is each rule to accept a draft, for distributions p and q that you give?",
+        _add_file('{"p": [...], "q": [...], "n": drafts}'),
+        lambda options: laws.analyze_laws(options.file),
+    ),
+    "blocks": Analysis(
+        "How many drafted tokens does each rule keep, for distributions that you give?",
+        _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
+        lambda options: laws.analyze_blocks(options.file),
+    ),
+    "papers": Analysis(
+        "What do the tables of the three papers look like for this pair? Takes half an hour on two cores.",
+        papers.add_arguments,
+        papers.analyze_papers,
+    ),
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = Parser(
         prog="polydraft analyze",
-        description="Value of drafts: optimal acceptance, acceptance of each rule, exactness, recommended settings.",
+        description="Answer questions about a target model and its draft model, without a server. Commands that load "
+        "models take the embedded pair unless --target and --draft name others. Tables for reading go to standard "
+        "error, and the same figures as JSON to standard output.",
+        epilog="For a new pair run selfcheck, then pair. `polydraft analyze COMMAND --help` lists the flags of a "
+        "command; words such as rule, chain and acceptance are explained in docs/glossary.md.",
     )
-    commands = result.add_subparsers(dest="command", required=True)
-    _add_pair(commands.add_parser("pair", help="how good a draft model is for a target, and which flags to run"))
-    _add_arms(
-        commands.add_parser("arms", help="speculation and plain decoding, measured in alternating turns of a few steps")
-    )
-    around = commands.add_parser("around", help="milliseconds of a step by part: model passes and overhead")
-    add_around_arguments(around)
-    around.add_argument("--concurrency", type=integers, default=[1, 16, 64], help="requests at once (default 1,16,64)")
-    reports = commands.add_parser("reports", help="compare the speedup that answers report with the measured one")
-    add_pair_arguments(reports)
-    add_reports_arguments(reports)
-    plan = commands.add_parser("plan", help="estimate a pair's speed on a device that you do not have")
-    add_plan_arguments(plan)
-    papers = commands.add_parser("papers", help="tables of the three papers for a pair (half an hour on two cores)")
-    add_papers_arguments(papers)
-    laws = commands.add_parser("laws", help="optimum and acceptance of every rule at one position")
-    laws.add_argument("file", type=Path, help='JSON: [{"p": [...], "q": [...], "n": k}, ...]')
-    blocks = commands.add_parser(
-        "blocks", help="expected length and output distribution of a step of every rule, by enumeration"
-    )
-    blocks.add_argument("file", type=Path, help='JSON: [{"V": v, "L": l, "K": k, "rows": {"0,1": {"p", "q"}}}, ...]')
-    _add_selfcheck(
-        commands.add_parser("selfcheck", help="test every rule on a pair's own distributions; exit 1 on failure")
-    )
-    times = commands.add_parser("times", help="time of a verification step of every rule on this machine")
-    times.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
-    times.add_argument("--vocabulary", type=integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
-    times.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
-    times.add_argument("--requests", type=int, default=1, help="requests verified together (default 1)")
-    times.add_argument("--repeats", type=int, default=5, help="timed runs; the median is printed (default 5)")
-    times.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, analysis in ANALYSES.items():
+        command = commands.add_parser(name, help=analysis.help, description=analysis.help)
+        analysis.add_arguments(command)
+        if analysis.table is not None:
+            add_output_argument(command)
     return result
-
-
-def _add_pair(pair: argparse.ArgumentParser) -> None:
-    add_pair_arguments(pair)
-    pair.add_argument(
-        "--prompts", type=Path, help="JSON lines with prompt, text or messages (default: held-out dialogues)"
-    )
-    pair.add_argument("--most-prompts", type=int, default=16, help="prompts used (default 16)")
-    pair.add_argument(
-        "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
-    )
-    pair.add_argument("--tokens", type=int, default=48, help="tokens of an answer (default 48)")
-    pair.add_argument(
-        "--positions", type=int, default=128, help="positions whose distributions are analysed (default 128)"
-    )
-    pair.add_argument(
-        "--shapes", help="shapes to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1"
-    )
-    pair.add_argument("--rules", help="comma-separated rules (default: all)")
-    pair.add_argument(
-        "--draft-methods",
-        choices=["own", "all"],
-        default="own",
-        help="the rule's default draft method, or all it supports",
-    )
-    pair.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains (default 1,2,4)")
-    pair.add_argument("--draft-length", type=integers, default=[4], help="tokens in a chain (default 4)")
-    pair.add_argument("--temperature", type=_temperatures, default=[1.0], help="temperatures (default 1)")
-    pair.add_argument(
-        "--concurrency", type=integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)"
-    )
-    pair.add_argument("--output", type=Path, default=Path("pair"), help="folder for pair.json and plots (default pair)")
-    pair.add_argument("--fresh", action="store_true", help="discard the measurements of an interrupted run")
-
-
-def _add_arms(arms: argparse.ArgumentParser) -> None:
-    add_pair_arguments(arms)
-    add_arms_arguments(arms)
-    arms.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
-
-
-def _add_selfcheck(check: argparse.ArgumentParser) -> None:
-    add_pair_arguments(check)
-    check.add_argument("--rules", help="comma-separated rules (default: all)")
-    check.add_argument("--num-drafts", type=int, default=4, help="chains (default 4)")
-    check.add_argument("--draft-length", type=int, default=3, help="tokens in a chain (default 3)")
-    check.add_argument("--answers", type=int, default=1000, help="answers per rule and prompt (default 1000)")
-    check.add_argument("--prompts", type=int, default=1, help="prompts, generated by the target (default 1)")
-    check.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
-    check.add_argument("--concurrency", type=int, default=64, help="requests at once (default 64)")
-
-
-_LONGEST_AT_A_TERMINAL = 2000
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, bool]]] = {
-    "laws": lambda options: (analyze_laws(options.file), True),
-    "blocks": lambda options: (analyze_blocks(options.file), True),
-    "times": lambda options: (analyze_times(options), True),
-    "arms": lambda options: (analyze_arms(options), True),
-    "around": lambda options: (analyze_around(options), True),
-    "plan": lambda options: (analyze_plan(options), True),
-    "reports": lambda options: (analyze_reports(options), True),
-    "pair": lambda options: (analyze_pair(options), True),
-    "papers": lambda options: (analyze_papers(options), True),
-    "selfcheck": selfcheck,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad input."""
     options = parser().parse_args(arguments)
+    analysis = ANALYSES[options.command]
     try:
-        result, passed = _COMMANDS[options.command](options)
+        result = analysis.run(options)
     except (ConfigError, LoadError) as error:
         print(f"polydraft analyze: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    if analysis.table is not None:
+        print(analysis.table(result), file=sys.stderr)
+        write(result, options.output)
     text = json.dumps(result)
     if sys.stdout.isatty() and len(text) > _LONGEST_AT_A_TERMINAL:
         text = f"({len(text)} characters of JSON: redirect the output to see them)"
     print(text)
-    return 0 if passed else 1
+    return 1 if isinstance(result, dict) and not result.get("passed", True) else 0
 
 
 if __name__ == "__main__":

@@ -20,40 +20,35 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from analysis.load import Load, add_load_arguments
-from analysis.loading import names_of, prompts_of, write
-from analysis.pair import SpeculationSetup
+from analysis.load import Load, SpeculationSetup, add_load_arguments
+from analysis.loading import add_pair_arguments, config_of, integers, load_engine, prompts_of
 from analysis.turns import (
     SEED_STABLE,
     SEEDED,
     Turn,
     beside_best,
     chart,
-    markdown,
     price,
     rate,
     ratio,
     works,
 )
-from engine.config import CacheConfig, EngineConfig, EngineFacts, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.config import EngineFacts, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
-from engine.models.host import keep_freed_memory, usable_cores
 from engine.plan import level_widths
 from engine.request import Request, Speculation
 from engine.scheduling.admission import with_kept_shape
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
-from engine.step.building import build_engine
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine, StepResult
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
-from loadtest.environment import environment
+from loadtest.results import document
 
 _READING = "prompts"
 """"Shape" of a step in which no request drafts or gets a token."""
@@ -286,7 +281,8 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments, except those that name the pair."""
+    """Add the arguments."""
+    add_pair_arguments(parser)
     parser.add_argument(
         "--prompts",
         action="append",
@@ -307,11 +303,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="seconds of plain decoding in a cell; the other arms do the same work (default 20)",
     )
+    parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 
 
 def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cells (prompts x concurrency); a table goes to standard error."""
+    """Measure all cells (prompts x concurrency)."""
     names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
@@ -319,7 +316,7 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
         )
-    engine = load_engine(options, len(names))
+    engine = load_arms_engine(options, len(names))
     kinds = options.prompts or ["dialogues"]
     loads = {kind: Load(prompts_of(kind, options), options.tokens, options.temperature) for kind in kinds}
     for load in loads.values():
@@ -332,32 +329,19 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
             for concurrency in options.concurrency:
                 cell = measure(engine, names, points, load, concurrency, options.seconds, progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
-    shown = ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency")
-    result = {
-        "what": "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
-        "options": {name: getattr(options, name) for name in shown} | {"prompts": list(loads)},
-        "environment": environment(),
-        "cells": cells,
-    }
-    print(markdown(result), file=sys.stderr)
-    write(result, options.output)
+    options.prompts = kinds
+    result = document(
+        "arms in turns of the same work, a quarter of a second or so, in one process, closed loop without HTTP",
+        options,
+        ("prompt_length", "tokens", "temperature", "arms", "seconds", "dtype", "threads", "concurrency", "prompts"),
+        cells=cells,
+    )
     if options.chart:
         chart(result, options.chart)
     return result
 
 
-def load_engine(options: argparse.Namespace, num_arms: int) -> Engine:
+def load_arms_engine(options: argparse.Namespace, num_arms: int) -> Engine:
     """Load the pair that the command line names, with room for `num_arms` arms."""
-    target, draft = names_of(options)
-    options.threads = options.threads or max(1, usable_cores() - 1)
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    config = EngineConfig(
-        model=ModelConfig(
-            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
-        ),
-        cache=CacheConfig(memory_bytes=num_arms * _ARM_BYTES if options.device != "cuda" else 0),
-        scheduler=SchedulerConfig(max_num_seqs=max(64, *options.concurrency)),
-        speculation=_LIMITS,
-    )
-    return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
+    scheduler = SchedulerConfig(max_num_seqs=max(64, *options.concurrency))
+    return load_engine(config_of(options, scheduler, _LIMITS, num_arms * _ARM_BYTES))

@@ -23,18 +23,15 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from analysis.arms import Arm, make_arms, speculation_of
 from analysis.load import Load
-from analysis.loading import add_pair_arguments, names_of, prompts_of, write
-from engine.api import CacheConfig, EngineConfig, ModelConfig, Step, decode_from_engine, encode
-from engine.models.host import keep_freed_memory, usable_cores
-from engine.step.building import build_engine
+from analysis.loading import add_pair_arguments, config_of, integers, load_engine, prompts_of, say
+from engine.api import Step, decode_from_engine, encode
 from engine.step.calibration import measure
+from loadtest import results
 from loadtest.arms import ADAPTIVE
-from loadtest.environment import environment
 
 _INSIDE = ("pass inputs", "passes", "draft loop")
 """Parts that are no overhead: the passes' arguments, the models, and drawing drafted tokens level by level."""
@@ -129,18 +126,10 @@ class TurnSums(NamedTuple):
 
 def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float, float], TurnSums]:
     """Return a function that serves requests at a temperature for some seconds."""
-    target, draft = names_of(options)
-    torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
-    keep_freed_memory()
-    config = EngineConfig(
-        model=ModelConfig(
-            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
-        ),
-        cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
-    )
-    engine = build_engine(config, _say)
+    config = config_of(options, cache_bytes=_CACHE_BYTES)
+    engine = load_engine(config)
     # Measured once, so that all versions choose shapes by the same numbers.
-    points = measure(engine, config, speculation_of(ADAPTIVE), _say).points
+    points = measure(engine, config, speculation_of(ADAPTIVE), say).points
     prompts = prompts_of("dialogues", options)
     gc.collect()
     gc.freeze()  # as the engine's process does
@@ -167,10 +156,6 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
         return TurnSums(num_steps, dict(shares.seconds), num_nodes, num_tokens)
 
     return turn
-
-
-def _say(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
 
 
 class Version:
@@ -216,16 +201,15 @@ def markdown(result: dict[str, Any]) -> str:
     columns = [(cell, name) for cell in result["cells"] for name in cell["versions"]]
     heads = [f"{cell['concurrency']} at {cell['temperature']:g}, {name}" for cell, name in columns]
     found = [cell["versions"][name] for cell, name in columns]
-    lines = ["| ms a step | " + " | ".join(heads) + " |", "|" + " --- |" * (1 + len(heads))]
     rows = {"**around**": [one["around_ms"] for one in found]}
     rows |= {part: [one["parts_ms"][part] for one in found] for part in PARTS}
     rows |= {"(drafted nodes)": [one["nodes_a_step"] for one in found]}
-    lines += [f"| {part} | " + " | ".join(f"{value:.3f}" for value in values) + " |" for part, values in rows.items()]
-    return "\n".join(lines)
+    shown = [[part, *(f"{value:.3f}" for value in values)] for part, values in rows.items()]
+    return results.table(["ms a step", *heads], shown)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments, except those that name the pair."""
+    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument(
         "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
@@ -234,11 +218,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of every cell (default 5)")
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a turn (default 1)")
     parser.add_argument("--beside", type=Path, help="folder of another version of the project, measured in turns")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    parser.add_argument("--concurrency", type=integers, default=[1, 16, 64], help="requests at once (default 1,16,64)")
 
 
 def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cells; a table goes to standard error."""
+    """Measure all cells."""
     words = ["--prompt-length", str(options.prompt_length), "--dtype", options.dtype, "--device", options.device]
     words += ["--threads", str(options.threads)]
     words += ["--target", options.target, "--draft", options.draft] if options.target else []
@@ -255,11 +239,11 @@ def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
                     turns[*cell, name].append(turn)
     for version in versions.values():
         version.close()
-    result = {
-        "what": "milliseconds of CPU time of a served step by part, adaptive drafts, closed loop without HTTP",
-        "options": {name: getattr(options, name) for name in ("turns", "seconds", "dtype", "threads")},
-        "environment": environment(),
-        "cells": [
+    return results.document(
+        "milliseconds of CPU time of a served step by part, adaptive drafts, closed loop without HTTP",
+        options,
+        ("turns", "seconds", "dtype", "threads"),
+        cells=[
             {
                 "concurrency": cell[0],
                 "temperature": cell[1],
@@ -267,10 +251,7 @@ def analyze_around(options: argparse.Namespace) -> dict[str, Any]:
             }
             for cell in cells
         ],
-    }
-    print(markdown(result), file=sys.stderr)
-    write(result, options.output)
-    return result
+    )
 
 
 def main() -> None:

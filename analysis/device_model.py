@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +26,7 @@ from analysis.loading import integers
 from demo.bench_pair import SIZES
 from engine.errors import ConfigError
 from engine.step.recorded.steps import MOST_ROWS
+from loadtest.results import table
 
 PRODUCTS, KERNELS = 4, 6
 """Counts of a layer: matrix products, and kernels between them (`tests/engine/test_launches.py` checks them)."""
@@ -258,15 +258,19 @@ def beside_measured(pair: ModelPair, file: Path) -> dict[str, dict[str, float]]:
     return result
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table."""
-    shapes = list(rows[0]["speedup"])
+def markdown(result: dict[str, Any]) -> str:
+    """Return a table with a row per number of requests and length of text, and the other estimates."""
+    shapes = list(result["rows"][0]["speedup"])
     head = ["requests", "context", "plain, ms", "of the bandwidth", *shapes, "run"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for row in rows:
+    rows = []
+    for row in result["rows"]:
         cells = [str(row["requests"]), str(row["context"]), f"{1e3 * row['plain_s']:.1f}", f"{row['roofline']:.0%}"]
         cells += [f"{row['speedup'][shape]:.2f}x" for shape in shapes]
-        lines.append("| " + " | ".join([*cells, row["best"]]) + " |")
+        rows.append([*cells, row["best"]])
+    lines = [table(head, rows), f"requests that the device holds, by tokens of a text: {result['holds']}"]
+    lines.append("These are estimates of a model, not measurements.")
+    for name, one in result.get("measured", {}).items():
+        lines.append(f"{name}: {1e3 * one['measured_s']:.2f} ms, {one['ratio']:.2f} of the model's")
     return "\n".join(lines)
 
 
@@ -290,7 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Estimate; a table goes to standard error."""
+    """Return the estimates."""
     if not 0 < options.acceptance < 1:
         raise ConfigError(f"--acceptance {options.acceptance}: must be between 0 and 1")
     if not 0 <= options.missed < 1:
@@ -299,12 +303,7 @@ def analyze_plan(options: argparse.Namespace) -> dict[str, Any]:
     pair = ModelPair(target, draft, DEVICES[options.device], options.acceptance, options.missed)
     rows = foretell(pair, options.requests, options.contexts)
     holds = {str(length): pair.most_requests(length) for length in (1000, 4000, 32_000)}
-    print(markdown(rows), file=sys.stderr)
-    print(f"requests that the device holds, by tokens of a text: {holds}", file=sys.stderr)
-    print("These are estimates of a model, not measurements.", file=sys.stderr)
     result = {"what": "a model's figures, not measured", "device": options.device, "rows": rows, "holds": holds}
     if options.measured:
-        result["measured"] = compared = beside_measured(pair, options.measured)
-        for name, one in compared.items():
-            print(f"{name}: {1e3 * one['measured_s']:.2f} ms, {one['ratio']:.2f} of the model's", file=sys.stderr)
+        result["measured"] = beside_measured(pair, options.measured)
     return result

@@ -1,4 +1,4 @@
-"""`python -m analysis.growth`: cost of more chains for a step of one request, in time and in memory.
+"""`analyze growth`: cost of more chains for a step of one request, in time and in memory.
 
 Times: steps of K chains of four tokens relative to one chain, and the target's pass over 32 rows relative to one row,
 in turns. Memory: the peak of steps of eight chains after a long text minus that of one chain, each in a separate
@@ -8,12 +8,9 @@ process.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import re
 import statistics
-import sys
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from analysis.loading import add_pair_arguments, names_of
-from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from analysis.loading import add_pair_arguments, config_of, load_engine
+from engine.config import SchedulerConfig, SpeculationConfig
 from engine.request import Speculation
-from engine.step.building import build_engine
 from engine.step.calibration import made_up_plan, middle_steps
 from engine.step.engine import Engine
-from loadtest.environment import environment
+from loadtest.results import document, table
 
 _LENGTH = 4
 """Tokens of a chain."""
@@ -42,20 +38,12 @@ def shape(num_drafts: int, draft_length: int = _LENGTH) -> Speculation:
     return Speculation(rule="bv_race", num_drafts=num_drafts, draft_length=draft_length)
 
 
-def load(options: argparse.Namespace) -> Engine:
-    """Load an engine with room for one text of the greatest length."""
-    target, draft = names_of(options)
-    torch.set_num_threads(options.threads or 1)
+def load(options: argparse.Namespace, dtype: str) -> Engine:
+    """Load an engine with weights of this type, and room for one text of the greatest length."""
+    scheduler = SchedulerConfig(max_model_len=options.long_context + 2 * _ROWS, max_num_seqs=1)
     limits = SpeculationConfig(max_num_drafts=max(_CHAINS), max_draft_length=_ROWS, observed_share=0.0)
-    return build_engine(
-        EngineConfig(
-            model=ModelConfig(
-                target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
-            ),
-            scheduler=SchedulerConfig(max_model_len=options.long_context + 2 * _ROWS, max_num_seqs=1),
-            speculation=limits,
-        )
-    )
+    options.dtype = dtype
+    return load_engine(config_of(options, scheduler, limits))
 
 
 def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
@@ -88,12 +76,10 @@ def _over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
     return found
 
 
-def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> int:
-    """Return the peak of this process's resident memory during steps of this many chains, without the memory of
-    loading.
-    """
-    engine = load(options)
-    plan = made_up_plan(engine, 1, context, shape(num_drafts))
+def peak_bytes(options: argparse.Namespace, dtype: str, num_drafts: int) -> int:
+    """Return the peak of this process's resident memory during steps of this many chains, without loading."""
+    engine = load(options, dtype)
+    plan = made_up_plan(engine, 1, options.long_context, shape(num_drafts))
     engine.carry_out(plan)
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     with torch.inference_mode():
@@ -104,33 +90,31 @@ def peak_bytes(options: argparse.Namespace, num_drafts: int, context: int) -> in
     return int(found.group(1)) * 1024
 
 
-def peaks(options: argparse.Namespace, context: int) -> dict[str, int]:
+def peaks(options: argparse.Namespace, dtype: str) -> dict[str, int]:
     """Return the peaks by chains, each measured in a separate process."""
     found = {}
     for num_drafts in (_CHAINS[0], _CHAINS[-1]):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found[str(num_drafts)] = pool.submit(peak_bytes, options, num_drafts, context).result()
+            found[str(num_drafts)] = pool.submit(peak_bytes, options, dtype, num_drafts).result()
     return found
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return a table with a row per number of chains and type."""
-    lines = ["| weights | K | step, over one chain | target pass of 32 rows, over one |", "|" + " --- |" * 4]
+    rows = []
     for cell in result["cells"]:
         many = cell["target_pass"][str(1 + _ROWS)]
         for size, one in cell["step"].items():
-            last = _shown(many) if size == "1" else ""
-            lines.append(f"| {cell['dtype']} | {size} | {_shown(one)} | {last} |")
-    return "\n".join(lines)
+            rows.append([cell["dtype"], size, _shown(one), _shown(many) if size == "1" else ""])
+    return table(["weights", "K", "step, over one chain", "target pass of 32 rows, over one"], rows)
 
 
 def _shown(one: dict[str, float]) -> str:
     return f"{one['ratio']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.growth", description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     add_pair_arguments(parser)
     parser.add_argument("--dtypes", default="float32,bfloat16", help="types of the weights (default float32,bfloat16)")
     parser.add_argument("--context", type=int, default=256, help="tokens of the text before timed steps (default 256)")
@@ -141,31 +125,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="tokens of the text before steps whose memory is measured (default 1900)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="measurements of every point (default 5)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
-    options = parser.parse_args(arguments)
+
+
+def analyze_growth(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure with all types of weights in turn, and memory with the first of them."""
     cells = []
-    for dtype in options.dtypes.split(","):
-        options.dtype = dtype
-        engine = load(options)
+    dtypes = options.dtypes.split(",")
+    for dtype in dtypes:
+        engine = load(options, dtype)
         with torch.inference_mode():
             cells.append({"dtype": dtype, **measure(engine, options.context, options.repeats)})
         del engine
-    options.dtype = options.dtypes.split(",")[0]
-    shown = ("target", "draft", "dtypes", "context", "long_context", "repeats", "threads")
-    result: dict[str, Any] = {
-        "what": "steps of one request by chains of four tokens, over one chain; most resident memory by chains",
-        "options": {name: getattr(options, name) for name in shown},
-        "environment": environment(),
-        "cells": cells,
-        "peak_bytes": peaks(options, options.long_context),
-    }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result))
-    print("most memory:", {size: f"{count / 2**20:.0f} MiB" for size, count in result["peak_bytes"].items()})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return document(
+        "steps of one request by chains of four tokens, over one chain; most resident memory by chains",
+        options,
+        ("target", "draft", "dtypes", "context", "long_context", "repeats", "threads"),
+        cells=cells,
+        peak_bytes=peaks(options, dtypes[0]),
+    )

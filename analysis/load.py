@@ -1,4 +1,4 @@
-"""Load of a measurement: the requests that every arm answers, and their options."""
+"""Load of a measurement: drafts, the requests that every arm answers, and their options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,62 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from engine.errors import ConfigError
 from engine.request import Limits, Request, Sampling, Speculation
+from engine.speculation.verification import RULES
+from loadtest.arms import parse
+
+
+@dataclass(frozen=True)
+class SpeculationSetup:
+    """Drafts of a request, and the rule that verifies them."""
+
+    rule: str
+    method: str
+    num_drafts: int
+    draft_length: int
+    tree: tuple[int, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> SpeculationSetup:
+        """Parse `rule:KxL`, `rule/method:KxL` or, for a tree with the number of children by depth, `rule:2.2.1`."""
+        try:
+            arm = parse(text)
+        except ValueError as error:
+            raise ConfigError(f"--shapes {error}") from error
+        if arm.rule not in RULES:
+            raise ConfigError(f"--shapes: unknown rule {arm.rule!r}; choose from {', '.join(RULES)}")
+        if not arm.num_drafts:
+            raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1")
+        method = arm.method or RULES[arm.rule].draft_methods[0]
+        return SpeculationSetup(arm.rule, method, arm.num_drafts, arm.draft_length, arm.tree)
+
+    @property
+    def size(self) -> str:
+        """Return chains x length, or the tree."""
+        return ".".join(map(str, self.tree)) or f"{self.num_drafts}x{self.draft_length}"
+
+    @property
+    def first_drafts(self) -> int:
+        """Return the number of drafts at the root."""
+        return self.tree[0] if self.tree else self.num_drafts
+
+    @property
+    def key(self) -> str:
+        """Return the name of the cell in the saved results."""
+        return f"{self.rule}/{self.method}/{self.size}"
+
+    @property
+    def speculation(self) -> Speculation:
+        """Return the speculation of a request."""
+        return Speculation(
+            rule=self.rule,
+            num_drafts=self.num_drafts,
+            draft_length=self.draft_length,
+            draft_method=self.method,
+            tree=self.tree,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +99,7 @@ class Load:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None:
-    """Add the arguments of the requests, except the prompts, and of the output."""
+    """Add the arguments of the requests, except the prompts."""
     parser.add_argument(
         "--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)"
     )
@@ -57,4 +110,3 @@ def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int) -> None
         help=f"tokens of an answer, in the mean (default {num_tokens})",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature (default 1)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.errors import ConfigError
-from engine.models.host import usable_cores
+from engine.models.host import keep_freed_memory, usable_cores
 from engine.step.building import build_engine
 from engine.step.engine import Engine
 
@@ -50,24 +50,47 @@ def names_of(options: argparse.Namespace) -> tuple[str, str]:
     return options.target, options.draft
 
 
-def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
-    """Return an idle engine that can run `num_drafts` chains of `draft_length` tokens for this many requests at
-    once.
+def say(text: str) -> None:
+    """Print to standard error, above a progress bar."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def config_of(
+    options: argparse.Namespace,
+    scheduler: SchedulerConfig | None = None,
+    speculation: SpeculationConfig | None = None,
+    cache_bytes: int = 0,
+) -> EngineConfig:
+    """Return the configuration of the pair that the command line names, and set `options.threads` to the number in use.
+
+    cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA device.
     """
     target, draft = names_of(options)
-    torch.set_num_threads(options.threads or max(1, usable_cores() - 1))
-    model = ModelConfig(
-        target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
-    )
-    config = EngineConfig(
-        model=model,
-        cache=CacheConfig(memory_bytes=_CACHE_BYTES if options.device != "cuda" else 0),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=1 << 14),
-        speculation=SpeculationConfig(
-            num_drafts=1, draft_length=1, max_num_drafts=num_drafts, max_draft_length=draft_length, observed_share=0.0
+    options.threads = options.threads or max(1, usable_cores() - 1)
+    return EngineConfig(
+        model=ModelConfig(
+            target=target, draft=draft, dtype=options.dtype, device=options.device, num_threads=options.threads
         ),
+        cache=CacheConfig(memory_bytes=cache_bytes if options.device != "cuda" else 0),
+        scheduler=scheduler or SchedulerConfig(),
+        speculation=speculation or SpeculationConfig(),
     )
-    return build_engine(config, lambda text: tqdm.write(text, file=sys.stderr))
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Return an idle engine in this process, which keeps freed memory as a daemon does."""
+    torch.set_num_threads(config.model.num_threads)
+    keep_freed_memory()
+    return build_engine(config, say)
+
+
+def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
+    """Return an idle engine for `max_num_seqs` requests at once, of `num_drafts` chains of `draft_length` tokens."""
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=1 << 14)
+    speculation = SpeculationConfig(
+        num_drafts=1, draft_length=1, max_num_drafts=num_drafts, max_draft_length=draft_length, observed_share=0.0
+    )
+    return load_engine(config_of(options, scheduler, speculation, _CACHE_BYTES))
 
 
 def read_prompts(file: Path | None, target: str, most: int, room: int) -> list[tuple[int, ...]]:
@@ -115,10 +138,3 @@ def prompts_of(kind: str, options: argparse.Namespace) -> Sequence[tuple[int, ..
     return read_prompts(
         embedded if embedded.is_file() else Path(kind), names_of(options)[0], 256, options.prompt_length
     )
-
-
-def write(result: dict[str, Any], output: Path | None) -> None:
-    """Write the result as JSON if a file is named."""
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")

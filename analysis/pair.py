@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from tqdm import tqdm
 
 from analysis import bounds
 from analysis.bounds import Verification
-from analysis.loading import load_pair, names_of, read_prompts
+from analysis.load import SpeculationSetup
+from analysis.loading import add_pair_arguments, integers, load_pair, names_of, read_prompts
 from analysis.report import print_report, save_plots
 from engine.attention.inputs import NO_NODES, SequenceInput
 from engine.errors import ConfigError, RequestError
@@ -43,7 +43,6 @@ from engine.step.calibration import made_up_plan, usual_s
 from engine.step.draft_logits import draft_logits, drafts_by_head
 from engine.step.engine import Engine
 from engine.step.law_check import run_to_end
-from loadtest.arms import parse
 from loadtest.environment import environment
 from loadtest.statistics import ratio_of_sums
 
@@ -57,55 +56,36 @@ _EPSILONS = (0.05, 0.1, 0.2, 0.4)
 _CLOSED_FORM: dict[str, Verification] = {"token": "token", "block": "block", "bv_race": "block"}
 
 
-@dataclass(frozen=True)
-class SpeculationSetup:
-    """Drafts of a request, and their verification."""
+def _temperatures(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if min(values) <= 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return values
 
-    rule: str
-    method: str
-    num_drafts: int
-    draft_length: int
-    tree: tuple[int, ...] = ()
 
-    @staticmethod
-    def parse(text: str) -> SpeculationSetup:
-        """Parse `rule:KxL`, `rule/method:KxL` or, for a tree with the number of children by depth, `rule:2.2.1`."""
-        try:
-            arm = parse(text)
-        except ValueError as error:
-            raise ConfigError(f"--shapes {error}") from error
-        if arm.rule not in RULES:
-            raise ConfigError(f"--shapes: unknown rule {arm.rule!r}; choose from {', '.join(RULES)}")
-        if not arm.num_drafts:
-            raise ConfigError(f"--shapes {text}: must look like bv_race:4x5 or traversal:2.2.1")
-        method = arm.method or RULES[arm.rule].draft_methods[0]
-        return SpeculationSetup(arm.rule, method, arm.num_drafts, arm.draft_length, arm.tree)
-
-    @property
-    def size(self) -> str:
-        """Return chains x length, or the tree."""
-        return ".".join(map(str, self.tree)) or f"{self.num_drafts}x{self.draft_length}"
-
-    @property
-    def first_drafts(self) -> int:
-        """Return the number of drafts at the root."""
-        return self.tree[0] if self.tree else self.num_drafts
-
-    @property
-    def key(self) -> str:
-        """Return the name of the cell in the saved results."""
-        return f"{self.rule}/{self.method}/{self.size}"
-
-    @property
-    def speculation(self) -> Speculation:
-        """Return the speculation of a request."""
-        return Speculation(
-            rule=self.rule,
-            num_drafts=self.num_drafts,
-            draft_length=self.draft_length,
-            draft_method=self.method,
-            tree=self.tree,
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_pair_arguments(parser)
+    add = parser.add_argument
+    add("--prompts", type=Path, help="JSON lines with prompt, text or messages (default: held-out dialogues)")
+    add("--most-prompts", type=int, default=16, help="prompts used (default 16)")
+    add("--prompt-length", type=int, default=256, help="last tokens of a prompt that are used (default 256)")
+    add("--tokens", type=int, default=48, help="tokens of an answer (default 48)")
+    add("--positions", type=int, default=128, help="positions whose distributions are analysed (default 128)")
+    add("--shapes", help="shapes to measure instead of a grid, e.g. block:1x8,bv_race:4x4,traversal:2.2.1")
+    add("--rules", help="comma-separated rules (default: all)")
+    add(
+        "--draft-methods",
+        choices=["own", "all"],
+        default="own",
+        help="the rule's default draft method, or all it supports",
+    )
+    add("--num-drafts", type=integers, default=[1, 2, 4], help="chains (default 1,2,4)")
+    add("--draft-length", type=integers, default=[4], help="tokens in a chain (default 4)")
+    add("--temperature", type=_temperatures, default=[1.0], help="temperatures (default 1)")
+    add("--concurrency", type=integers, default=[1, 4, 16, 64], help="requests at once (default 1,4,16,64)")
+    add("--output", type=Path, default=Path("pair"), help="folder for pair.json and plots (default pair)")
+    add("--fresh", action="store_true", help="discard the measurements of an interrupted run")
 
 
 def shapes_of(options: argparse.Namespace, vocab_size: int) -> list[SpeculationSetup]:

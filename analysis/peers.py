@@ -20,8 +20,8 @@ import torch
 from tqdm import tqdm
 
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
+from analysis.load import SpeculationSetup
 from analysis.loading import random_prompts
-from analysis.pair import SpeculationSetup
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.speculation.verification import RULES
+from loadtest import results
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -31,10 +32,10 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
         "nodes",
     ]
     titles += [f"c = {count}" for count in concurrency]
-    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join('---' for _ in titles)} |"]
+    rows = []
     for cell in report:
         passes = f"{cell['tokens_per_pass']:.2f} ({cell['low']:.2f}-{cell['high']:.2f})"
-        parts = [
+        row = [
             f"{cell['temperature']:g}",
             cell["rule"],
             cell["draft_method"],
@@ -47,8 +48,8 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
             _number(cell["nodes_per_pass"], 1),
             *(f"{cell['speedup'][str(count)]:.2f}x" for count in concurrency),
         ]
-        lines.append(f"| {' | '.join(parts)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return results.table(titles, rows)
 
 
 def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,16 +18,16 @@ from tqdm import tqdm
 from analysis.arms import (
     Arm,
     check_room,
-    load_engine,
+    load_arms_engine,
     make_arms,
     speculation_of,
 )
 from analysis.load import Load, add_load_arguments
-from analysis.loading import prompts_of, write
+from analysis.loading import add_pair_arguments, prompts_of
 from engine.errors import ConfigError
 from engine.step.calibration import measure_points
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
-from loadtest.environment import environment
+from loadtest.results import document, table
 
 _TURN_TOKENS = 12
 """Tokens of a turn: few, because the machine's speed must be the same during a round of all arms."""
@@ -92,22 +91,22 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return a table with a row per arm, and one for the two plain answers."""
-    lines = ["| c | arm | error (median) | absolute error, median | 90 % of answers |", "|" + " --- |" * 5]
+    rows = []
     for cell in result["cells"]:
         for arm, found in cell["arms"].items():
             error = f"{found['error']:+.1%}" if "error" in found else f"{len(found['pairs'])} answers had drafts"
-            lines.append(f"| {cell['concurrency']} | {arm} | {error} | {_shown(found.get('absolute_error'))} |")
-        noise = _shown(cell["noise_of_two_plain_runs"])
-        lines.append(f"| {cell['concurrency']} | plain beside plain | | {noise} |")
-    return "\n".join(lines)
+            rows.append([cell["concurrency"], arm, error, *_shown(found.get("absolute_error"))])
+        rows.append([cell["concurrency"], "plain beside plain", "", *_shown(cell["noise_of_two_plain_runs"])])
+    return table(["c", "arm", "error (median)", "absolute error, median", "90 % of answers"], rows)
 
 
-def _shown(spread: dict[str, float] | None) -> str:
-    return f"{spread['median']:.1%} | {spread['p90']:.1%}" if spread else "- | -"
+def _shown(spread: dict[str, float] | None) -> tuple[str, str]:
+    return (f"{spread['median']:.1%}", f"{spread['p90']:.1%}") if spread else ("-", "-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments, except those that name the pair."""
+    """Add the arguments."""
+    add_pair_arguments(parser)
     parser.add_argument(
         "--prompts",
         default="dialogues",
@@ -124,25 +123,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one request at a time; a line per arm goes to standard error."""
+    """Measure one request at a time."""
     names = list(dict.fromkeys([OFF, AGAIN, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
     if options.answers < _LEAST_ANSWERS:
         raise ConfigError(f"--answers must be at least {_LEAST_ANSWERS}")
     options.concurrency = [1]
-    engine = load_engine(options, len(names))
+    engine = load_arms_engine(options, len(names))
     load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
     check_room(engine.facts, names, load, 1)
     points = measure_points(engine, speculation_of(ADAPTIVE))
     cell = compare(make_arms(engine, names, points, load), options.answers)
-    shown = ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads")
-    result = {
-        "what": "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",
-        "options": {name: getattr(options, name) for name in shown},
-        "environment": environment(),
-        "cells": [{"concurrency": 1, **cell}],
-    }
-    print(markdown(result), file=sys.stderr)
-    write(result, options.output)
-    return result
+    return document(
+        "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",
+        options,
+        ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads"),
+        cells=[{"concurrency": 1, **cell}],
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from functools import partial
 from math import prod
@@ -18,15 +17,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from analysis.loading import integers
 from engine.kernels.choosing import choose
 from engine.kernels.protocol import ChainNoise, Chains, LawTable
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.drafting import children
 from engine.speculation.verification import RULES
+from loadtest.results import table
 
 
 def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds per verification by rule, chains and vocabulary; a table goes to standard error."""
+    """Return milliseconds per verification by rule, chains and vocabulary."""
     torch.set_num_threads(options.threads)
     cells = [
         (rule, chains, vocabulary)
@@ -40,10 +41,6 @@ def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
     for rule, chains, vocabulary in tqdm(cells, desc="rules", unit="cell"):
         seconds = rule_seconds(rule, options.requests, chains, options.draft_length, vocabulary, options.repeats)
         results.append({"rule": rule, "num_drafts": chains, "vocabulary": vocabulary, "milliseconds": 1000 * seconds})
-    print("| rule | drafts | vocabulary | ms per step |\n| --- | --- | --- | --- |", file=sys.stderr)
-    for cell in results:
-        row = f"{cell['rule']} | {cell['num_drafts']} | {cell['vocabulary']} | {cell['milliseconds']:.2f}"
-        print(f"| {row} |", file=sys.stderr)
     return {
         "requests": options.requests,
         "draft_length": options.draft_length,
@@ -51,6 +48,25 @@ def analyze_times(options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         "cells": results,
     }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return a table with a row per rule, chains and vocabulary."""
+    rows = [
+        [cell["rule"], cell["num_drafts"], cell["vocabulary"], f"{cell['milliseconds']:.2f}"]
+        for cell in result["cells"]
+    ]
+    return table(["rule", "drafts", "vocabulary", "ms per step"], rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--num-drafts", type=integers, default=[1, 2, 4], help="chains, e.g. 1,2,4")
+    parser.add_argument("--vocabulary", type=integers, default=[4096, 32000, 152000], help="sizes, e.g. 4096,152000")
+    parser.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
+    parser.add_argument("--requests", type=int, default=1, help="requests verified together (default 1)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs; the median is printed (default 5)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
 
 
 def made_up_chains(

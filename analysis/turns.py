@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
+from loadtest.results import shown_ratio, table
 from loadtest.statistics import interval
 
 SEEDED, SEED_STABLE = "seeded", "seed_stable"
@@ -102,14 +103,14 @@ def markdown(result: dict[str, Any]) -> str:
     names = [name for name in result["cells"][0]["arms"] if name != OFF]
     head = ["prompts", "c", "off tok/s", *(f"{name} vs off (95 % interval)" for name in names)]
     head += ["adaptive vs the best fixed", "adaptive reports"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for cell in result["cells"]:
         arms, best = cell["arms"], cell.get("adaptive_to_best_fixed")
         row = [cell["prompts"], str(cell["concurrency"]), f"{arms[OFF]['tokens_per_second']:.0f}"]
-        row += [_shown(arms[name]["ratio_to_off"]) for name in names]
-        row += [f"{_shown(best)} {best['arm']}", _reported(arms[ADAPTIVE])] if best else ["-", "-"]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        row += [shown_ratio(arms[name]["ratio_to_off"]) for name in names]
+        row += [f"{shown_ratio(best)} {best['arm']}", _reported(arms[ADAPTIVE])] if best else ["-", "-"]
+        rows.append(row)
+    return table(head, rows)
 
 
 def summary_markdown(result: dict[str, Any]) -> str:
@@ -117,14 +118,14 @@ def summary_markdown(result: dict[str, Any]) -> str:
     cells = {(cell["concurrency"], cell["prompts"]): cell["arms"] for cell in result["cells"]}
     prompts = list(dict.fromkeys(name for _, name in cells))
     head = ["requests at once", *(text for name in prompts for text in (f"{name}, plain", "with drafts"))]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for concurrency in dict.fromkeys(number for number, _ in cells):
         row = [str(concurrency)]
         for name in prompts:
             arms = cells[concurrency, name]
-            row += [f"{arms[OFF]['tokens_per_second']:.0f} tokens/s", _shown(arms[ADAPTIVE]["ratio_to_off"])]
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+            row += [f"{arms[OFF]['tokens_per_second']:.0f} tokens/s", shown_ratio(arms[ADAPTIVE]["ratio_to_off"])]
+        rows.append(row)
+    return table(head, rows)
 
 
 def is_shape(name: str) -> bool:
@@ -161,19 +162,15 @@ def reported_markdown(result: dict[str, Any]) -> str:
     """Return a table of reported and measured speedups, with a row per cell."""
     names = [name for name in result["cells"][0]["arms"] if name not in (OFF, AGAIN)]
     head = ["prompts", "c", *(f"{name}: measured, reported" for name in names)]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for cell in result["cells"]:
         arms = [cell["arms"][name] for name in names]
-        shown = [f"{_shown(arm['ratio_to_off'])}, {_reported(arm)}" for arm in arms]
-        lines.append("| " + " | ".join([cell["prompts"], str(cell["concurrency"]), *shown]) + " |")
-    return "\n".join(lines)
+        shown = [f"{shown_ratio(arm['ratio_to_off'])}, {_reported(arm)}" for arm in arms]
+        rows.append([cell["prompts"], cell["concurrency"], *shown])
+    return table(head, rows)
 
 
 def _reported(arm: dict[str, Any]) -> str:
     """Return what an arm's answers report; empty if no step had an estimate of a plain step's time."""
     speedup = arm["reported_speedup"]
     return "-" if speedup is None else f"{speedup:.2f}x"
-
-
-def _shown(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.2f}x ({found['low']:.2f}-{found['high']:.2f})"

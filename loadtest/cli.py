@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from loadtest import plots, report
 from loadtest.arguments import Parser
+from loadtest.results import add_output_argument, write
 from loadtest.workload import TASKS, load
 
 
@@ -96,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--num-drafts", type=int, default=4, help="chains of a rule that takes several (default 4)")
     result.add_argument("--draft-length", type=int, default=5, help="tokens in a chain (default 5)")
-    result.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(result)
     result.add_argument("--plot", type=Path, help="also draw throughput, tokens per pass and gain into this PNG")
     result.add_argument(
         "--serve-args",
@@ -152,9 +153,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> None:
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, output)
     if plot is not None:
         plots.plot(result, plot)
     print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))

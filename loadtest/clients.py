@@ -16,12 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.agents import AGENTS, Task
+from loadtest.results import add_output_argument, table, write
 
 _QUESTION = "What is the weather in Paris?"
 _TOKENS = 24
@@ -336,6 +337,13 @@ def tried_agent(server: DaemonUnderTest, name: str, folder: Path) -> dict[str, s
     return {"client": name, "package": package, "version": version, "result": result}
 
 
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """Return a row per client; the table of docs/quickstart.md."""
+    return table(
+        ["client", "version", "result"], [[row["client"], row.get("version", "-"), row["result"]] for row in rows]
+    )
+
+
 def main() -> int:
     """Run from the command line; the exit code is 1 if an installed client fails."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.clients", description=__doc__)
@@ -343,19 +351,17 @@ def main() -> int:
     parser.add_argument("--model", default="polydraft-demo", help="the served model")
     parser.add_argument("--only", help="clients whose names hold this")
     parser.add_argument("--npm", type=Path, help="folder with node_modules; without it JavaScript clients are left out")
-    parser.add_argument("--output", type=Path, help="JSON file for the table")
+    add_output_argument(parser)
     options = parser.parse_args()
     server = DaemonUnderTest(options.url, options.model)
-    table = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
+    rows = [tried(server, name) for name in CLIENTS if not options.only or options.only in name]
     if options.npm:
         wanted = [name for name in JAVASCRIPT_CLIENTS if not options.only or options.only in name]
-        table += [tried_in_node(server, name, options.npm) for name in wanted]
-        table += [tried_agent(server, name, options.npm) for name in AGENTS if options.only and options.only in name]
-    for row in table:
-        print(f"{row['client']:<40} {row.get('version', '-'):<10} {row['result']}")
-    if options.output:
-        options.output.write_text(json.dumps(table, indent=1) + "\n")
-    return 0 if all(row["result"] in ("works", "not installed") for row in table) else 1
+        rows += [tried_in_node(server, name, options.npm) for name in wanted]
+        rows += [tried_agent(server, name, options.npm) for name in AGENTS if options.only and options.only in name]
+    print(markdown(rows))
+    write(rows, options.output)
+    return 0 if all(row["result"] in ("works", "not installed") for row in rows) else 1
 
 
 if __name__ == "__main__":

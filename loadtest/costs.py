@@ -33,6 +33,7 @@ from loadtest.cost_bodies import ALLOWED, MeasuredBody, filled, limits, sweep
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
 from loadtest.neighbour import watch
+from loadtest.results import add_output_argument, table, write
 
 _MODEL = "costs"
 _AT_ONCE = 20
@@ -370,8 +371,7 @@ def markdown(result: dict[str, Any]) -> str:
         "longest /health, ms",
         f"{_AT_ONCE} at once, ms",
     ]
-    rows = [head, ["---"] * len(head), *rows_of(result)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return table(head, rows_of(result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fields", help="measure only these fields, comma-separated (default: all)")
     parser.add_argument("--kinds", help="send only these kinds of values, comma-separated (default: all)")
     parser.add_argument("--serve-args", default="--num-threads 1", help="arguments of `polydraft serve`, in one string")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(parser)
     options = parser.parse_args(arguments)
     names = options.fields.split(",") if options.fields else None
     kinds = [*options.kinds.split(","), ALLOWED] if options.kinds else None
@@ -390,9 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return (names is None or body.field in names) and (kinds is None or body.kind in kinds)
 
     result = measure(options.serve_args.split(), options.max_request_bytes, is_wanted)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     print(markdown(result))
     return 0
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
+from loadtest.results import add_output_argument, write
 from loadtest.statistics import median_of_ratios, ratio_of_sums
 from loadtest.workload import Prompt, load
 
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of these answers (default 96)")
     parser.add_argument("--turns", type=int, default=20, help="turns of the conversation (default 20)")
     parser.add_argument("--runs", type=int, default=80, help="unshared prompts (default 80)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(parser)
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
         caller = Caller(stack.enter_context(running_daemon([])))
@@ -192,10 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "conversation": {name: conversation(caller, wish, options.turns) for name, wish in _SPECULATION.items()},
             "unshared_prompts": unshared_cost(caller, uncached, options.runs),
         }
-    text = json.dumps(result, indent=1)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
-    print(text)
+    print(json.dumps(result, indent=1))
+    write(result, options.output)
     return 0
 
 

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
+from loadtest.results import add_output_argument, write
 
 _STALL_S = 0.1
 _REGEXES = [
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to fuzz")
     parser.add_argument("--concurrency", type=int, default=2, help="grammars that are sent at once")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
-    parser.add_argument("--out", type=Path, help="write the findings to this JSON file")
+    add_output_argument(parser)
     options, serve = parser.parse_known_args(arguments)
     with running_daemon([*serve]) as url:
         measured_on = environment(url)  # fuzzing might end the daemon
@@ -212,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {"minutes": options.minutes, "concurrency": options.concurrency, "seed": options.seed}
     report |= {**findings.summary(), "environment": measured_on}
     print(json.dumps(report, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, options.output)
     return 1 if findings.faults else 0
 
 

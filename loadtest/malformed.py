@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from loadtest.client import key_headers
 from loadtest.daemon import running_daemon
 from loadtest.environment import environment
+from loadtest.results import add_output_argument, write
 
 _CONNECTIONS = 8
 _BODIES = (
@@ -134,14 +134,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.malformed", description=__doc__)
     parser.add_argument("--rate", type=float, default=1000, help="malformed requests a second")
     parser.add_argument("--turns", type=int, default=12, help="turns of five seconds, every other one with them")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    add_output_argument(parser)
     options = parser.parse_args()
     with running_daemon(["--num-threads", "1"]) as url:
         found = {"environment": environment(), **asyncio.run(measure(url, options.rate, options.turns))}
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    print(json.dumps(found, indent=1))
+    write(found, options.output)
     return 0 if all(400 <= status < 500 for status in found["statuses"]) else 1
 
 

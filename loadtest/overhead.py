@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import uuid
 from collections.abc import Sequence
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +23,7 @@ from loadtest.bench import environment
 from loadtest.cli import counts
 from loadtest.client import closed_loop, key_headers, metric
 from loadtest.daemon import running_daemon
+from loadtest.results import add_output_argument, table, write
 from loadtest.workload import Prompt, load, random_prompts
 
 _ARMS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "adaptive": {}}
@@ -107,13 +106,13 @@ def _first_token(url: str, model: str) -> dict[str, float]:
 def markdown(result: dict[str, Any]) -> str:
     """Return a row per concurrency and arm."""
     head = ["c", "arm", "time over that of the steps", "CPU time of the HTTP process a chunk", "tokens a chunk"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for cell in result["cells"]:
         for arm, found in cell["arms"].items():
             times, cpu, tokens = found["time_over_steps"], found["cpu_us_per_event"], found["tokens_per_event"]
-            shown = f"{times['median']:.3f} ({times['low']:.3f}-{times['high']:.3f}) | {cpu['median']:.0f} us"
-            lines.append(f"| {cell['concurrency']} | {arm} | {shown} | {tokens['median']:.2f} |")
-    return "\n".join(lines)
+            shown = f"{times['median']:.3f} ({times['low']:.3f}-{times['high']:.3f})"
+            rows.append([cell["concurrency"], arm, shown, f"{cpu['median']:.0f} us", f"{tokens['median']:.2f}"])
+    return table(head, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,15 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=counts, default=[1, 64], help="requests open at once (default 1,64)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each arm (default 5)")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of every answer (default 96)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(parser)
     options = parser.parse_args(arguments)
     words = [*([options.model] if options.model else []), "--calibrate", "--served-model-name", _NAME]
     words += ["--draft-model", options.draft_model] if options.draft_model else []
     with running_daemon(words) as url:
         result = measure(url, options.concurrency, options.rounds, options.max_tokens)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.output)
     print(markdown(result))
     print("before the first token, beside its step: {p50_ms:.1f} ms (p90 {p90_ms:.1f})".format(**result["first_token"]))
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from loadtest.results import shown_ratio, table
+
 
 def markdown(result: dict[str, Any]) -> str:
     """Return one row per cell: plain tokens per second, then ratio and tokens per pass of every other arm."""
@@ -11,7 +13,7 @@ def markdown(result: dict[str, Any]) -> str:
     head = ["prompts", "c", "acceptance of one draft", "off tok/s"]
     for arm in arms:
         head += [f"{arm} vs off (95 % interval)", f"{arm} tokens/pass"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    rows = []
     for cell in result["cells"]:
         row = [
             prompts_of(cell, result),
@@ -21,11 +23,10 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         for arm in arms:
             measured = cell["arms"][arm]
-            ratio = measured["ratio_to_off"]
-            row.append(f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})")
+            row.append(shown_ratio(measured["ratio_to_off"]))
             row.append(f"{measured['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in measured else "-")
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        rows.append(row)
+    return table(head, rows)
 
 
 def prompts_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
@@ -41,19 +42,15 @@ def temperature_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
 
 def rules_markdown(result: dict[str, Any]) -> str:
     """Return one row per cell and rule: tokens per pass with interval, nodes per pass, ratio to plain decoding."""
-    lines = [
-        "| prompts | c | rule | drafts | tokens/pass (95 % interval) | nodes/pass | vs off (95 % interval) |",
-        "|" + " --- |" * 7,
-    ]
+    head = ["prompts", "c", "rule", "drafts", "tokens/pass (95 % interval)", "nodes/pass", "vs off (95 % interval)"]
+    rows = []
     for cell in result["cells"]:
         for arm, measured in cell["arms"].items():
             if "num_drafts" not in result["options"]["arms"][arm]:
                 continue
             low, high = measured["mean_acceptance_length_interval"]
-            ratio, num_drafts = measured["ratio_to_off"], result["options"]["arms"][arm]["num_drafts"]
-            lines.append(
-                f"| {prompts_of(cell, result)} | {cell['concurrency']} | {arm} | {num_drafts} "
-                f"| {measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f}) | {measured['nodes_per_pass']:.1f} "
-                f"| {ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) |"
-            )
-    return "\n".join(lines)
+            num_drafts = result["options"]["arms"][arm]["num_drafts"]
+            tokens = f"{measured['mean_acceptance_length']:.2f} ({low:.2f}-{high:.2f})"
+            row = [prompts_of(cell, result), cell["concurrency"], arm, num_drafts, tokens]
+            rows.append([*row, f"{measured['nodes_per_pass']:.1f}", shown_ratio(measured["ratio_to_off"])])
+    return table(head, rows)

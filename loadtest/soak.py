@@ -13,7 +13,6 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from loadtest.bench import environment
 from loadtest.client import key_headers, metric
 from loadtest.daemon import running_daemon
+from loadtest.results import add_output_argument, write
 from loadtest.workload import load
 
 _EXTRAS: list[dict[str, Any]] = [
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="requests in all (default 20,000)")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default 32)")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
+    add_output_argument(parser)
     options = parser.parse_args(arguments)
     generator, points = random.Random(1), []
     faults: list[str] = []
@@ -104,10 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "blocks_held_at_idle": usage,
             "faults": faults,
         }
-    text = json.dumps(result, indent=1)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
-    print(text)
+    print(json.dumps(result, indent=1))
+    write(result, options.output)
     return int(usage != 0 or bool(faults))
 
 

@@ -21,7 +21,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
   chat            chat with a running daemon in the terminal
-  analyze         what draft laws are worth: optimum and acceptance of every rule
+  analyze         measure a target and a draft model: exactness, speedup, the flags to serve them with
   bench           measure a running or a new daemon, speculation on against off
   version         print the version
 

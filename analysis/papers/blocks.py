@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.pair import SpeculationSetup, answers_of
+from analysis.load import SpeculationSetup
+from analysis.pair import answers_of
 from analysis.papers import lengths
 from analysis.papers.cases import TASKS, Progress, ServedPair
 from engine.request import Speculation

@@ -13,7 +13,8 @@ import torch
 
 from analysis import bounds
 from analysis.bounds import Verification
-from analysis.pair import SpeculationSetup, laws_along
+from analysis.load import SpeculationSetup
+from analysis.pair import laws_along
 from analysis.papers.cases import Progress, ServedPair, followed
 from engine.step.law_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from analysis.pair import SpeculationSetup, measure_position
+from analysis.load import SpeculationSetup
+from analysis.pair import measure_position
 from analysis.papers.cases import Progress, ServedPair, made_up_laws, recorded_laws, texts_of
 from engine.speculation.theory import Law
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from analysis.papers.blocks import CHAINS, LENGTHS, NAMES, ONE_CHAIN, SEVERAL, TEMPERATURES, by_task, falls
 from analysis.papers.cases import TASKS
+from loadtest.results import table
 
 _TITLES = {
     "optimal": "Towards Optimal Multi-draft Speculative Decoding",
@@ -73,12 +74,6 @@ more tokens of text behind them. Shapes of twelve single tokens have one positio
 the optimum. Greedy rules are taken as if every block were the first of an answer; for SpecTr-GBV the length is a lower
 bound.
 """.strip()
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [titles, ["---"] * len(titles), *([str(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_page(found: dict[str, dict[str, Any]], pictures: Sequence[Path], folder: Path) -> Path:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from analysis.bounds import Verification, expected_block_length
-from analysis.pair import SpeculationSetup, answers_of, laws_along, measure_position
+from analysis.load import SpeculationSetup
+from analysis.pair import answers_of, laws_along, measure_position
 from analysis.papers.cases import Progress, ServedPair, Text, recorded_laws, texts_of
 from loadtest.statistics import ratio_of_sums
 

@@ -25,6 +25,7 @@ from demo import bench_pair
 from engine.errors import ConfigError
 from engine.models.host import usable_cores
 from loadtest.environment import environment
+from loadtest.results import write
 
 _SEATS, _MOST_CHAINS, _MOST_LENGTH = 32, 8, 16
 
@@ -105,9 +106,7 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
                 result = SECTIONS[name][1](pair, options, progress)
                 took_s = round(time.monotonic() - began)
                 known[name] = {"settings": settings, "environment": measured_on, "took_s": took_s, "result": result}
-                file = _file(options, name)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(known[name], indent=1) + "\n")
+                write(known[name], _file(options, name))
     found = {name: content for name, content in known.items() if content is not None}
     pictures = draw({name: content["result"] for name, content in found.items()}, options.output)
     page = write_page(found, pictures, options.output)

@@ -169,7 +169,7 @@ def test_greedy_answers_of_a_wrong_engine_are_found_out() -> None:
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 1.0)
     arms = arms_of(engine_of(), load)
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True)
-    arms["block:1x3"].engine.target = tiny.build(tiny.llama(3), tiny.llama(2), num_blocks=320).target
+    arms["block:1x3"] = arms_of(tiny.build(tiny.llama(3), tiny.llama(2), num_blocks=320), load)["block:1x3"]
     assert same_greedy_answers(arms, load, 3) == dict.fromkeys(NAMES[1:], True) | {"block:1x3": False}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import __main__ as analyze
+from analysis.__main__ import main
 from analysis.device_model import DEVICES, ModelPair, beside_measured, model_of, tokens_per_step
 from demo.bench_pair import SIZES, build, successors
 from engine.errors import ConfigError
@@ -78,15 +78,15 @@ def test_it_is_told_how_far_it_was_off(tmp_path: Path, capsys: pytest.CaptureFix
     assert {name: one["ratio"] for name, one in found.items()} == pytest.approx(
         {"off behind 300": 2, "bv_race:4x5 behind 1000": 1}
     )
-    assert analyze.main(["plan", "--measured", str(file)]) == 0
+    assert main(["plan", "--measured", str(file)]) == 0
     said = capsys.readouterr()
     assert "2.00 of the model's" in said.err
     assert "estimates of a model, not measurements" in said.err
     assert json.loads(said.out)["rows"][0]["speedup"]["4x5"] == pytest.approx(PAIR.speedup(4, 5, 1, 300))
     file.write_text("{}")
-    assert analyze.main(["plan", "--measured", str(file)]) == 2
+    assert main(["plan", "--measured", str(file)]) == 2
 
 
 @pytest.mark.parametrize("wrong", [["--acceptance", "1"], ["--missed", "1"], ["--target", "nowhere"]])
 def test_bad_input_is_refused(wrong: list[str]) -> None:
-    assert analyze.main(["plan", *wrong]) == 2
+    assert main(["plan", *wrong]) == 2

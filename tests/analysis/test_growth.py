@@ -1,4 +1,4 @@
-"""`python -m analysis.growth`: a pair of models is measured, in turns, and in separate processes."""
+"""`analyze growth`: a pair of models is measured, in turns, and in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis import growth
+from analysis.__main__ import main
 from tests.server.tiny_models import write_pair
 
 
@@ -23,7 +24,7 @@ def test_a_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     pair = write_pair(tmp_path)
     file = tmp_path / "not" / "there" / "growth.json"
     words = ["--target", str(pair.target), "--draft", str(pair.draft), "--dtypes", "float32", "--repeats", "1"]
-    assert growth.main([*words, "--context", "32", "--long-context", "300", "--output", str(file)]) == 0
+    assert main(["growth", *words, "--context", "32", "--long-context", "300", "--output", str(file)]) == 0
     result = json.loads(file.read_text())
     (cell,) = result["cells"]
     assert list(cell["step"]) == ["1", "2", "4", "8"]
@@ -31,4 +32,4 @@ def test_a_pair_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(one["seconds"] > 0 for one in cell["step"].values())
     assert list(cell["target_pass"]) == ["1", "32"]
     assert all(count > 1 << 20 for count in result["peak_bytes"].values())
-    assert growth.markdown(result) in capsys.readouterr().out
+    assert growth.markdown(result) in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_the_command_writes_all_and_goes_on_where_it_was(
 _measure_blocks = blocks.measure
 
 
-def _few_blocks(pair: cases.Pair, progress: Any) -> Any:
+def _few_blocks(pair: cases.ServedPair, progress: Any) -> Any:
     """One task, its cells under the names of all tasks."""
     result = _measure_blocks(pair, progress, tasks=("alpaca",))
     result["cells"] = [{**cell, "task": task} for cell in result["cells"] for task in cases.TASKS]
@@ -154,7 +154,7 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
     """Against a count by hand: drafts that are the target's own are never rejected, others as often as they differ."""
     target = tiny.llama(1)
     for draft, rejects in ((target, False), (tiny.llama(9), True)):
-        pair = cases.Pair(tiny.build(target, draft), "", "tiny", 1, 20)
+        pair = cases.ServedPair(tiny.build(target, draft), "", "tiny", 1, 20)
         speculation = Speculation(rule="token", num_drafts=1, draft_length=4)
         [answer] = cases.followed(pair, [(5, 6, 7)], speculation, 20, first_seed=3)
         verified, rejections = theoretical.verified_and_rejected(answer)
@@ -167,7 +167,7 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
 
 def test_closed_forms_are_those_of_the_steps_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """With laws that differ: every rule's accepted tokens lie where its own closed form has them, not another's."""
-    pair = cases.Pair(tiny.build(tiny.llama(1), tiny.llama(9)), "", "tiny", 1, 24)
+    pair = cases.ServedPair(tiny.build(tiny.llama(1), tiny.llama(9)), "", "tiny", 1, 24)
     prompts = [tuple(range(5 + i, 9 + i)) for i in range(15)]
     monkeypatch.setattr(lengths, "_LENGTH", 3)
 
@@ -226,7 +226,7 @@ def test_recorded_lengths_of_equal_and_of_different_models() -> None:
     """A draft that is the target is always kept; of others the weighted race keeps most of a single token."""
     prompts = [(5, 6, 7), (8, 9)]
     for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):
-        pair = cases.Pair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)
+        pair = cases.ServedPair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)
         rows = races.recorded(pair, prompts, 8, lambda _: None)
         assert len(rows) == len(races.TEMPERATURES) * (len(races.OF_BLOCKS) + len(races.OF_TOKENS))
         for temperature in races.TEMPERATURES:
@@ -247,7 +247,7 @@ def test_recorded_lengths_of_equal_and_of_different_models() -> None:
 
 @pytest.mark.parametrize("task", cases.TASKS)
 def test_every_task_has_prompts(task: str, models: TinyModels) -> None:
-    pair = cases.Pair(None, str(models.target), "", 32, 8)  # type: ignore[arg-type]
+    pair = cases.ServedPair(None, str(models.target), "", 32, 8)  # type: ignore[arg-type]
     prompts = pair.prompts(task)
     assert len(prompts) == 32
     assert len(set(prompts)) > 25

@@ -76,7 +76,7 @@ def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:
     assert rows[2:] == [
         "| 1 | adaptive | +10.0% | 10.0% | 10.0% |",
         "| 1 | plainly | 0 answers had drafts | - | - |",
-        "| 1 | plain beside plain | | 0.0% | 0.0% |",
+        "| 1 | plain beside plain |  | 0.0% | 0.0% |",
     ]
 
 
