@@ -47,7 +47,7 @@ def logits(loaded: Any, paged: bool) -> torch.Tensor:
     return model.forward(steps)
 
 
-@pytest.mark.parametrize("name", grid(CASES, {"window and softcap", "heads in threes"}))
+@pytest.mark.parametrize("name", grid(CASES, {"window and softcap"}))
 def test_models_get_the_numbers_of_the_plain_path(name: str) -> None:
     """Prompts, then single tokens and trees of nine sequences in scattered pages."""
     loaded = randomised(CASES[name], seed=5)
@@ -69,7 +69,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
     assert sizes == {block_size}
 
 
-@pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(None, 1), (50, 3)}))
+@pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(50, 3)}))
 def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,7 @@ def test_numbers_of_every_type(
             ("plain", 100, 3),
             ("both", 100, 1),
         ],
-        {("both", None, 3), ("both", 100, 1)},
+        {("both", 100, 1)},
     ),
 )
 def test_what_models_add_to_attention(
@@ -189,7 +189,7 @@ def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
     assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
 
 
-@pytest.mark.parametrize("wrong", ["words", "limits", "node_positions", "pages", "ends"])
+@pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
 def test_the_comparison_has_teeth(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
     paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)

@@ -165,7 +165,7 @@ def recorded_step(
 @pytest.mark.parametrize("num_requests", [1, 2])
 @pytest.mark.parametrize(
     "wish",
-    grid([{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}], [{}, {"top_p": 0.9}]),
+    grid([{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}], [{"top_p": 0.9}]),
     ids=str,
 )
 @pytest.mark.parametrize("speculation", [tiny.OFF, CHAIN, CHAINS], ids=["plain", "chain", "chains"])

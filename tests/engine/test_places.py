@@ -80,14 +80,18 @@ def test_a_node_of_a_tree_finds_its_own_children(pair: tuple[LoadedModel, Loaded
     [
         pytest.param(drafts("greedy", 3), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
         pytest.param(drafts("greedy", 6, tree=(3, 2)), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
-        (drafts("spechub", 2), {"top_p": 0.55, "logit_bias": ((0, 3.0),)}),
+        pytest.param(drafts("spechub", 2), {"top_p": 0.55, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow),
         pytest.param(
             drafts("spechub", 4, tree=(2, 2)), {"top_p": 0.55, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow
         ),
         pytest.param(
             drafts("rrs_without_replacement", 3), {"top_k": 2, "logit_bias": ((0, 3.0),)}, marks=pytest.mark.slow
         ),
-        (drafts("rrs_without_replacement", 6, tree=(3, 2)), {"top_k": 2, "logit_bias": ((0, 3.0),)}),
+        pytest.param(
+            drafts("rrs_without_replacement", 6, tree=(3, 2)),
+            {"top_k": 2, "logit_bias": ((0, 3.0),)},
+            marks=pytest.mark.slow,
+        ),
         (drafts("traversal", 6, tree=(3, 2)), {"top_k": 2, "logit_bias": ((0, 3.0),)}),
     ],
 )

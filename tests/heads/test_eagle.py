@@ -89,7 +89,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
     return folders.write_eagle(tmp_path_factory.mktemp("eagle") / "head", draft_vocabulary=83, scale=0.3)
 
 
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize("name", grid(SPECULATIONS, {"tree"}))
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
     """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption, logits are those of a
     fresh text.
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", grid(WRONG, {"accepted rows as they were drafted", "no map of tokens"}))
+@pytest.mark.parametrize("name", grid(WRONG, {"accepted rows as they were drafted"}))
 def test_wrong_variants_are_found_out(target: LoadedModel, written: folders.Written, name: str) -> None:
     owner, attribute, wrong = WRONG[name]
     with patch.object(owner, attribute, wrong(getattr(owner, attribute, None)), create=True):
@@ -169,7 +169,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "filtered"), ("traversal tree", "filtered")}))
+@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "filtered")}))
 def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
     expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])

@@ -81,7 +81,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", grid(WRONG, {"laws of the next node", "one number for two decisions"}))
+@pytest.mark.parametrize("wrong", grid(WRONG, {"one number for two decisions"}))
 def test_wrong_kernels_are_rejected(wrong: str) -> None:
     with patch.object(numba_block, "decide", kernels_with(*WRONG[wrong]).decide):
         assert min(found.p_value for found in fits().values()) < ALPHA
