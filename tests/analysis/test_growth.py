@@ -1,4 +1,4 @@
-"""`analyze growth`: a pair of models is measured, in turns, and in processes of their own."""
+"""`analyze growth` measures a pair of models in turns, and memory in separate processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from engine.models.loading import LoadedModel
 from engine.request import Speculation
 from engine.speculation.drafting import children
 from engine.speculation.rule_facts import MOST_LIKELY
-from engine.step import target_laws as target
+from engine.step import verify as target
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 from tests.grid import grid
@@ -148,6 +148,6 @@ WRONG: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
     wrong, sampling = WRONG[name]
     pair = pair_of("model", tmp_path)
-    with patch("engine.step.verifying._are_plain", lambda *_: False), wrong():
+    with patch("engine.step.verify._are_plain", lambda *_: False), wrong():
         counts = output_law.sample(pair, TREE, output_law.SAMPLINGS[sampling], num_answers=4000)
     assert output_law.g_test(counts, output_law.exact_law(pair[0], output_law.SAMPLINGS[sampling])) < output_law.ALPHA
