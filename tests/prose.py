@@ -1,6 +1,7 @@
-"""Check of the project's English: openings of docstrings, and words that have a plainer one (`./check`).
+"""Check of the project's English (`./check`): openings of docstrings, words with a plainer one, and names of classes.
 
-Docstrings begin with a verb or a noun. Words are checked in docstrings, comments, messages and pages.
+Docstrings begin with a verb or a noun. Words are checked in docstrings, comments, messages and pages. A class has a
+name that no other class has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NOT_YET = ("engine/attention/", "engine/control/", "engine/drafting/", "engine/models/", "engine/step/")
@@ -47,6 +48,18 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
             yield from enumerate(token.string.splitlines(), start=token.start[0])
 
 
+def twice(names: Sequence[str]) -> Iterator[str]:
+    """Yield classes of the project, tests apart, that have the name of another one."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if name.endswith(".py") and not name.startswith("tests/"):
+            for node in ast.walk(ast.parse(Path(name).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    if node.name in seen:
+                        yield f"{name}:{node.lineno}: {seen[node.name]} has a class {node.name!r}, too"
+                    seen[node.name] = name
+
+
 def faults(path: Path) -> Iterator[str]:
     """Yield the faults of a file, with their lines."""
     source = path.read_text()
@@ -61,7 +74,7 @@ def main() -> int:
     """Print all faults; 1 if there are any."""
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], check=True, capture_output=True, text=True).stdout
     names = [name for name in listed.split() if not name.startswith(NOT_YET + OTHERS)]
-    found = [fault for name in names for fault in faults(Path(name))]
+    found = [*(fault for name in names for fault in faults(Path(name))), *twice(listed.split())]
     print("\n".join(found), end="\n" if found else "")
     return bool(found)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose import faults
+from tests.prose import faults, twice
 
 METHOD = '''
 class Cache:
@@ -37,3 +37,16 @@ def test_code_and_plain_sentences_pass(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text('"""Whether a block is free."""\nwhoever = 1\nHow = 1\n"""Number of blocks."""\n')
     assert list(faults(path)) == []
+
+
+def test_words_before_a_noun_pass(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("Counts are those of its own path.\nA daemon of its own, and more.\n")
+    assert list(faults(path)) == [f"{path}:2: 'of its own'"]
+
+
+def test_a_second_class_of_one_name_is_found(tmp_path: Path) -> None:
+    names = [str(tmp_path / f"{number}.py") for number in range(3)]
+    for name, text in zip(names, ("class Node:\n    pass\n", "class Leaf:\n    pass\n", "\nclass Node:\n    pass\n")):
+        Path(name).write_text(text)
+    assert list(twice(names)) == [f"{names[2]}:2: {names[0]} has a class 'Node', too"]
