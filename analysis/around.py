@@ -28,7 +28,7 @@ from tqdm import tqdm
 from analysis.arms import Arm, make_arms, speculation_of
 from analysis.load import Load
 from analysis.loading import add_pair_arguments, config_of, integers, load_engine, prompts_of, say
-from engine.api import Step, decode_from_engine, encode
+from engine.api import StepResults, decode_from_engine, encode
 from engine.step.calibration import measure
 from loadtest import results
 from loadtest.arms import ADAPTIVE
@@ -149,7 +149,7 @@ def _served(options: argparse.Namespace, shares: Shares) -> Callable[[int, float
             while arm.engine.scheduler.num_running + arm.engine.scheduler.num_waiting < concurrency:
                 arm.engine.submit(next(arm.requests))
             result = arm.engine.run_step()
-            decode_from_engine(encode(Step(result.outcomes, result.stats)))
+            decode_from_engine(encode(StepResults(result.outcomes, result.stats)))
             num_steps += 1
             num_nodes += sum(outcome.num_nodes for outcome in result.outcomes)
             num_tokens += sum(len(outcome.token_ids) for outcome in result.outcomes)

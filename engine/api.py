@@ -143,7 +143,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepResults(msgspec.Struct, frozen=True, tag=True):
     """From the engine: results of one step."""
 
     outcomes: list[Outcome]
@@ -168,7 +168,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToEngine = Submit | Abort | Stop
-FromEngine = Loading | Ready | Accepted | Refused | Step | Failed
+FromEngine = Loading | Ready | Accepted | Refused | StepResults | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -260,7 +260,7 @@ __all__ = [
     "SchedulerConfig",
     "Speculation",
     "SpeculationConfig",
-    "Step",
+    "StepResults",
     "StepStats",
     "Stop",
     "Submit",

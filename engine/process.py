@@ -22,7 +22,7 @@ from engine.api import (
     Loading,
     Ready,
     Refused,
-    Step,
+    StepResults,
     Stop,
     Submit,
     decode_launch,
@@ -90,7 +90,7 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
             if isinstance(message, Abort):
                 if engine.abort(message.request_id) and not engine.scheduler.has_work:
                     # No later step will report that the memory is free.
-                    mailbox.send(Step([], engine.stats()))
+                    mailbox.send(StepResults([], engine.stats()))
             else:
                 _submit(engine, message, mailbox)
         accepted, refused = engine.queue_followed()
@@ -99,7 +99,7 @@ def serve(engine: Engine, mailbox: Mailbox) -> None:
         _refuse(refused, mailbox)
         if engine.scheduler.has_work:
             result = engine.run_step()
-            mailbox.send(Step(result.outcomes, result.stats))
+            mailbox.send(StepResults(result.outcomes, result.stats))
             _refuse(result.failed, mailbox)
             if not engine.scheduler.has_work:
                 engine.scheduler.check_invariants()

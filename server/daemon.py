@@ -27,7 +27,7 @@ from engine.api import (
     ConfigError,
     EngineConfig,
     EngineFacts,
-    Step,
+    StepResults,
 )
 from server.app import BODIES, build_app
 from server.http.connections import Connection, Seldom, Waiting
@@ -158,7 +158,7 @@ class _Daemon:
         if remark := turn_remark(self._server.tokenizer, facts.eos_token_ids):
             log.info(remark)
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: StepResults) -> None:
         self._server.metrics.step(step)
         self._server.observer.live.step(step)
 

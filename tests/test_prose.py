@@ -47,6 +47,8 @@ def test_words_before_a_noun_pass(tmp_path: Path) -> None:
 
 def test_a_second_class_of_one_name_is_found(tmp_path: Path) -> None:
     names = [str(tmp_path / f"{number}.py") for number in range(3)]
-    for name, text in zip(names, ("class Node:\n    pass\n", "class Leaf:\n    pass\n", "\nclass Node:\n    pass\n")):
+    for name, text in zip(
+        names, ("class Node:\n    pass\n", "class Leaf:\n    pass\n", "\nclass Node:\n    pass\n"), strict=True
+    ):
         Path(name).write_text(text)
     assert list(twice(names)) == [f"{names[2]}:2: {names[0]} has a class 'Node', too"]

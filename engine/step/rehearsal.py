@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.api import Step, encode
+from engine.api import StepResults, encode
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.request import Limits, Request, Sampling, Speculation
@@ -32,7 +32,7 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
             rehearsed.submit(_rehearsal(str(number), one, engine.facts.max_model_len // 4))
             while rehearsed.scheduler.has_work and time.perf_counter() - began < _REHEARSAL_S:
                 result = rehearsed.run_step()
-                encode(Step(result.outcomes, result.stats))
+                encode(StepResults(result.outcomes, result.stats))
             rehearsed.abort(str(number))
     engine.telemetry.overhead = rehearsed.telemetry.overhead
 

@@ -32,7 +32,7 @@ from engine.api import (
     Refused,
     Request,
     RequestError,
-    Step,
+    StepResults,
     StepStats,
     Stop,
     Submit,
@@ -124,7 +124,7 @@ class EngineClient:
         self.failure: Failed | None = None
         self.last_stats: StepStats | None = None
         self.on_ready: Callable[[EngineFacts], None] = lambda _: None
-        self.on_step: Callable[[Step], None] = lambda _: None
+        self.on_step: Callable[[StepResults], None] = lambda _: None
         self.ended = asyncio.Event()
         self.is_draining = False
         self._tickets: dict[str, Ticket] = {}
@@ -309,7 +309,7 @@ class EngineClient:
         self._waiting_since_s = time.monotonic() if self.num_open else None
 
     def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Step):
+        if isinstance(message, StepResults):
             self._deliver(message)
         elif isinstance(message, Loading):
             self._leave_nothing()
@@ -332,7 +332,7 @@ class EngineClient:
         if self._bound[0].poll(0, zmq.POLLOUT):
             self._folder.cleanup()
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: StepResults) -> None:
         self.last_stats = step.stats
         self.on_step(step)
         for outcome in step.outcomes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from itertools import islice
 from typing import Any
 
-from engine.api import Outcome, Step, StepStats
+from engine.api import Outcome, StepResults, StepStats
 from server.serving.statistics import GenerationState
 
 _MOST_SHOWN = 32
@@ -23,7 +23,7 @@ class Live:
         self._num_steps = self._num_emitted = self._num_timed = 0
         self._plain_s = self._wall_s = 0.0
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepResults) -> None:
         """Take the state of the engine after a step."""
         self._stats = step.stats
 

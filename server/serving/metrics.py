@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.metrics import Counter, Gauge, Histogram
 
-from engine.api import DRAFTERS, MODEL, PHASES, EngineFacts, Outcome, Step
+from engine.api import DRAFTERS, MODEL, PHASES, EngineFacts, Outcome, StepResults
 from server.serving.vllm_metrics import VllmNames
 from server.version import VERSION
 
@@ -191,7 +191,7 @@ class ServerMetrics:
             for value in values:
                 metric.of(value)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepResults) -> None:
         """Take the engine's counts of a step."""
         stats = step.stats
         self._running.set(stats.num_running)

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.api import EngineFacts, Outcome, Step, StepStats
+from engine.api import EngineFacts, Outcome, StepResults, StepStats
 from server.flags import parse_flags
 from server.serving.metrics import ServerMetrics
 from server.settings import Serve
@@ -73,7 +73,7 @@ def exported() -> str:
         num_steps=1,
     )
     metrics.take(outcome)
-    metrics.step(Step([outcome], stats))
+    metrics.step(StepResults([outcome], stats))
     metrics.watch_engine(os.getpid)
     metrics.start([3])
     metrics.tokens(2, 0.1, 0.1)

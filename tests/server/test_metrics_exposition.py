@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from engine.api import EngineFacts, Step
+from engine.api import EngineFacts, StepResults
 from server.serving.metrics import ServerMetrics, num_reached
 from tests.server.daemon_process import MODEL
 from tests.server.test_statistics import outcome, stats
@@ -57,7 +57,7 @@ def fill(metrics: ServerMetrics) -> None:
     metrics.start([5, 7])
     for num_tokens, accepted in ((3, 2), (1, 0)):
         metrics.take(outcome(num_tokens, accepted))
-        metrics.step(Step([], stats(wall_s=0.02, draft_s=0.01)))
+        metrics.step(StepResults([], stats(wall_s=0.02, draft_s=0.01)))
     metrics.tokens(3, None, 0.3)
     metrics.tokens(1, 0.02, None)
     metrics.finish("stop", 4, {"e2e": 1.0, "queue": 0.1, "prefill": 0.2, "decode": 0.7, "tpot": None}, 2.0, 1.4)
