@@ -1,4 +1,4 @@
-"""What drafts and answers have been like: how often drafted tokens are accepted, how long answers get."""
+"""Statistics of drafts and answers: acceptance of drafted tokens, and lengths of answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ _BELIEF, _BELIEF_WEIGHT, _BELIEF_STD, _GROWTH = 0.7, 6.0, 0.15, 0.25
 """Before any observation: acceptance of a token of one chain; the weight of this prior in observations; standard
 deviation of the logarithm of a step's tokens; exponent of K by which acceptance grows (`with_chains`)."""
 _KEEP = 0.998
-"""Share of the observations' weight that a step leaves."""
+"""Factor of the observations' weight after each step."""
 SUREST = 0.995
-"""The largest acceptance that is believed."""
+"""Upper bound of the acceptance estimates."""
 _ANSWER, _KEEP_ANSWERS = 128.0, 0.95
-"""Tokens of an answer before any has ended; share of the answers' weight that another one leaves."""
+"""Tokens of an answer before any has ended; factor of the answers' weight after each further one."""
 
 
 def with_chains(acceptance: float, num_drafts: int) -> float:
-    """Acceptance of a token by K chains, from that of one."""
+    """Return the acceptance of a token by K chains, from that of one."""
     return 1.0 - float((1.0 - acceptance) ** (num_drafts**_GROWTH))
 
 
 class Acceptance:
-    """How often drafted tokens are accepted, by number of chains and position in the chain, given those before; and
-    the lengths of prompts and answers."""
+    """Acceptance of drafted tokens, by number of chains and position in the chain, given the tokens before; and the
+    lengths of prompts and answers.
+    """
 
     def __init__(self, longest: int) -> None:
         self._taken: dict[int, Numbers] = {}
@@ -39,20 +40,22 @@ class Acceptance:
 
     @property
     def usual_answer(self) -> float:
-        """Tokens of an answer, in the mean."""
+        """Return the mean tokens of an answer."""
         return float(self._answers[1] / self._answers[2])
 
     @property
     def prompt_share(self) -> float:
-        """Prompt tokens for each token of an answer, in the mean."""
+        """Return the mean prompt tokens for each token of an answer."""
         return float(self._answers[0] / self._answers[1])
 
     def note_answer(self, num_prompt: int, num_emitted: int) -> None:
-        """An answer has ended: how many tokens of its prompt a draft model must read, and how many it has itself."""
+        """Record the end of an answer: the number of its prompt's tokens that a draft model must read, and its own
+        tokens.
+        """
         self._answers = _KEEP_ANSWERS * self._answers + np.array([num_prompt, num_emitted, 1.0])
 
     def fade(self, num_steps: int = 1) -> None:
-        """So many steps have passed: count what was observed in them, and give older observations less weight."""
+        """Apply the observations of these steps, and reduce the weight of older ones."""
         for counts in (*self._taken.values(), *self._tried.values()):
             counts *= _KEEP**num_steps
         for (num_drafts, num_tried, num_taken), count in self._new.items():
@@ -65,23 +68,23 @@ class Acceptance:
         self._totals.clear()
 
     def observe(self, num_drafts: int, num_tried: int, num_taken: int) -> None:
-        """Of `num_tried` positions the first `num_taken` were accepted; known from the next `fade` on."""
+        """Record that of `num_tried` positions the first `num_taken` were accepted; applied by the next `fade`."""
         seen = (num_drafts, num_tried, num_taken)
         self._new[seen] = self._new.get(seen, 0) + 1
 
     def expected(self, num_drafts: int, num_tried: int) -> float:
-        """How many of the first `num_tried` positions are accepted, each given those before."""
+        """Return how many of the first `num_tried` positions are accepted, each given those before."""
         if num_drafts not in self._totals:
             self._totals[num_drafts] = [0.0, *self.by_position(num_drafts).cumsum().tolist()]
         return self._totals[num_drafts][num_tried]
 
     def log_std(self, num_drafts: int) -> float:
-        """How uncertain the tokens are that chains of this number give: standard deviation of their logarithm."""
+        """Return the standard deviation of the logarithm of a step's tokens with this number of chains."""
         tried = float(self._tried[num_drafts].sum()) if num_drafts in self._tried else 0.0
         return _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
 
     def by_position(self, num_drafts: int) -> Numbers:
-        """[longest] estimates; where little was seen, what other numbers of chains and the belief say."""
+        """Return [longest] estimates; with few observations, from other numbers of chains and the prior."""
         if num_drafts not in self._known:
             self._known[num_drafts] = self._estimated(num_drafts)
         return self._known[num_drafts]
@@ -92,7 +95,7 @@ class Acceptance:
             return np.full(self._longest, min(SUREST, belief))
         result = []
         for taken, tried in zip(self._taken[num_drafts].tolist(), self._tried[num_drafts].tolist(), strict=True):
-            # A position seldom reached is like the one before it: texts that are easy stay so for a while.
+            # A rarely reached position is estimated like the one before it, because easy texts stay easy for a while.
             belief = min(SUREST, (taken + _BELIEF_WEIGHT * belief) / (tried + _BELIEF_WEIGHT))
             result.append(belief)
         return np.array(result)

@@ -1,15 +1,16 @@
-"""Chooses how much each adaptive request drafts: the shape with the most expected tokens a second; never slower.
+"""Choose the drafts of each adaptive request: the shape with the most expected tokens per second, never slower than
+plain.
 
-The menu holds shapes (K chains of L tokens) and plain decoding. What a step of a shape emits is expected from the
-acceptance seen so far, by position over all requests and by request; what it takes, the model of step times says. A
-request whose drafts are not worth their time decodes plainly beside the others.
+The menu has shapes (K chains of L tokens) and plain decoding. The tokens of a step are predicted from the acceptance so
+far, by position over all requests and by request; its duration from the model of step times. A request whose drafts are
+not worth their time decodes plainly, in the same step as the others.
 
-A few steps are trials, where the model of step times is uncertain: plain ones, by which speedup is reported, and steps
-of the shape that is best in a sample of what the step times may be.
+A few steps are trials, if the model of step times is uncertain: plain ones, needed to report the speedup, and steps of
+the shape that is best in a sample of the possible step times.
 
-Non-anticipating: a choice depends on sizes, times and tokens of the past, never on what is drafted or drawn next, so
-that the law of the output stays the target's. Not for requests that fix their shape, or whose seed must mean the same
-answer under any load (`Speculation.adaptive`).
+Non-anticipating: a choice depends on sizes, times and tokens of the past, never on tokens that are drafted or drawn
+next, so the output keeps the target's distribution. Not for requests that fix their shape, or whose seed must give the
+same answer under any load (`Speculation.adaptive`).
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ Fanout = tuple[int, ...]
 
 _MENU = ((1, 1), (1, 2), (1, 3), (1, 5), (1, 8), (2, 3), (2, 5), (3, 4), (4, 3), (4, 5), (8, 4))
 _CLEAR_GAIN = 1.03
-"""By how much another shape must be better than the one in use."""
+"""Ratio by which another shape must be better than the current one."""
 _HOLD = 0.7
-"""A request stops drafting when its drafts are worth less than this share of their time. Below 1, as their worth is an
-estimate, and as the draft model must catch up on a request that has stopped."""
+"""A request stops drafting if its drafts are worth less than this share of their time. It is below 1 because the
+worth is an estimate, and because the draft model must catch up on a request that has stopped.
+"""
 _CHOOSE_EVERY = 8
 """Steps between choices for the same requests."""
 _FEW = 4
-"""The controller chooses again when more than one in this many requests has come or gone."""
+"""The controller chooses again if more than one in this many requests has arrived or left."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
-"""Steps of a trial; steps of a trial of plain decoding behind the first ones, which tell little (`StepTimes.num_cold`);
-largest share of all steps that trials take. Early it is more: the square root of the number of steps for samples, twice
-that for plain decoding behind its first trial."""
+"""Steps of a trial; steps of a plain trial after the first ones, which are less informative (`StepTimes.num_cold`);
+largest share of all steps for trials. Early the share is larger: the square root of the number of steps for samples,
+twice that for plain decoding after its first trial.
+"""
 _PLAIN_STD = 0.03
 """Plain steps are tried until the ratio of their duration to that of the shape in use is known to this accuracy."""
 
 
 class Drafting(Protocol):
-    """The facts of a sequence that choices depend on (`engine.scheduling.sequence`)."""
+    """Facts of a sequence on which choices depend (`engine.scheduling.sequence`)."""
 
     sequence_id: int
     request: Request
@@ -59,18 +62,18 @@ class Drafting(Protocol):
 
     @property
     def acceptance_ratio(self) -> float:
-        """Drafts accepted, in proportion to those expected."""
+        """Return the number of accepted drafts over the expected number."""
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that its answer may still get."""
+        """Return the number of tokens that its answer may still get."""
 
     def note_drafts(self, num_taken: int, expected: float) -> None:
-        """Count accepted drafts beside the number that was expected."""
+        """Record accepted drafts and the number that was expected."""
 
 
 class ShapeChoice(NamedTuple):
-    """What the next steps draft."""
+    """Drafts of the next steps."""
 
     shape: Shape = PLAIN
     drafting: frozenset[int] = frozenset()
@@ -78,18 +81,18 @@ class ShapeChoice(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """What a choice is made for."""
+    """Inputs of a choice."""
 
     adaptive: Sequence[Drafting]
     others: tuple[Fanout, ...]
-    """What the requests draft that are not chosen for."""
+    """Drafts of the other requests."""
     text: int
     """Tokens of all texts."""
     catch_up_s: Numbers
-    """[adaptive] what the draft model takes to catch up with each, by token that its answer may still get."""
+    """[adaptive] time of the draft model to catch up with each, per remaining token of its answer."""
 
     def work(self, num_drafting: int, shape: Shape) -> StepWork:
-        """A step in which so many of the adaptive requests draft this shape."""
+        """Return the work of a step in which `num_drafting` of the adaptive requests draft this shape."""
         drafting = [fanout for fanout in self.others if fanout]
         beside = tuple([level_widths(fanout) for fanout in drafting])
         passes = draft_passes(beside)
@@ -113,35 +116,36 @@ class _Options:
     shapes: list[Shape]
     works: list[StepWork]
     rates: Numbers
-    """[shapes] tokens a second."""
+    """[shapes] tokens per second."""
     drafting: npt.NDArray[np.bool_]
-    """[shapes, adaptive] who would draft."""
+    """[shapes, adaptive] requests that would draft."""
 
 
 class Controller:
-    """The shape of every adaptive row."""
+    """Chooses the shape of every adaptive row."""
 
     def __init__(self, times: StepTimes, longest: int, trial_share: float = _TRIAL_SHARE, seed: int = 0) -> None:
-        """longest: most tokens of a chain; trial_share: of the steps, what trials may have; seed: of the trials."""
+        """longest: most tokens of a chain; trial_share: share of the steps for trials; seed: of the trials."""
         self.times = times
         self.acceptance = Acceptance(longest)
         self.choice = ShapeChoice()
         self.reads = True
-        """Whether the draft model also computes texts from which nothing is drafted yet; False while plain decoding is
-        chosen for all."""
+        """Whether the draft model also computes texts from which nothing is drafted yet; False while all requests
+        decode plainly.
+        """
         self.spent_s = 0.0
-        """How long choosing has taken since the start."""
+        """Time spent on choices since the start."""
         self._longest = longest
         self._trial_share = trial_share
         self._random = np.random.default_rng(seed)
         self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
         self._trial: Shape | None = None
-        """What is tried at present."""
+        """Shape of the present trial."""
         self._in_use = PLAIN
-        """The shape that was chosen as the best; a trial may be made in its place."""
+        """Shape that was chosen as the best; a trial may replace it."""
         self._chosen_for: tuple[frozenset[int], tuple[Fanout, ...]] = (frozenset(), ())
         self._resting: frozenset[int] = frozenset()
-        """Adaptive requests that were chosen not to draft."""
+        """Adaptive requests that do not draft at present."""
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
@@ -154,9 +158,8 @@ class Controller:
     ) -> None:
         """Decide for the adaptive requests that emit in the next step; called before each step.
 
-        others: what each of the other requests in the step drafts (`Row.fanout`).
-        behind: tokens that the draft model must catch up on, by adaptive request.
-        text_beside: tokens of the others' texts.
+        others: drafts of each of the other requests in the step (`Row.fanout`). behind: tokens that the draft model
+        must catch up on, by adaptive request. text_beside: total length of the others' texts.
         """
         began = time.perf_counter()
         self._step += 1
@@ -172,9 +175,11 @@ class Controller:
         self.spent_s += time.perf_counter() - began
 
     def _has_changed(self, ids: frozenset[int], others: tuple[Fanout, ...]) -> bool:
-        """Whether these are other requests than those chosen for."""
+        """Whether the requests differ from those of the last choice."""
         chosen_for, beside = self._chosen_for
-        if self._trial == PLAIN:  # goes on until the caches are warm; who comes meanwhile decodes plainly, too
+        if (
+            self._trial == PLAIN
+        ):  # it continues until the caches are warm; requests that arrive meanwhile decode plainly, too
             return others != beside or len(ids) > 2 * len(chosen_for)
         return others != beside or len(ids ^ chosen_for) > min(len(ids), len(chosen_for)) // _FEW
 
@@ -195,10 +200,10 @@ class Controller:
             self.choice, self._next = _choice(load.adaptive, options, tried), self._step + num_steps
 
     def _next_trial(self, options: _Options, best: int) -> tuple[int, int]:
-        """(a shape that is tried because its duration is uncertain, for how many steps); no steps: no trial now.
+        """Return (a shape to try because its duration is uncertain, number of steps); 0 steps: no trial now.
 
-        Plain steps, by which speedup is reported, have half of the budget while they are uncertain; samples have the
-        rest (Thompson's).
+        Plain steps, needed to report the speedup, have half of the budget while they are uncertain; samples have the
+        rest (Thompson sampling).
         """
         early, share = math.sqrt(self._step), self._step * self._trial_share
         if not share or len(options.shapes) == 1:
@@ -211,7 +216,7 @@ class Controller:
         doubt = covariance[0, 0] + covariance[best, best] - 2 * covariance[0, best]
         if best and doubt > _PLAIN_STD**2 and not options.works[0].drafting:
             num_steps = _PLAIN_TRIAL_STEPS
-            if self._num_plain_tried:  # the first trial only sees whether plain steps are much faster than measured
+            if self._num_plain_tried:  # the first trial only detects plain steps that are much faster than measured
                 num_steps += self.times.num_cold(float(self.times.step_s(options.works[:1])[0]))
             if num_steps <= room_for_plain:
                 return 0, num_steps
@@ -220,19 +225,19 @@ class Controller:
         return found, _TRIAL_STEPS if found != best else 0
 
     def _sampled(self, options: _Options, covariance: Numbers, best: int) -> int:
-        """The shape that is the best in a sample of what the durations, and the worth of drafts, may be."""
+        """Return the shape that is the best in a sample of the possible durations and worths of drafts."""
         variances, directions = np.linalg.eigh(covariance)
         logs = directions @ (np.sqrt(variances.clip(min=0.0)) * self._random.standard_normal(len(variances)))
-        # How good the drafts of so many chains are is uncertain too, for all their lengths alike.
+        # The worth of drafts with this number of chains is uncertain too, equally for all their lengths.
         by_chains = {k: self.acceptance.log_std(k) * self._random.standard_normal() for k, _ in options.shapes if k}
         logs += [by_chains.get(k, 0.0) for k, _ in options.shapes]
         rates = options.rates * np.exp(logs)
-        if best:  # plain decoding has trials of its own
+        if best:  # plain decoding has separate trials
             rates[0] = 0.0
         return int(rates.argmax())
 
     def _options(self, load: _Load) -> _Options:
-        """What every shape of the menu would give these requests."""
+        """Return the predicted rates of every shape of the menu for these requests."""
         limits = [one.request.speculation for one in load.adaptive]
         most = max(limits, key=lambda one: (one.num_drafts, one.draft_length))
         shapes = [PLAIN, *menu(most.num_drafts, most.draft_length, self._longest)]
@@ -256,19 +261,21 @@ class Controller:
             seconds = self.times.step_s(works)
 
         emitted = np.where(drafting, tokens, 1.0).sum(1)
-        # A shape that drafts also pays for the draft model's reading: of texts it is behind on, or of prompts to come.
+        # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
         reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
         rates = (emitted + tokens_beside) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
         rates[1:][num_drafting[1:] == 0] = 0.0
         return _Options(shapes, works, rates, drafting)
 
     def fanout(self, sequence: Drafting) -> Fanout:
-        """What a sequence drafts in the step chosen for; one that has come since the choice drafts like the others."""
+        """Return the drafts of a sequence in the planned step; one that has arrived since the choice drafts like the
+        others.
+        """
         num_drafts, length = self.choice.shape
         drafts = sequence.sequence_id in self.choice.drafting or sequence.sequence_id not in self._chosen_for[0]
         if not length or not drafts:
             return ()
-        # What is chosen for all may be more than this one asked for.
+        # The common choice may exceed this request's limits.
         own = sequence.request.speculation
         num_drafts = min(num_drafts, own.num_drafts)
         return (num_drafts, *(1,) * (min(length, own.num_drafts * own.draft_length // num_drafts) - 1))
@@ -276,9 +283,9 @@ class Controller:
     # -- what is expected ---------------------------------------------------------------------------------------------
 
     def _expected(self, num_drafts: int, skill: Numbers, room: npt.NDArray[np.int64]) -> Numbers:
-        """[longest + 1, requests] tokens of a step, by the length of the chains.
+        """Return [longest + 1, requests] tokens of a step, by the length of the chains.
 
-        room: drafted tokens that the answer has room for, [requests].
+        room: drafted tokens that still fit the answer, [requests].
         """
         by_position = self.acceptance.by_position(num_drafts)[:, None]
         accepted = np.minimum(SUREST, skill * by_position) * (np.arange(self._longest)[:, None] < room)
@@ -287,31 +294,31 @@ class Controller:
         return expected
 
     def _tokens_of(self, fanout: Fanout) -> float:
-        """Expected tokens a step of a request that is not adaptive."""
+        """Return the expected tokens per step of a request that is not adaptive."""
         if not fanout:
             return 1.0
         length = len(fanout)
         return float(self._expected(fanout[0], np.ones(1), np.array([length]))[length][0])
 
     def _catch_up_s(self, adaptive: Sequence[Drafting], behind: Sequence[int] | None) -> Numbers:
-        """[adaptive] what catching up costs for each token that the answer may still get."""
+        """Return [adaptive] the cost of catching up per token that the answer may still get."""
         left = [max(1.0, min(one.num_remaining, self.acceptance.usual_answer)) for one in adaptive]
         result: Numbers = np.array([self.times.read_s(lag) for lag in behind or [0] * len(adaptive)]) / np.array(left)
         return result
 
     def _prompt_s(self) -> float:
-        """What an emitted token costs the draft model: where it drafts, and only there, it must read the prompts."""
+        """Return the draft model's cost of prompts per emitted token; it must read prompts only if it drafts."""
         return self.times.read_s(1) * self.acceptance.prompt_share
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """What drafts have shown since the last time is known from now on."""
+        """Apply the results of drafts since the last call."""
         self.acceptance.fade(self._step - self._learned)
         self._learned = self._step
 
     def observe(self, sequence: Drafting, num_drafts: int, draft_length: int, num_accepted: int) -> None:
-        """A row's drafts have been verified."""
+        """Record the verification of a row's drafts."""
         tried, taken = min(num_accepted + 1, draft_length), min(num_accepted, draft_length)
         self.acceptance.observe(num_drafts, tried, taken)
         sequence.note_drafts(taken, self.acceptance.expected(num_drafts, tried))
@@ -323,7 +330,7 @@ def _choice(adaptive: Sequence[Drafting], options: _Options, number: int) -> Sha
 
 
 def menu(num_drafts: int, draft_length: int, longest: int) -> list[Shape]:
-    """The shapes that stay within a request's chains, and its nodes."""
+    """Return the shapes within a request's limits of chains and nodes."""
     shapes = [(k, n) for k, n in _MENU if k <= num_drafts and n <= longest and k * n <= num_drafts * draft_length]
     own = (num_drafts, draft_length)
     return shapes if own in shapes else [*shapes, own]

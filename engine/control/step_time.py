@@ -1,7 +1,7 @@
-"""How long a step takes: one regression over the sizes of its work, fitted at start, updated by every step.
+"""Duration of a step: one regression over the sizes of its work, fitted at start, updated by every step.
 
-    rest  = machine * shape * sum of (rate * size)     the target's pass, verification, K/V moves
-    draft = machine * sum of (rate * size)             drawing the drafts
+rest  = machine * shape * sum of (rate * size)     the target's pass, verification, K/V moves
+draft = machine * sum of (rate * size)             drawing the drafts
 
 Sizes are numbers of tokens, rows and passes; how a pass grows with its rows is piecewise linear. Calibration fits the
 rates (non-negative least squares). From then on the logarithms of the rates, of the machine's factor and of a factor
@@ -28,36 +28,41 @@ Shape = tuple[int, int]
 
 PLAIN: Shape = (0, 0)
 MIXED: Shape = (0, 1)
-"""Stands for steps whose requests draft different shapes, trees or copied chains."""
+"""Placeholder for steps whose requests draft different shapes, trees or text drafts."""
 
 _KNOTS = 2.0 ** np.arange(11)
 """Rows of a pass between which its duration grows linearly."""
 # Standard deviations of logarithms.
 _MACHINE_STD, _MACHINE_DRIFT = 0.1, 0.03
-"""The machine's factor at start, and what each second adds to its uncertainty (in quadrature)."""
+"""Initial standard deviation of the machine's factor, and the increase of its uncertainty per second (in
+quadrature).
+"""
 _RATE_STD, _SHAPE_STD = 0.3, 0.07
 """A rate before calibration, and the factor by which served steps of a shape differ from calibrated ones."""
 _POINT_STD, _STEP_STD = 0.03, 0.15
-"""The noise of a calibrated step, and of a served one: neighbouring steps err alike, so that one alone tells less."""
+"""Noise of a calibrated step, and of a served one. The errors of consecutive steps are correlated, so a single one
+is less informative.
+"""
 _COLD_STEPS, _COLD_S, _COLD_STD = (4, 32), 0.2, 1.0
-"""For so many steps after drafting began or stopped, and with plain steps for so many seconds (within these limits),
-the processor's caches hold other weights. On processors with 480 MB of cache plain steps took up to 9 % longer in that
-time: what they tell has less weight."""
+"""Number of steps after drafting began or stopped, and with plain steps time (within these limits), in which the
+processor's caches hold other weights. On processors with 480 MB of cache plain steps took up to 9 % longer in that
+time, so they have less weight.
+"""
 _MUCH_FASTER = 0.75
-"""But a cold step that takes less than this share of what was predicted tells as much as any other."""
+"""A cold step that takes less than this share of the prediction has full weight."""
 _SHORT_TEXT = 256
-"""Tokens of a text beyond which each further one may add more: on a CPU 2.7 microseconds before, 6 behind it."""
+"""Tokens of a text beyond which each further one may cost more: on a CPU 2.7 microseconds before, 6 after it."""
 _BEND_WEIGHT = 0.1
-"""In the fit, the weight of a change of slope between two knots against the errors of the points."""
+"""Weight, in the fit, of a change of slope between two knots relative to the errors of the points."""
 _LEAST_SHARE = 0.01  # of the shortest measured step, which any step takes: noise may leave nothing for a small one
 _FORGET_S = 1800.0
-"""Seconds after which about a third of what served steps have told is left."""
+"""Seconds after which about a third of the served steps' influence remains."""
 _MOST_SHAPES = 16
 _LONGEST_PAUSE_S = 60.0
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step computes, in the numbers that its duration depends on."""
+    """Work of a step, in the sizes on which its duration depends."""
 
     rows: int
     """Requests that emit."""
@@ -74,12 +79,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: int = 0
     """Tokens before each prompt token, summed over them."""
     read: int = 0
-    """Tokens that the draft model computes, not counting the last one of each request that drafts."""
+    """Tokens that the draft model computes, without the last one of each request that drafts."""
     shape: Shape = PLAIN
 
     @staticmethod
     def of(plan: Plan) -> StepWork:
-        """The work of a plan."""
+        """Return the work of a plan."""
         rows = plan.sampling_rows
         prompt = prompt_text = read = 0
         for row in plan.rows:
@@ -111,19 +116,20 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain(self) -> StepWork:
-        """The same requests decoded plainly, without prompts."""
+        """Return the work of the same requests decoded plainly, without prompts."""
         return StepWork(rows=self.rows, text=self.text)
 
     @property
     def without_prompts(self) -> StepWork:
-        """The same without what is computed of prompts."""
+        """Return the same work without prompts."""
         return msgspec.structs.replace(self, prompt=0, prompt_text=0)
 
 
 @lru_cache(maxsize=1024)
 def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Rows of each pass of the draft model, for requests with so many nodes by depth: one row a request at first, then
-    the nodes of each depth but the last, from which nothing is drawn."""
+    """Return the rows of each pass of the draft model, for requests with these nodes by depth: one row per request
+    first, then the nodes of each depth but the last, from which nothing is drawn.
+    """
     longest = max(map(len, widths), default=0)
     first = (len(widths),) if widths else ()
     return first + tuple(
@@ -136,7 +142,7 @@ Point = tuple[StepWork, float, float]
 
 
 def _ramps(rows: float) -> Numbers:
-    """[knots] how far a pass of so many rows is between each knot and the next; the last goes on beyond 1."""
+    """Return [knots] how far a pass of this many rows is between each knot and the next; the last extends beyond 1."""
     shares = (rows - _KNOTS[:-1]) / np.diff(_KNOTS)
     shares[:-1] = shares[:-1].clip(max=1.0)
     return shares.clip(min=0.0)
@@ -173,14 +179,16 @@ def _sizes_without_texts(
 
 
 def sizes_of(work: StepWork, window: int) -> Numbers:
-    """[terms] the sizes that the rates are multiplied with. window: tokens that the draft model sees; 0 is all."""
+    """Return [terms] the sizes by which the rates are multiplied. window: tokens that the draft model sees; 0 is
+    all.
+    """
     sizes = _sizes_without_texts(work.rows, work.nodes, work.drafting, work.passes, work.prompt, work.read).copy()
     length = work.text / max(1, work.rows)
     seen = min(length, window) if window else length
     drafted_from = len(work.passes) * work.drafting * seen
     sizes[_TEXTS:_NUM_REST] = (
         work.text,
-        work.text * (work.rows > 1),  # a lone text is attended to in a way of its own
+        work.text * (work.rows > 1),  # attention to a lone text uses a separate kernel
         work.rows * max(0.0, length - _SHORT_TEXT),
         work.nodes * length,
         work.prompt_text,
@@ -190,15 +198,15 @@ def sizes_of(work: StepWork, window: int) -> Numbers:
 
 
 def _by_part(work: StepWork, draft_s: float, rest_s: float) -> tuple[float, float]:
-    """(seconds of drafting, of the rest): a step in which the draft model does nothing has only a rest."""
+    """Return (seconds of drafting, of the rest); a step without drafting has only a rest."""
     return (draft_s, rest_s) if work.passes or work.read else (0.0, draft_s + rest_s)
 
 
 def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Numbers:
-    """[terms] non-negative rates for sizes [points, terms] and seconds [points].
+    """Return [terms] non-negative rates for sizes [points, terms] and seconds [points].
 
-    Where points leave open how a pass grows with its rows, the slope changes as little as possible between the knots.
-    rows: of the points' passes, [points].
+    If points do not determine the growth of a pass with its rows, the slope changes as little as possible between the
+    knots. rows: of the points' passes, [points].
     """
     order = np.argsort(rows)
     usual_s = np.interp(_KNOTS[1:-1], rows[order], np.maximum.accumulate(seconds[order]))
@@ -208,7 +216,7 @@ def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Nu
     of_ramps = bends[:, ramps]
     of_ramps[before, before], of_ramps[before, before + 1] = -slopes[before, before], slopes[before, before + 1]
     system = np.concatenate([sizes / seconds[:, None], bends])
-    from scipy.optimize import nnls  # takes a while to import: where rates are given, it is not needed
+    from scipy.optimize import nnls  # the import is slow, and not needed if rates are given
 
     scale = np.maximum(abs(system).max(0), 1e-300)  # sizes differ by many orders of magnitude
     rates, _ = nnls(system / scale, np.concatenate([np.ones(len(seconds)), np.zeros(len(bends))]))
@@ -217,7 +225,7 @@ def _fitted(sizes: Numbers, seconds: Numbers, ramps: slice, rows: Numbers) -> Nu
 
 
 class StepTimes:
-    """Predicts how long steps take, and learns from those that were made."""
+    """Predicts the duration of steps, and learns from completed ones."""
 
     def __init__(
         self,
@@ -227,22 +235,23 @@ class StepTimes:
         cold_std: float = _COLD_STD,
         rates: Sequence[float] = (),
     ) -> None:
-        """points: what calibration measured; window: tokens that the draft model sees, 0 is all; drift: standard
-        deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps after
-        drafting began or stopped; rates: fitted to these points before."""
+        """points: measurements of calibration; window: tokens that the draft model sees, 0 is all; drift: standard
+        deviation that a second adds to the logarithm of the machine's factor; cold_std: noise of the first steps
+        after drafting began or stopped; rates: fitted to these points before.
+        """
         self.points = points
-        self.host_s = 0.0  # what usually passes between the parts of two steps: planning and messages
+        self.host_s = 0.0  # usual time between the parts of two steps: planning and messages
         self._window = window
         self._drift = drift
         self._cold_std = cold_std
-        self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # places of the shapes' factors in the state
+        self._slots = {PLAIN: 1 + NUM_TERMS, MIXED: 2 + NUM_TERMS}  # indices of the shapes' factors in the state
         self._started: float | None = None
-        self._unaged_s = 0.0  # seconds whose forgetting is still to come
+        self._unaged_s = 0.0  # seconds whose forgetting is pending
         self._last_shape: Shape | None = None
         self._num_since = 0  # steps since drafting began or stopped
         num_states = 1 + NUM_TERMS + _MOST_SHAPES
-        self.rates = np.array(rates) if len(rates) else self._fit(points)  # [terms] seconds for a unit of each size
-        self._rates_now: Numbers | None = None  # as `_current_rates` returns them until the state changes
+        self.rates = np.array(rates) if len(rates) else self._fit(points)  # [terms] seconds per unit of each size
+        self._rates_now: Numbers | None = None  # cached result of `_current_rates` until the state changes
         self._state = np.zeros(num_states)
         self._variance = np.zeros((num_states, num_states))
         terms, slots = slice(1, 1 + NUM_TERMS), slice(1 + NUM_TERMS, None)
@@ -251,13 +260,13 @@ class StepTimes:
             self._learn(work, draft_s, rest_s, _POINT_STD)
         # Served steps differ from those of calibration, by shape.
         np.fill_diagonal(self._variance[slots, slots], _SHAPE_STD**2)
-        # Calibration knows none of the steps that stand for all others, such as those with copied drafts.
+        # Calibration does not measure the mixed steps, such as those with text drafts.
         self._variance[self._slots[MIXED], self._slots[MIXED]] = _RATE_STD**2
         self._fitted, self._fitted_variance = self._state.copy(), self._variance.copy()
         self._variance[0, 0] = _MACHINE_STD**2
 
     def _fit(self, points: Sequence[Point]) -> Numbers:
-        """[terms] rates for the points; the variance keeps what the points do not determine."""
+        """Return [terms] rates for the points; the variance reflects what the points do not determine."""
         rates = np.zeros(NUM_TERMS)
         sizes = np.array([sizes_of(work, self._window) for work, _, _ in points])
         drafts_s, rests_s = np.array([_by_part(*point) for point in points]).T
@@ -275,27 +284,27 @@ class StepTimes:
     # -- predicting ---------------------------------------------------------------------------------------------------
 
     def rest_s(self, work: StepWork) -> float:
-        """Seconds of a step but for drafting."""
+        """Return the seconds of a step without drafting."""
         parts = sizes_of(work, self._window)[:_NUM_REST] @ self._current_rates()[:_NUM_REST]
         return float(parts) * math.exp(self._state[self._slot(work.shape)])
 
     def read_s(self, tokens: int) -> float:
-        """What so many tokens more add to a pass of the draft model."""
+        """Return the seconds that this many more tokens add to a pass of the draft model."""
         return tokens * float(self._current_rates()[_NUM_REST + 1])
 
     def step_s(self, works: Sequence[StepWork]) -> Numbers:
-        """[steps] seconds of whole steps, with what passes between two of them."""
+        """Return [steps] seconds of whole steps, including the time between two of them."""
         drafts_s, rests_s, _ = self._seconds(works)
         return drafts_s + rests_s + self.host_s
 
     @staticmethod
     def num_cold(step_s: float) -> int:
-        """How many steps of this duration have less weight after drafting has stopped."""
+        """Return how many steps of this duration have less weight after drafting has stopped."""
         fewest, most = _COLD_STEPS
         return min(most, max(fewest, math.ceil(_COLD_S / step_s)))
 
     def log_covariance(self, works: Sequence[StepWork]) -> Numbers:
-        """[steps, steps] covariance of the logarithms of the steps' durations."""
+        """Return [steps, steps] the covariance of the logarithms of the steps' durations."""
         drafts_s, rests_s, parts = self._seconds(works)
         slopes = np.zeros((len(works), len(self._state)))
         slopes[:, 0] = drafts_s + rests_s
@@ -306,20 +315,20 @@ class StepTimes:
         return covariance
 
     def _seconds(self, works: Sequence[StepWork]) -> tuple[Numbers, Numbers, Numbers]:
-        """(seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
+        """Return (seconds of drafting [steps], of the rest [steps], of each term [steps, terms])."""
         sizes = np.array([sizes_of(work, self._window) for work in works])
         parts = sizes * self._current_rates()
         parts[:, :_NUM_REST] *= np.exp(self._state[[self._slot(work.shape) for work in works]])[:, None]
         return parts[:, _NUM_REST:].sum(1), parts[:, :_NUM_REST].sum(1), parts
 
     def _current_rates(self) -> Numbers:
-        """[terms] the rates as the machine is now."""
+        """Return [terms] the present rates of the machine."""
         if self._rates_now is None:
             self._rates_now = self.rates * np.exp(self._state[0] + self._state[1 : 1 + NUM_TERMS])
         return self._rates_now
 
     def _slot(self, shape: Shape) -> int:
-        """The place of a shape's factor; shapes met when all places are taken share that of mixed ones."""
+        """Return the index of a shape's factor; once all indices are taken, further shapes share that of mixed ones."""
         if shape not in self._slots and len(self._slots) < _MOST_SHAPES:
             self._slots[shape] = 1 + NUM_TERMS + len(self._slots)
         return self._slots.get(shape, self._slots[MIXED])
@@ -327,14 +336,14 @@ class StepTimes:
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def scale(self, factor: float) -> None:
-        """The machine now takes so many times as long as when the points were measured."""
+        """Record that the machine takes `factor` times as long as at calibration."""
         self._state[0] = self._fitted[0] = math.log(factor)
         self._rates_now = None
 
     def observe(self, work: StepWork, draft_s: float, rest_s: float, started: float) -> None:
-        """A step was made. started: when, on a clock of seconds.
+        """Record a step. started: its start on a clock of seconds.
 
-        The first step of a shape behind others tells nothing, because something may have to warm up.
+        The first step of another shape is ignored, because something may have to warm up.
         """
         if self._started is not None:
             self._pass_time(min(max(0.0, started - self._started), _LONGEST_PAUSE_S))
@@ -347,7 +356,9 @@ class StepTimes:
         self._learn(work, draft_s, rest_s, self._cold_std if self._tells_little(work, draft_s + rest_s) else _STEP_STD)
 
     def _tells_little(self, work: StepWork, seconds: float) -> bool:
-        """Whether a step was made while the caches were cold, and is no news: nothing makes a cold step fast."""
+        """Whether a step ran with cold caches and is not informative. A fast cold step is informative, because
+        nothing makes a cold step fast.
+        """
         fewest, most = _COLD_STEPS
         if self._num_since >= (most if work.shape == PLAIN else fewest):
             return False
@@ -356,7 +367,7 @@ class StepTimes:
         return is_cold and seconds >= _MUCH_FASTER * predicted_s
 
     def _pass_time(self, seconds: float) -> None:
-        """The machine drifts; of all else a little more gives way to what calibration found, in whole seconds."""
+        """Let the machine's factor drift, and the rest of the state return towards calibration, in whole seconds."""
         self._variance[0, 0] += self._drift**2 * seconds
         self._unaged_s += seconds
         if self._unaged_s < 1.0:
@@ -374,7 +385,7 @@ class StepTimes:
     def _learn(self, work: StepWork, draft_s: float, rest_s: float, std: float) -> None:
         draft_s, rest_s = _by_part(work, draft_s, rest_s)
         slot = self._slot(work.shape)
-        # Both parts are compared with what was predicted before the step.
+        # Both parts are compared with the prediction from before the step.
         parts = sizes_of(work, self._window) * self._current_rates()
         shape = math.exp(self._state[slot])
         predicted_s, predicted_draft_s = float(parts[:_NUM_REST].sum()), float(parts[_NUM_REST:].sum())
@@ -389,10 +400,10 @@ class StepTimes:
             self._update(slopes, draft_s / predicted_draft_s, std)
 
     def _update(self, slopes: Numbers, ratio: float, std: float) -> None:
-        """One observation: a part of a step took `ratio` times what was predicted."""
+        """Apply one observation: a part of a step took `ratio` times the prediction."""
         covariance = self._variance @ slopes
         known = float(slopes @ covariance) + std**2
-        # A slow step may have met another process: it moves the state by at most one standard deviation.
+        # Another process may have caused a slow step, so it moves the state by at most one standard deviation.
         most = min(1.0, known / math.sqrt(max(known - std**2, 1e-12)))
         self._state += covariance * (min(most, max(-0.5, ratio - 1.0)) / known)
         covariance *= 1 / math.sqrt(known)

@@ -1,7 +1,7 @@
-"""Measures steps of many sizes at start: what the model of step times is fitted to.
+"""Measures steps of many sizes at start, to which the model of step times is fitted.
 
-Runs the engine's own step on made-up plans. The K/V pool holds nothing yet, so what the steps read and overwrite does
-not matter. The measurements are kept in a file; the next start of the same engine on the same machine uses them if
+Runs the engine's own step on synthetic plans. The K/V pool is still empty, so it does not matter what the steps read
+and overwrite. The measurements are stored in a file. The next start of the same engine on the same machine uses them if
 plain steps still take the same time, up to one common factor.
 """
 
@@ -28,27 +28,28 @@ _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
 """Tokens of texts."""
 _WITH_LONGER_TEXTS = (1, 4, 16)
-"""Numbers of requests whose plain steps are measured behind the first, the second and the longest of these texts, not
-the first alone."""
+"""Numbers of requests whose plain steps are measured after the first, the second and the longest of these texts;
+other numbers are measured after the first only.
+"""
 _TEXT = 256
-"""Tokens of the texts of steps that are not about longer ones."""
+"""Tokens of the texts in all other measurements."""
 _PROMPT_CHUNKS = (32, 128)
 _LONG_PROMPT = 4096
-"""Most tokens before a chunk of a prompt that is measured: what a token more costs behind longer texts is known from
-there."""
+"""Most tokens before a measured chunk of a prompt; beyond it, the cost per token is extrapolated."""
 _MOST_NODES = 256
-"""Drafted tokens of a step: beyond this, time grows in proportion."""
+"""Drafted tokens of a step beyond which time grows in proportion."""
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
-"""Seconds of timed steps of each plan, and how many at least, in how many turns at most."""
+"""Seconds of timed steps of each plan, least number of them, and most turns."""
 _NUM_WARM, _NUM_TIMED = 4, 3
 """A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches; then timed ones."""
 _WARM_UP_BELOW_S = 0.03
 """Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
 _SAME, _MOST_CHANGED = 0.15, 3.0
 """Measurements of an earlier start are used if plain steps of different sizes have changed by the same factor (up to
-this share), and by no more than this factor."""
+this share), and by at most this factor.
+"""
 _FORMAT = 17
-"""Of the file: higher where the engine's steps, or what is measured of them, have changed."""
+"""Version of the file; increased if the engine's steps, or their measurements, have changed."""
 _PLAIN = Speculation()
 
 
@@ -57,15 +58,15 @@ class Measured(NamedTuple):
 
     points: list[Point]
     rates: list[float]
-    """Fitted to them (`StepTimes.rates`)."""
+    """Rates fitted to them (`StepTimes.rates`)."""
 
 
 Tell = Callable[[float], None]
-"""Called with the share of a measurement that is done."""
+"""Callback with the completed share of a measurement."""
 
 
 def measure(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> StepTimes:
-    """The times of this engine's steps: from the file of an earlier start, or measured now."""
+    """Return the times of this engine's steps: from the file of an earlier start, or measured now."""
     window = engine.scheduler.draft_prefill.draft_window
     file, why = None, "nothing is kept, as --profile-cache says"
     if config.profile_cache != NOWHERE:
@@ -95,7 +96,7 @@ def _say_every(seconds: float, progress: Progress) -> Tell:
 
 
 def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progress: Progress) -> Path | None:
-    """Where measurements of such an engine on such a machine are kept; None where there is no such place."""
+    """Return the file for measurements of such an engine on this machine; None if there is none."""
     model = engine.target.model
     runner = engine.draft_runner
     described = {
@@ -112,7 +113,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
 
 
 def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
-    """The times that an earlier start has measured, scaled to what plain steps take now; or why they do not hold."""
+    """Return the times of an earlier start, scaled to the present time of plain steps; or why they cannot be used."""
     if file is None or not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
@@ -137,12 +138,12 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
 
 
 def _plain_s_now(engine: Engine, num_rows: int) -> float:
-    """A plain step of so many requests with short texts."""
+    """Measure a plain step of this many requests with short texts."""
     return usual_s(engine, made_up_plan(engine, num_rows, next(_contexts(engine, num_rows))))
 
 
 def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda _: None) -> list[Point]:
-    """Steps of many sizes: plain ones, with prompts, and with the drafts that requests may have."""
+    """Measure steps of many sizes: plain ones, with prompts, and with the drafts that requests may have."""
     plans = list(_plans(engine, speculation))
     steps = middle_steps(engine, plans, tell)
     return [
@@ -152,10 +153,11 @@ def measure_points(engine: Engine, speculation: Speculation, tell: Tell = lambda
 
 
 def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
-    """The steps that are measured."""
+    """Return the plans to measure."""
     config = engine.scheduler.config
     numbers = [n for n in _NUM_ROWS if n < config.max_num_seqs] + [config.max_num_seqs]
-    # The fewest requests last: behind steps of another kind, plain steps are slow until the caches hold their weights.
+    # The fewest requests come last: after steps of another type, plain steps are slow until the caches hold their
+    # weights.
     for num_rows in reversed(numbers):
         contexts = list(_contexts(engine, num_rows))
         texts = [*contexts[:2], contexts[-1]] if num_rows in _WITH_LONGER_TEXTS else contexts[:1]
@@ -189,7 +191,7 @@ def _plans(engine: Engine, speculation: Speculation) -> Iterator[Plan]:
 
 
 def _contexts(engine: Engine, num_rows: int) -> Iterator[int]:
-    """Lengths of texts for so many requests that fit the pool; at least one."""
+    """Return lengths of texts for this many requests that fit the pool; at least one."""
     room = engine.facts.num_blocks * engine.facts.block_size // 2
     longest = min(engine.facts.max_model_len - 2, room)
     fitting = [context for context in _CONTEXTS if context < longest and context * num_rows <= room]
@@ -204,9 +206,9 @@ def made_up_plan(
     num_prompt: int = 0,
     num_read: int = 1,
 ) -> Plan:
-    """A decode step of `num_rows` rows behind `context` tokens each; the blocks of the pool are used as they come.
+    """Return a decode step of `num_rows` rows after `context` tokens each; the blocks are taken from the pool in order.
 
-    num_prompt: tokens of a prompt that is computed beside them; num_read: tokens that the draft model computes.
+    num_prompt: tokens of a prompt in the same step; num_read: tokens that the draft model computes.
     """
     fanout = speculation.fanout
     longest = context + max(sum(level_widths(fanout)), num_prompt)
@@ -233,16 +235,16 @@ def made_up_plan(
 
 
 def usual_s(engine: Engine, plan: Plan) -> float:
-    """Duration of a step that carries out the plan: the mean of the middle half of several."""
+    """Return the duration of a step that carries out the plan: the mean of the middle half of several."""
     return middle_steps(engine, [plan])[0][0]
 
 
 def middle_steps(
     engine: Engine, plans: Sequence[Plan], tell: Tell = lambda _: None
 ) -> list[tuple[float, dict[str, float]]]:
-    """(duration, durations by phase) of each plan's steps: the mean of the middle half of them.
+    """Return (duration, durations by phase) of each plan's steps: the mean of the middle half of them.
 
-    The plans take turns, so that a time in which the machine is busy meets all of them.
+    The plans take turns, so other load on the machine affects all of them.
     """
     runs: list[list[tuple[float, dict[str, float]]]] = [[] for _ in plans]
     for turn in range(_MOST_TURNS):
@@ -255,7 +257,7 @@ def middle_steps(
 
 
 def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
-    """Several steps of a plan if they are short, else one; the very first step of a plan never counts."""
+    """Run several steps of a plan if they are short, else one; the very first step of a plan is discarded."""
     step = _timed(engine, plan)
     if step[0] >= _WARM_UP_BELOW_S:
         return [_timed(engine, plan) if is_first else step]
@@ -271,7 +273,7 @@ def _timed(engine: Engine, plan: Plan) -> tuple[float, dict[str, float]]:
 
 
 def _middle(runs: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
-    """The mean of the middle half by duration; of three runs, the one in the middle."""
+    """Return the mean of the middle half by duration; of three runs, the middle one."""
     left_out = (len(runs) + 1) // 4
     half = sorted(runs, key=lambda run: run[0])[left_out : len(runs) - left_out]
     phases_s = {phase: sum(of_run[phase] for _, of_run in half) / len(half) for phase in half[0][1]}

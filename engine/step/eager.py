@@ -1,6 +1,6 @@
 """The parts of a step on the device, and the step whose operations are launched one by one.
 
-`Step` is what an engine needs of them. `EagerStep` takes every plan. It is the specification of recorded steps
+`Step` is the interface that an engine needs. `EagerStep` takes every plan. It is the specification of recorded steps
 (`recorded/steps.py`), which take the usual plans.
 """
 

@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
-    """Yield a function that records work as a CUDA graph. All graphs share one stream and one memory pool, so that only
-    one may be replayed at a time.
+    """Yield a function that records work as a CUDA graph. All graphs share one stream and one memory pool, so only one
+    may be replayed at a time.
 
-    Work is done once before it is recorded, which compiles and allocates what must not be recorded.
+    Work is run once before it is recorded, so that compilation and allocation are not recorded.
     """
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     pool = torch.cuda.graph_pool_handle()
@@ -31,5 +31,5 @@ def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]
         yield record
         current.wait_stream(stream)
     finally:
-        # A recording that fails leaves its stream in use.
+        # A recording that fails leaves its stream active.
         torch.cuda.set_stream(current)
