@@ -2,7 +2,7 @@
 
 Keys of a sequence are numbered like its tokens (`paged.py`). The queries of a part are its rows by the query heads that
 share a K/V head. A tile of keys and values is laid out in blocks like those of a weight, so that scores and results are
-products of all queries (`numba_product.py`). What a row gives does not depend on the other rows. Float32 arithmetic;
+products of all queries (`numba_product.py`). The result of a row does not depend on the other rows. Float32 arithmetic;
 K/V of float32, or the 16 bits of bfloat16.
 """
 
@@ -27,7 +27,7 @@ _HIDDEN = np.float32(-1e30)
 def _lay_out_keys(keys, head, slots, offsets, count, blocks):
     """Write the keys [slots, H_kv, D] in these slots as columns of blocks [`TILE` / B, D, B].
 
-    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], to work in.
+    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], working memory.
     """
     width, size = keys.shape[2], keys.itemsize
     for key in range(TILE):
@@ -66,7 +66,7 @@ def _lay_out_values(values, head, slots, count, blocks):
 
 @compiled_for_cpu(**FAST)
 def _mask(scores, start, count, words, limit, end, near, node_positions):
-    """Hide the keys that a row does not see; whether it sees any.
+    """Hide the keys that a row does not see; return whether it sees any.
 
     start: number of the first key; limit: the row sees text below; end: keys from here on are nodes; near: keys at
     positions below are outside the window.
@@ -86,7 +86,7 @@ def _mask(scores, start, count, words, limit, end, near, node_positions):
 
 @compiled_for_cpu(**FAST)
 def _soften(scores, count, state):
-    """Turn a tile's scores into weights beside the largest score so far; what earlier results shrink by.
+    """Turn a tile's scores into weights relative to the largest score so far; return the factor for earlier results.
 
     state: largest score and sum of weights.
     """
@@ -125,7 +125,7 @@ def attend(
     node_positions,
     attended,
 ):
-    """Write to `attended` [T, H * D] what some rows of one sequence see by the query heads of one K/V head.
+    """Write to `attended` [T, H * D] the attention of some rows of one sequence, for the query heads of one K/V head.
 
     joined: [T, at least H * D] queries; window: 0 is none.
     """

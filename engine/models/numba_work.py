@@ -1,10 +1,10 @@
-"""Shares the work of one call among cores, in Numba.
+"""Share the work of one call among cores, in Numba.
 
-The caller and some helping threads run the same function over the same table of arrays. It goes through phases, and
-the parts of a phase are claimed one by one. Nobody waits for a helper to begin: one that is late, or whose core has
-something else to do, finds its parts done by the others. A phase ends when all its parts are done.
+The caller and some helper threads run the same function over the same table of arrays. It runs in phases, and the parts
+of a phase are claimed one by one. No thread waits for a helper to begin: if it is late, or its core is busy, the others
+complete its parts. A phase ends when all its parts are done.
 
-Between two calls a helper looks for work, and gives its core to whatever else wants it; after a while it sleeps.
+Between two calls a helper polls for work, and yields its core to other threads that want it; after a while it sleeps.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
@@ -27,18 +27,19 @@ from engine.kernels import compiled_for_cpu
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has the semaphores that helpers sleep on."""
 ROW = 16
-"""Counters of a phase: two of them, a line of the cache apart."""
+"""Counters of a phase: two of them, a cache line apart."""
 _NEXT, _DONE = 0, 8
 _MOST_HELPERS = 255
 _GATE, _CALL, _BUSY, _FUNCTION, _TABLE, _WANTED, _HELPERS = range(0, 7 * 8, 8)
-"""Places in the words that caller and helpers share; each has a line of the cache. Every helper has one behind them:
-whether it sleeps, and its semaphore."""
+"""Places in the words that caller and helpers share, each with a cache line. They are followed by one for every
+helper: whether it sleeps, and its semaphore.
+"""
 _OPEN = 1 << 32
-"""In the gate, above the number of helpers inside."""
+"""Bit in the gate, above the number of helpers inside."""
 _LOOKS = 2000
-"""Looks, with a pause after each, before a waiting core is offered to others: some tens of microseconds."""
+"""Polls, with a pause after each, before a waiting core yields: some tens of microseconds."""
 _OFFERS = 5000
-"""Offers before a helper sleeps: some milliseconds on an idle core, so that it is awake for the next step."""
+"""Yields before a helper sleeps: some milliseconds on an idle core, so that it is awake for the next step."""
 
 _LONG = ir.IntType(64)
 _give_way = types.ExternalFunction("sched_yield", types.int32())
@@ -49,7 +50,7 @@ _wake = types.ExternalFunction("sem_post", types.int32(types.int64))
 
 @intrinsic
 def _add(_context, address, count):
-    """Add to the counter at an address; what it was."""
+    """Add to the counter at an address; return its previous value."""
 
     def build(_context, builder, _signature, operands):
         pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
@@ -60,7 +61,7 @@ def _add(_context, address, count):
 
 @intrinsic
 def _swap(_context, address, value):
-    """Write a counter; what it was."""
+    """Write a counter; return its previous value."""
 
     def build(_context, builder, _signature, operands):
         pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
@@ -71,7 +72,7 @@ def _swap(_context, address, value):
 
 @intrinsic
 def _look(_context, address):
-    """The counter at an address; all is seen that was written before it."""
+    """Return the counter at an address; all earlier writes are visible."""
 
     def build(_context, builder, _signature, operands):
         pointer = builder.inttoptr(operands[0], _LONG.as_pointer())
@@ -82,7 +83,7 @@ def _look(_context, address):
 
 @intrinsic
 def _pause(_context):
-    """Tell the processor that this core waits."""
+    """Hint to the processor that this core waits."""
 
     def build(context, builder, _signature, _operands):
         if platform.machine() in ("x86_64", "AMD64"):
@@ -119,7 +120,7 @@ def call(_context, function, first, second, third, fourth, fifth, sixth):
 
 @intrinsic
 def pointer_to(_context, address):
-    """A pointer to an address, for `carray`."""
+    """Return a pointer to an address, for `carray`."""
 
     def build(_context, builder, _signature, operands):
         return builder.inttoptr(operands[0], ir.IntType(8).as_pointer())
@@ -129,7 +130,7 @@ def pointer_to(_context, address):
 
 @compiled_for_cpu()
 def claim(counters, phase, num_parts):
-    """The number of a part of a phase that nobody else has; -1 when there is none left.
+    """Claim the next part of a phase; return its number, or -1 if none is left.
 
     counters: [phases, `ROW`] int64, all 0 before the first phase.
     """
@@ -139,7 +140,7 @@ def claim(counters, phase, num_parts):
 
 @compiled_for_cpu()
 def finish(counters, phase, count, num_parts):
-    """Say that `count` parts of a phase are done here, and wait until all are."""
+    """Report that `count` parts of a phase are done here, and wait until all are."""
     address = np.int64(counters.ctypes.data) + (phase * ROW + _DONE) * 8
     if count > 0:
         _add(address, count)
@@ -150,7 +151,7 @@ def finish(counters, phase, count, num_parts):
 
 @compiled_for_cpu()
 def _wait(looks):
-    """Wait a moment longer the more often one has looked; one look more."""
+    """Wait longer with every poll; return the number of polls plus one."""
     if looks < _LOOKS:
         _pause()
     else:
@@ -160,7 +161,7 @@ def _wait(looks):
 
 @compiled_for_cpu(nogil=True)
 def _help(shared, number):
-    """Take part in every call that comes, until the process ends."""
+    """Take part in every call, until the process ends."""
     words = np.int64(shared.ctypes.data)
     gate, asleep = words + _GATE * 8, words + (_HELPERS + 8 * number) * 8
     last = 0
@@ -183,9 +184,11 @@ def _help(shared, number):
 
 @compiled_for_cpu()
 def together(shared, function, table, num_helpers):
-    """Call the function at an address with the address of a table, here and in helpers; ends when all have left it."""
+    """Call the function at an address with the address of a table, here and in helpers; return when all have left
+    it.
+    """
     words = np.int64(shared.ctypes.data)
-    if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread has the helpers
+    if num_helpers <= 0 or _swap(words + _BUSY * 8, 1) == 1:  # another thread uses the helpers
         _call(function, table)
         return
     shared[_FUNCTION], shared[_TABLE] = function, table
@@ -206,19 +209,19 @@ def together(shared, function, table, num_helpers):
 
 
 class Team:
-    """The helping threads of a process, which sleep when nothing is shared with them."""
+    """Helper threads of a process, which sleep when there is no shared work."""
 
     def __init__(self) -> None:
         self.shared = np.zeros(_HELPERS + 8 * _MOST_HELPERS, dtype=np.int64)
-        """What `together` takes."""
+        """Words for `together`."""
         self._num_helpers = 0
 
     def grow(self, num_helpers: int) -> int:
-        """Have at least so many helpers if there can be any; how many of them a call may ask for."""
+        """Start helpers until there are this many, if the system supports them; return how many a call may use."""
         num_helpers = min(num_helpers, _MOST_HELPERS) if CAN_SHARE else 0
         for number in range(self._num_helpers, num_helpers):
             _prepare_helper(self.shared, number)
-            # They live in compiled code, without the interpreter's lock, until the process ends.
+            # They run compiled code, without the interpreter's lock, until the process ends.
             threading.Thread(target=_help, args=(self.shared, number), name=f"helper {number}", daemon=True).start()
             self._num_helpers += 1
         return num_helpers
