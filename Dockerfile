@@ -19,6 +19,7 @@ RUN if [ -n "$TORCH_INDEX_URL" ]; then \
     && /opt/polydraft/bin/pip install -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 COPY engine engine
 COPY analysis analysis
+COPY distill distill
 COPY demo demo
 COPY server server
 COPY loadtest loadtest

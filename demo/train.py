@@ -41,6 +41,8 @@ from demo.modeling import (
     save_model,
     write_json,
 )
+from distill.losses import distillation_loss
+from distill.training import autocast, build_optimizer
 
 STAGES = ("prepare", "target", "draft", "evaluate")
 VALIDATION_ROWS = 16
@@ -101,22 +103,6 @@ def packed_batches(corpus: Corpus, schedule: Schedule, device: torch.device) -> 
             yield rows[start : start + schedule.batch_rows].long()
 
 
-def build_optimizer(model: LlamaForCausalLM, schedule: Schedule) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": schedule.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.95), fused=on_gpu)
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
 def optimize(
     model: LlamaForCausalLM,
     batches: Iterator[Tensor],
@@ -126,7 +112,8 @@ def optimize(
     title: str,
 ) -> dict[str, object]:
     """Train until the schedule ends; ``loss_of`` maps a batch and the progress to a loss."""
-    optimizer, progress = build_optimizer(model, schedule), Progress(schedule)
+    optimizer = build_optimizer(model, schedule.learning_rate, schedule.weight_decay)
+    progress = Progress(schedule)
     validation: list[dict[str, float]] = []
     interval = 0.5 if sys.stderr.isatty() else 20.0
     bar = tqdm(total=schedule.steps, desc=title, unit="step", mininterval=interval)
@@ -242,20 +229,6 @@ def position_weights(inputs: Tensor, tokenizer: PreTrainedTokenizerFast, prompt_
     latest = torch.where(is_start, positions, 0).cummax(dim=1).values
     in_prompt = torch.isin(inputs.gather(1, latest), torch.tensor(prompts, device=inputs.device))
     return torch.where(in_prompt, prompt_weight, 1.0)
-
-
-def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor, tv_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 - TV.
-
-    The total variation is one minus the probability that speculative sampling accepts a drafted token.
-    The share of KL that always stays keeps some mass on the target's less likely tokens.
-    """
-    log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    p = log_p.exp()
-    weights = weights / weights.sum()
-    divergence = ((p * (log_p - log_q)).sum(-1) * weights).sum()
-    variation = (0.5 * (p - log_q.exp()).abs().sum(-1) * weights).sum()
-    return (1 - tv_weight) * divergence + tv_weight * variation, 1 - variation
 
 
 def train_draft(args: argparse.Namespace, schedule: Schedule, device: torch.device) -> None:

@@ -22,11 +22,15 @@ commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
   chat            chat with a running daemon in the terminal
   analyze         measure a target and a draft model: exactness, speedup, the flags to serve them with
+  distill TARGET  train a head that drafts for a target, on text that the target samples
   bench           measure a running or a new daemon, speculation on against off
   version         print the version
 
 `polydraft COMMAND --help` explains a command's flags.
 """
+
+_MODULES = {"analyze": "analysis", "distill": "distill"}
+"""Commands that are processes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _serve(rest)
         finally:
             gc.enable()
-    if command == "analyze":
+    if command in _MODULES:
         # A separate process: this one never loads torch.
-        return subprocess.run([sys.executable, "-P", "-m", "analysis", *rest], check=False).returncode
+        return subprocess.run([sys.executable, "-P", "-m", _MODULES[command], *rest], check=False).returncode
     if command == "bench":
         from loadtest.cli import main as bench
 
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command:
         from server.suggest import did_you_mean
 
-        meant = did_you_mean(command, ("serve", "chat", "analyze", "bench", "version", "help"))
+        meant = did_you_mean(command, ("serve", "chat", "analyze", "distill", "bench", "version", "help"))
         print(f"\npolydraft: unknown command {command!r}{meant}", file=sys.stderr)
     return 2
 

@@ -39,6 +39,18 @@ class AttentionMetadata:
     """The same on the host, for a decoder that attends itself."""
     page_size: int = 0
 
+    def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Write K and V of the pass's tokens."""
+        keys, values = self.storage.layers[layer]
+        keys[self.slots_T], values[self.slots_T] = key_THD, value_THD
+
+    def attend(
+        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """[T, H, D_v] attention of one layer, as the hook computes it."""
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
+        return attend(module, query, key, value, None, scaling, sliding_window=window, metadata=self)[0][0]
+
 
 def attend(
     module: Any,
@@ -56,9 +68,7 @@ def attend(
     """The hook. query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
     assert metadata is not None, "the model was called without metadata"
     storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
-    keys, values = storage.layers[layer]
-    keys[metadata.slots_T] = key[0].transpose(0, 1)
-    values[metadata.slots_T] = value[0].transpose(0, 1)
+    metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if metadata.paged is not None:
         from engine.attention.triton_attention import attend_paged  # Triton is there where a kernel was chosen
 

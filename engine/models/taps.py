@@ -7,7 +7,7 @@ which call `KVTensors.store` themselves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,21 +34,31 @@ def storing(model: Any, metadata: AttentionMetadata) -> Iterator[None]:
     if not taps:
         yield
         return
-    store = partial(metadata.storage.store, slots=metadata.slots_T)
-    with contextlib.ExitStack() as hooks:
-        for tap in taps:
-            hooks.callback(_hook(model, tap, partial(store, tap)).remove)
+
+    def store(tap: int, state_BTD: Tensor) -> None:
+        metadata.storage.store(tap, state_TD=state_BTD[0], slots=metadata.slots_T)
+
+    with observing(model, taps, store):
         yield
 
 
-def _hook(model: Any, tap: int, store: Any) -> Any:
-    """Store one tap's states in every pass until the hook is removed."""
+@contextlib.contextmanager
+def observing(model: Any, taps: Sequence[int], observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `observe(tap, state_BTD)` for each tap in every pass that runs meanwhile."""
+    with contextlib.ExitStack() as hooks:
+        for tap in taps:
+            hooks.callback(_hook(model, tap, partial(observe, tap)).remove)
+        yield
+
+
+def _hook(model: Any, tap: int, observe: Callable[[Tensor], None]) -> Any:
+    """Observe one tap's states in every pass until the hook is removed."""
 
     def entering(_module: Any, inputs: Any, named: Any) -> None:
-        store(state_TD=(inputs[0] if inputs else named["hidden_states"])[0])
+        observe(inputs[0] if inputs else named["hidden_states"])
 
     def leaving(_module: Any, _inputs: Any, output: Any) -> None:
-        store(state_TD=(output if isinstance(output, Tensor) else output[0])[0])
+        observe(output if isinstance(output, Tensor) else output[0])
 
     if tap == NORMED:
         return model.base_model.register_forward_hook(leaving)

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.attention import AttentionMetadata
 from engine.models.heads.config import BlockConfig, HeadConfig
 from engine.models.heads.head import Head
-from engine.models.heads.layers import DecoderLayer, Norm, Rotary, Rotation
+from engine.models.heads.layers import DecoderLayer, Memory, Norm, Rotary, Rotation
 from engine.models.heads.slots import CandidateSelector, Marginals, Markov, MarkovHead, Selected, SlotSampler
 
 _IN, _OUT = 0, 1
@@ -58,14 +57,14 @@ class BlockLayer(DecoderLayer):
         self.attention_conv = Convolution(config.hidden_size, block) if has_convolutions else None
         self.mlp_conv = Convolution(config.hidden_size, block) if has_convolutions else None
 
-    def forward(self, state_TH: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """[T, H]"""
         if self.attention_conv is None or self.mlp_conv is None:
-            return super().forward(state_TH, rotation, metadata)
+            return super().forward(state_TH, rotation, memory)
         normed_TH = self.input_layernorm(state_TH)
         kernel_TX = self.attention_conv.kernels(normed_TH)
         normed_TH = self.attention_conv.convolve(_IN, kernel_TX, normed_TH)
-        attended_TH = self.self_attn(normed_TH, rotation, metadata)
+        attended_TH = self.self_attn(normed_TH, rotation, memory)
         state_TH = state_TH + self.attention_conv.convolve(_OUT, kernel_TX, attended_TH)
         normed_TH = self.post_attention_layernorm(state_TH)
         kernel_TX = self.mlp_conv.kernels(normed_TH)
@@ -94,14 +93,14 @@ class DFlash(Head):
         context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
         return context_TH
 
-    def read(self, _: Tensor, context_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def read(self, _: Tensor, context_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
         """Store K and V of the context; return [T, H] the context."""
         rotation = self.rotary(positions_T, context_TH.dtype)
         for layer in self.layers:
-            layer.self_attn.store(context_TH, rotation, metadata)  # type: ignore[operator, union-attr]
+            layer.self_attn.store(context_TH, rotation, memory)  # type: ignore[operator, union-attr]
         return context_TH
 
-    def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, AttentionMetadata]) -> Tensor:
+    def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, Memory]) -> Tensor:
         """Return [T, H] states of whole blocks. by_causality: metadata of layers whose rows see only earlier rows,
         or all.
         """

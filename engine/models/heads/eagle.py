@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention.attention import AttentionMetadata
 from engine.models.heads.config import HeadConfig
 from engine.models.heads.head import Head
-from engine.models.heads.layers import MLP, Attention, DecoderLayer, Norm, Rotary, Rotation
+from engine.models.heads.layers import MLP, Attention, DecoderLayer, Memory, Norm, Rotary, Rotation
 from engine.models.heads.slots import Marginals, SlotSampler
 
 
@@ -34,12 +33,12 @@ class FirstLayer(nn.Module):
         self.mlp = MLP(config)
         self._norm_before_residual = norm_before_residual
 
-    def forward(self, embedded_TH: Tensor, state_TH: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, embedded_TH: Tensor, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """[T, H]"""
         normed_TH = self.hidden_norm(state_TH)
         residual_TH = normed_TH if self._norm_before_residual else state_TH
         joined_TX = torch.cat([self.input_layernorm(embedded_TH), normed_TH], -1)
-        state_TH = residual_TH + self.self_attn(joined_TX, rotation, metadata)
+        state_TH = residual_TH + self.self_attn(joined_TX, rotation, memory)
         output_TH: Tensor = state_TH + self.mlp(self.post_attention_layernorm(state_TH))
         return output_TH
 
@@ -68,19 +67,17 @@ class Eagle3(Head):
         projected_TH: Tensor = self.fc(taps_TX)
         return projected_TH
 
-    def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
         """Return [T, H] the states of rows of a text, whose K and V are stored."""
-        return self.forward(token_ids_T, state_TH, positions_T, metadata)
+        return self.forward(token_ids_T, state_TH, positions_T, memory)
 
-    def forward(
-        self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
         """Return [T, H] the states that the next rows read."""
         rotation = self.rotary(positions_T, state_TH.dtype)
         first, *others = self.layers
-        state_TH = first(self.embed(token_ids_T), state_TH, rotation, metadata)
+        state_TH = first(self.embed(token_ids_T), state_TH, rotation, memory)
         for layer in others:
-            state_TH = layer(state_TH, rotation, metadata)
+            state_TH = layer(state_TH, rotation, memory)
         return self.norm(state_TH) if self.config.norm_output else state_TH
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:

@@ -45,7 +45,8 @@ class Head(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if "embed_tokens.weight" in names else None
         self.lm_head = nn.Linear(width, draft_vocab, bias=False) if "lm_head.weight" in names else None
         self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
-        self._shared: TargetWeights | None = None
+        self.shared: TargetWeights | None = None
+        """The target's weights, from `attach` on."""
         self._target_ids: Tensor | None = None
         """[draft vocabulary] token of the target; None if the vocabularies are the same."""
 
@@ -58,7 +59,7 @@ class Head(nn.Module):
         ):
             if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
                 raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
-        self._shared = target
+        self.shared = target
         has_all_tokens = config.draft_vocab_size == config.vocab_size
         if not has_all_tokens and (self.d2t is None or self.lm_head is None):
             raise LoadError(f"{config.name}: the checkpoint lacks d2t or lm_head.weight of its smaller vocabulary")
@@ -98,15 +99,15 @@ class Head(nn.Module):
     def _embedding(self) -> Tensor:
         if self.embed_tokens is not None:
             return self.embed_tokens.weight
-        assert self._shared is not None
-        return self._shared.embedding_VD
+        assert self.shared is not None
+        return self.shared.embedding_VD
 
     @property
     def _output(self) -> Tensor:
         if self.lm_head is not None:
             return self.lm_head.weight
-        assert self._shared is not None
-        return self._shared.head_VD
+        assert self.shared is not None
+        return self.shared.head_VD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return [T, H] embeddings, without the target's own processing."""

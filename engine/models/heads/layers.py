@@ -1,19 +1,31 @@
-"""Layers of heads in plain torch. Attention goes through the target's hook (`attention/attention.py`), so a head's
-K/V is paged like the target's.
+"""The layers of heads in plain torch.
+
+K and V lie in a `Memory`. In the engine that is a pass's metadata (`attention/attention.py`), so that a head's K/V is
+paged like the target's. Training has its own memories of whole texts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from engine.attention.attention import AttentionMetadata, attend
-
 Rotation = tuple[Tensor, Tensor]
 """(cosines, sines) [T, 1, head_dim]."""
+
+
+class Memory(Protocol):
+    """K and V of earlier rows, and of a pass's own."""
+
+    def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Write K and V of a pass's rows."""
+
+    def attend(
+        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """[T, H, D] attention of a pass in the layer `module.layer_idx`, whose K and V are stored."""
 
 
 class Norm(nn.Module):
@@ -26,7 +38,8 @@ class Norm(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         """Normalise the last axis."""
-        return rms_norm(state, state.shape[-1:], self.weight, self._eps)
+        # Training computes products in bfloat16, beside weights of float32.
+        return rms_norm(state.to(self.weight.dtype), state.shape[-1:], self.weight, self._eps)
 
 
 class Rotary(nn.Module):
@@ -65,20 +78,17 @@ class Attention(nn.Module):
         self.q_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
         self.k_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
-    def forward(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, state_TX: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """Return [T, H] attention of a pass, whose K and V are stored."""
         query_THD = rotated(self.q_norm(self._heads(self.q_proj, state_TX)), rotation)
         key_THD, value_THD = self.keys_and_values(state_TX, rotation)
-        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query_THD, key_THD, value_THD))
-        scaling, window = self._head_dim**-0.5, self._window
-        attended, _ = attend(self, query, key, value, None, scaling, sliding_window=window, metadata=metadata)
-        output_TH: Tensor = self.o_proj(attended[0].flatten(1))
+        attended_THD = memory.attend(self, query_THD, key_THD, value_THD, self._head_dim**-0.5, self._window)
+        output_TH: Tensor = self.o_proj(attended_THD.flatten(1))
         return output_TH
 
-    def store(self, state_TX: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> None:
+    def store(self, state_TX: Tensor, rotation: Rotation, memory: Memory) -> None:
         """Store K and V of states without computing attention."""
-        keys, values = metadata.storage.layers[self.layer_idx]
-        keys[metadata.slots_T], values[metadata.slots_T] = self.keys_and_values(state_TX, rotation)
+        memory.store(self.layer_idx, *self.keys_and_values(state_TX, rotation))
 
     def keys_and_values(self, state_TX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Return [T, heads, head_dim] K and V of states."""
@@ -121,8 +131,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, state_TH: Tensor, rotation: Rotation, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, state_TH: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """[T, H]"""
-        state_TH = state_TH + self.self_attn(self.input_layernorm(state_TH), rotation, metadata)
+        state_TH = state_TH + self.self_attn(self.input_layernorm(state_TH), rotation, memory)
         output_TH: Tensor = state_TH + self.mlp(self.post_attention_layernorm(state_TH))
         return output_TH

@@ -50,8 +50,7 @@ def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
 
 def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) -> Head:
     """Return a head that takes over these weights."""
-    with torch.device("meta"):
-        head = _HEADS.get(config.kind, DFlash)(config, num_taps, frozenset(tensors))
+    head = _empty(config, num_taps, frozenset(tensors))
     wrong = {name: head.state_dict()[name].shape for name in tensors.keys() & head.state_dict().keys()}
     if bad := [name for name, shape in wrong.items() if tensors[name].shape != shape]:
         name = sorted(bad)[0]
@@ -64,6 +63,17 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
             some = ", ".join(sorted(names)[:3])
             raise LoadError(f"{config.name}: the checkpoint {what} tensors ({some}); is this a head of another type?")
     return head.to(head.device).eval().requires_grad_(False)
+
+
+def shapes_of(config: HeadConfig, num_taps: int) -> dict[str, torch.Size]:
+    """Shapes of the weights of a head that shares the target's embeddings and output head."""
+    return {name: weight.shape for name, weight in _empty(config, num_taps, frozenset()).state_dict().items()}
+
+
+def _empty(config: HeadConfig, num_taps: int, names: frozenset[str]) -> Eagle3 | PEagle | DFlash:
+    """A head without memory for its weights; names: of the checkpoint's tensors."""
+    with torch.device("meta"):
+        return _HEADS.get(config.kind, DFlash)(config, num_taps, names)
 
 
 def _renamed(name: str) -> str:

@@ -1,0 +1,115 @@
+"""Memories of whole texts, in which a head's layers can be trained: nothing is overwritten, gradients pass.
+
+Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.models.heads.layers.Memory`.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Kept = tuple[Tensor, Tensor]
+
+
+class ChainMemory:
+    """The memory of EAGLE-3's training-time test.
+
+    Step k (from 0) computes the rows at drafting depth k + 1 behind every token at once. The row of token i sees the
+    rows of step 0, which have read the target's states, up to token i - k, and of each later step m the one row of its
+    own chain, at token i - k + m.
+    """
+
+    def __init__(self, num_texts: int) -> None:
+        self._num_texts = num_texts
+        self._steps: dict[int, list[_Kept]] = {}
+        """[R, H_kv, L, D] K and V of each step, by layer."""
+
+    def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Add a step."""
+        kept = (_by_text(key_THD, self._num_texts), _by_text(value_THD, self._num_texts))
+        self._steps.setdefault(layer, []).append(kept)
+
+    def attend(
+        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """[T, H, D] attention of a step."""
+        assert window is None
+        self.store(module.layer_idx, key_THD, value_THD)
+        steps = self._steps[module.layer_idx]
+        step = len(steps) - 1
+        query = _by_text(query_THD, self._num_texts)
+        groups = query.shape[1] // steps[0][0].shape[1]
+        keys = [_moved(key.repeat_interleave(groups, 1), step - number) for number, (key, _) in enumerate(steps)]
+        values = [_moved(value.repeat_interleave(groups, 1), step - number) for number, (_, value) in enumerate(steps)]
+        # Row i of a moved step is the one that token i sees. Token 0 has no row: the target has no state before it.
+        length = query.shape[2]
+        index = torch.arange(length, device=query.device)
+        seen_LL = (index[None] <= index[:, None] - step) & (index[None] > 0)
+        text_scores = query @ steps[0][0].repeat_interleave(groups, 1).transpose(-1, -2) * scaling
+        # Rows before the first that a chain of this depth has see themselves, and count nowhere.
+        text_scores = text_scores.masked_fill(~seen_LL, -torch.inf)
+        own_scores = [(query * key).sum(-1, keepdim=True) * scaling for key in keys[1:]]
+        if not step:
+            text_scores = text_scores.masked_fill((index == 0)[:, None] & (index == 0)[None], 0)
+        weights = torch.cat([text_scores, *own_scores], -1).float().softmax(-1).to(query.dtype)
+        output = weights[..., :length] @ steps[0][1].repeat_interleave(groups, 1)
+        for number, value in enumerate(values[1:]):
+            output = output + weights[..., length + number, None] * value
+        return _flat(output)
+
+
+class BlockMemory:
+    """The memory of blocks behind many anchors of each text: a block sees the context before its anchor, and itself."""
+
+    def __init__(self, anchors_RA: Tensor, block_size: int, is_causal: bool) -> None:
+        self._anchors_RA, self._size, self._is_causal = anchors_RA, block_size, is_causal
+        self._context: dict[int, _Kept] = {}
+
+    def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Write the context."""
+        num_texts = len(self._anchors_RA)
+        self._context[layer] = (_by_text(key_THD, num_texts), _by_text(value_THD, num_texts))
+
+    def attend(
+        self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """[T, H, D] attention of all blocks, [R * A * B] rows."""
+        assert window is None
+        num_texts, num_anchors = self._anchors_RA.shape
+        context_key, context_value = self._context[module.layer_idx]
+        groups = query_THD.shape[1] // key_THD.shape[1]
+        query, key, value = (_by_text(part, num_texts) for part in (query_THD, key_THD, value_THD))
+        key, value, context_key, context_value = (
+            part.repeat_interleave(groups, 1) for part in (key, value, context_key, context_value)
+        )
+        length = context_key.shape[2]
+        index = torch.arange(length, device=query.device)
+        seen = (index < self._anchors_RA[..., None]).repeat_interleave(self._size, 1)[:, None]
+        context_scores = (query @ context_key.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
+        blocks = (num_texts, query.shape[1], num_anchors, self._size, query.shape[-1])
+        block_query, block_key, block_value = (part.reshape(blocks) for part in (query, key, value))
+        block_scores = block_query @ block_key.transpose(-1, -2) * scaling
+        if self._is_causal:
+            places = torch.arange(self._size, device=query.device)
+            block_scores = block_scores.masked_fill(places[None] > places[:, None], -torch.inf)
+        scores = torch.cat([context_scores, block_scores.flatten(2, 3)], -1)
+        weights = scores.float().softmax(-1).to(query.dtype)
+        of_block = weights[..., length:].reshape(*blocks[:-1], self._size) @ block_value
+        return _flat(weights[..., :length] @ context_value + of_block.flatten(2, 3))
+
+
+def _by_text(part_THD: Tensor, num_texts: int) -> Tensor:
+    """[R, H, L, D]"""
+    return part_THD.reshape(num_texts, -1, *part_THD.shape[1:]).transpose(1, 2)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """[R * L, H, D]"""
+    return part.transpose(1, 2).flatten(0, 1)
+
+
+def _moved(part: Tensor, distance: int) -> Tensor:
+    """[R, H, L, D] with what lay `distance` places before."""
+    return part.roll(distance, 2) if distance else part

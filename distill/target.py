@@ -1,0 +1,70 @@
+"""The target while a head is trained for it: it samples texts, and its states and distributions are what is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from engine.attention.tensors import NORMED
+from engine.errors import ConfigError
+from engine.models.heads.head import TargetWeights
+from engine.models.loading import arithmetic_dtype, load
+from engine.models.taps import observing
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One pass of the target over a batch of texts."""
+
+    logits_BV: Tensor
+    """Below the last token of each text."""
+    taps_BTX: Tensor
+    """Its states at the taps, concatenated."""
+    last_BTD: Tensor
+    """Its states after the final norm."""
+
+
+class Target:
+    """A target model and the layers at which its states are read."""
+
+    def __init__(self, name: str, revision: str | None, taps: Sequence[int] | None, device: torch.device) -> None:
+        """Raises ConfigError and LoadError, as loading does."""
+        has_bfloat16 = device.type == "cpu" and arithmetic_dtype("bfloat16", device) == torch.bfloat16
+        self.name, self.device = name, device
+        self.model = load(name, revision, "bfloat16" if has_bfloat16 else "auto", device).model
+        self.model.set_attn_implementation("sdpa")
+        if device.type == "cpu" and not has_bfloat16:
+            self.model.float()
+        num_layers = self.config.num_hidden_layers
+        self.taps = tuple(taps or sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
+        if bad := [tap for tap in self.taps if not 0 <= tap <= num_layers]:
+            raise ConfigError(f"--taps {bad[0]}: {name} has {num_layers} layers")
+        self.weights = TargetWeights.of(self.model, torch.float32)
+
+    @property
+    def config(self) -> Any:
+        """The transformers config of its text."""
+        return self.model.config.get_text_config()
+
+    @torch.inference_mode()
+    def observe(self, token_ids_BT: Tensor, cache: Any) -> Observed:
+        """One pass over further tokens of texts."""
+        states: dict[int, Tensor] = {}
+        with observing(self.model, (*self.taps, NORMED), states.__setitem__):
+            logits_BTV = self.model(token_ids_BT, past_key_values=cache, logits_to_keep=1).logits
+        taps_BTX = torch.cat([states[tap] for tap in self.taps], -1)
+        return Observed(logits_BTV[:, -1].float(), taps_BTX, states[NORMED])
+
+    def check_logits(self, observed: Observed) -> None:
+        """Raise ConfigError if the target does more to its logits than its output head does."""
+        own_BV = linear(observed.last_BTD[:, -1].float(), self.weights.head_VD.to(self.device))
+        scale = observed.logits_BV.abs().max()
+        if (own_BV - observed.logits_BV).abs().max() > 0.05 * scale:
+            raise ConfigError(
+                f"{self.name}: its logits are scaled or bounded after its output head; heads are not trained for it yet"
+            )
