@@ -79,20 +79,20 @@ def test_logits_are_those_of_the_formulas(target: LoadedModel, tmp_path: Path, n
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=20) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [
-        ("dflash", {"sample_from_anchor": True}),
-        ("dflash, sliding layers are causal", {"is_causal": False}),
-        ("dflash, sliding layers are causal", {"layer_types": (FULL, FULL)}),
-        ("dflash, z-lab", {"inner": {"output_multiplier": 0.5}}),
-        ("dflash, z-lab", {"inner": {"final_logit_softcapping": 1.0}}),
-        ("dflash, z-lab", {"inner": {"input_embedding_scale": 0.5}}),
-        ("dflash, z-lab", {"inner": {"causal": True}}),
-        ("dspark", {"sample_from_anchor": False}),
-        ("dflash2", {"inner": {"selector_top_k": 3}}),
-    ],
-)
+FLAGS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {"sample_from_anchor": True}),
+    ("dflash, sliding layers are causal", {"is_causal": False}),
+    ("dflash, sliding layers are causal", {"layer_types": (FULL, FULL)}),
+    ("dflash, z-lab", {"inner": {"output_multiplier": 0.5}}),
+    ("dflash, z-lab", {"inner": {"final_logit_softcapping": 1.0}}),
+    ("dflash, z-lab", {"inner": {"input_embedding_scale": 0.5}}),
+    ("dflash, z-lab", {"inner": {"causal": True}}),
+    ("dspark", {"sample_from_anchor": False}),
+    ("dflash2", {"inner": {"selector_top_k": 3}}),
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), grid(FLAGS, [FLAGS[0], FLAGS[3], FLAGS[6], FLAGS[8]]))
 def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name: str, flag: dict[str, Any]) -> None:
     plain = write(tmp_path / "plain", name, **({"inner": {}} if "inner" in flag else {}))
     changed = write(tmp_path / "changed", name, **flag)

@@ -53,6 +53,7 @@ def test_every_row_has_its_own() -> None:
     assert triton_nucleus.nucleus(law_NV[:0], top_p_N[:0]).shape == (0, WIDTH)
 
 
+@pytest.mark.slow
 def test_rows_with_gaps_between_them() -> None:
     law_NV = laws()
     top_p_N = torch.full((len(law_NV),), 0.8, device=tiny.DEVICE)

@@ -51,6 +51,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModels:
     return pair
 
 
+@pytest.mark.slow  # the other tests here refuse and explain revisions without a daemon that serves one
 def test_everything_is_of_the_revision(models: TinyModels) -> None:
     words = [NAME, "--revision", "v2", "--draft-model", str(models.draft), "--no-calibrate"]
     with running_daemon(words) as url:
