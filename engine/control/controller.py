@@ -254,6 +254,7 @@ class Controller:
         price_s = (seconds - seconds[0]).clip(min=0.0)[:, None] / num_adaptive + tokens * load.catch_up_s
         enough = np.array([1.0 if one.sequence_id in self._resting else _HOLD for one in load.adaptive])
         drafting = tokens - 1 > enough * price_s * plain_rate
+        drafting[~drafting.any(1)] = True  # a shape that is worth its time for nobody may still be tried, with all
         drafting[0] = False
         num_drafting = drafting.sum(1)
         if (num_drafting[1:] < num_adaptive).any():
@@ -264,7 +265,6 @@ class Controller:
         # A drafting shape also pays for the draft model's reading, of lagging texts or of prompts to come.
         reading_s = np.maximum((tokens * load.catch_up_s * drafting).sum(1), emitted * self._prompt_s())
         rates = (emitted + tokens_beside) / (seconds + np.where(num_drafting > 0, reading_s, 0.0))
-        rates[1:][num_drafting[1:] == 0] = 0.0
         return _Options(shapes, works, rates, drafting)
 
     def fanout(self, sequence: Drafting) -> Fanout:

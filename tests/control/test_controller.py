@@ -191,6 +191,14 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
     assert drafted[2] > 1000
 
 
+@pytest.mark.parametrize("acceptance", [0.65, 0.8])
+def test_a_lone_request_drafts_again_soon_after_drafts_that_failed(acceptance: float) -> None:
+    server = Server(Machine(), {1: 0.0})
+    server.run(16)
+    server.accepted = {1: acceptance}
+    assert sum(shape != PLAIN for shape in server.run(1000)) > 800
+
+
 def test_requests_whose_drafts_fail_decode_plainly_beside_others() -> None:
     server = Server(Machine(), {1: 0.95, 2: 0.0})
     server.run(80)
