@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from analysis import bounds
 from analysis.bounds import Verification
+from analysis.draft_logits import draft_logits, drafts_by_head
 from analysis.load import SpeculationSetup
 from analysis.loading import add_pair_arguments, integers, load_pair, names_of, read_prompts
 from analysis.report import print_report, save_plots
@@ -40,7 +41,6 @@ from engine.speculation.drafting import children
 from engine.speculation.gap import acceptance, optimum
 from engine.speculation.verification import RULES
 from engine.step.calibration import made_up_plan, usual_s
-from engine.step.draft_logits import draft_logits, drafts_by_head
 from engine.step.engine import Engine
 from engine.step.law_check import run_to_end
 from loadtest.environment import environment

@@ -16,7 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from engine.attention import triton_attention
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
-from engine.attention.paged import Paged, pages_of
+from engine.attention.paged import upload
 from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVShape, KVTensors
 from engine.drafting.numbers import draw_numbers, noise_of
@@ -73,7 +73,8 @@ def attention() -> int:
     for _ in range(NUM_STEPS):
         batch = build(step(chance), PAGE)
         query = torch.zeros(1, HEADS, len(batch.positions_T), DIM, dtype=torch.bfloat16)
-        paged = Paged.of(pages_of(batch), PAGE, CPU)
+        paged = upload([batch], PAGE, CPU)[0].paged
+        assert paged is not None
         triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), None)
     return len(kinds)
 

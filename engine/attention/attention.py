@@ -1,12 +1,12 @@
 """Paged, tree-masked attention for unmodified transformers models.
 
-One function is registered with transformers under `HOOK`; a model loaded with that attention
-implementation calls it in every layer with rotated q and k, and whatever object was passed to the
-model as the keyword `metadata` arrives here. No mask function is registered under the name, so
-transformers builds no mask at all. (transformers >= 5.17; `docs/execution.md`.)
+One function is registered with transformers under `HOOK`. A model that is loaded with this attention implementation
+calls it in every layer with rotated q and k, and with the object that was passed to the model as the keyword
+`metadata`. No mask function is registered under the name, so transformers builds no mask. (transformers >= 5.17;
+`docs/execution.md`.)
 
-The plain path is one call for each group of sequences (`groups.py`), on any device; with every sequence in a group of
-its own it is the oracle of every faster way.
+The plain path is one call for each group of sequences (`groups.py`), on any device. With one sequence in every group it
+is the oracle of the faster paths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from engine.attention.groups import Group, attend_group
-from engine.attention.paged import Paged, PagedInput
+from engine.attention.inputs import StepLayout
+from engine.attention.paged import Paged
 from engine.attention.scaled import ScoreOptions
 from engine.attention.tensors import KVTensors
 
@@ -27,16 +28,16 @@ HOOK = "polydraft_tree"
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the hook needs to know about a flat pass."""
+    """Arguments of the hook for a flat pass."""
 
     storage: KVTensors
     slots_T: Tensor | slice
-    """Where the K/V of the pass's own tokens is written."""
+    """Slots to which the K/V of the pass's own tokens is written."""
     groups: Sequence[Group] = ()
     paged: Paged | None = None
-    """Set where one kernel does it all, and there are no groups."""
-    pages: PagedInput | None = None
-    """The same on the host, for a decoder that attends itself."""
+    """Set if one kernel attends for all sequences; there are no groups then."""
+    pages: StepLayout | None = None
+    """The same on the host, for a decoder that has its own attention."""
     page_size: int = 0
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
@@ -65,7 +66,7 @@ def attend(
     metadata: AttentionMetadata | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The hook. query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
+    """Attend in one layer (the hook). query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None)."""
     assert metadata is not None, "the model was called without metadata"
     storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))

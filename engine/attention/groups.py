@@ -1,9 +1,9 @@
 """Sequences of a pass that attend in one call.
 
-A call of its own for every sequence costs more than the work in it. Sequences of about the same size are padded to one
-shape here, so that one call serves them all; their keys and values are gathered into a buffer that every layer uses
-again, small enough to stay in the processor's cache. Long prompts and lone sequences are groups of one, which are
-neither padded nor, where their blocks follow each other, gathered.
+A call for every sequence costs more than its work. Sequences of about the same size are padded to one shape here, and
+one call serves them all. Their keys and values are gathered into a buffer, which every layer uses again. It is small
+enough to stay in the processor's cache. Long prompts and lone sequences are groups of one: they are not padded, and not
+gathered if their blocks follow each other.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import Bools, Ints, PassInput
+from engine.attention.inputs import Bools, Ints, StepLayout, slots_of
 from engine.attention.scaled import ScoreOptions, scaled_attention
 from engine.attention.tensors import KVTensors
 from engine.kernels.transfer import to_device
 
 _MOST_QUERIES = 64
-# Keys and values of one layer that are gathered at once.
 _GATHERED_BYTES = 4 << 20
-# A sequence joins others when at most this share of its padded keys is padding.
+"""Keys and values of one layer that are gathered at once."""
 _PADDING = 0.25
+"""A sequence joins others if at most this share of its padded keys is padding."""
 
 
 @dataclass
@@ -35,15 +35,15 @@ class Group:
     shape: tuple[int, int, int]
     """(B, Q, K)."""
     rows: Tensor | slice
-    """Rows of the flat pass that the B * Q queries are; a padding query repeats its sequence's first row."""
+    """Rows of the B * Q queries in the flat pass; a padding query repeats its sequence's first row."""
     slots: Tensor | slice
-    """[B * K] slots of the keys; a slice is read without a copy."""
+    """Slots [B * K] of the keys; a slice is read without a copy."""
     visible: Tensor | None
-    """[B, Q, K]; None when every query sees every key. A padding query sees one key, and nobody sees a padding key."""
+    """[B, Q, K]; None if every query sees every key. A padding query sees one key. No query sees a padding key."""
     positions: Callable[[], tuple[Tensor, Tensor]]
-    """([B, Q] positions of the queries, [B, K] of the keys); asked for where there are sliding windows."""
+    """([B, Q] positions of the queries, [B, K] of the keys); called if there are sliding windows."""
     real: Tensor | None
-    """Which of the B * Q queries are no padding; None for all."""
+    """Indices of the B * Q queries that are not padding; None for all."""
     _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
     @cached_property
@@ -52,7 +52,7 @@ class Group:
         return self.rows if self.real is None or isinstance(self.rows, slice) else self.rows[self.real]
 
     def bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, heads * Q, K], -inf where a query does not see a key; None when every query sees every key.
+        """Return [B, 1, heads * Q, K], -inf if a query does not see a key; None if every query sees every key.
 
         window: positions of a sliding window; None is no window.
         """
@@ -79,7 +79,7 @@ def attend_group(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Attention of a group's queries out of `query` (1, H, T, D): [rows, H, D_v], in the order of `real_rows`."""
+    """Return the attention of a group's queries [rows, H, D_v], in the order of `real_rows`. query: (1, H, T, D)."""
     num_batch, num_queries, num_keys = group.shape
     keys, values = storage.read(layer, group.slots)
     num_kv_heads = keys.shape[1]
@@ -100,11 +100,11 @@ def attend_group(
     return result if group.real is None else result[group.real]
 
 
-def groups_of(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
-    """The groups of a pass; `token_bytes`: K and V of one token in one layer."""
+def groups_of(batch: StepLayout, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+    """Return the groups of a pass. token_bytes: K and V of one token in one layer."""
     if len(batch.sequences) == 1:
         return [_lone(batch, 0, block_size, device)]
-    num_queries, num_keys = batch.num_rows_B.tolist(), (batch.num_keys_B - batch.first_key_B).tolist()
+    num_queries, num_keys = batch.counts.tolist(), (batch.num_keys - batch.first_keys).tolist()
     members = _alike(num_queries, num_keys, token_bytes)
     return [
         _lone(batch, numbers[0], block_size, device)
@@ -115,10 +115,10 @@ def groups_of(batch: PassInput, block_size: int, token_bytes: int, device: torch
 
 
 def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int) -> Iterator[list[int]]:
-    """Numbers of sequences of about as many queries and keys, few enough for the buffer; in order within a group."""
+    """Yield the numbers of sequences that form a group: alike in queries and keys, and few enough for the buffer."""
 
     def size(number: int) -> tuple[int, int]:
-        """(queries up to the next power of two, minus the number of keys): in this order the first is the largest."""
+        """Return (queries up to the next power of two, minus the number of keys): the first in order is the largest."""
         return (num_queries[number] - 1).bit_length(), -num_keys[number]
 
     members: list[int] = []
@@ -138,19 +138,18 @@ def _alike(num_queries: Sequence[int], num_keys: Sequence[int], token_bytes: int
     yield sorted(members)
 
 
-def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) -> Group:
-    """The group of one sequence: `_group` without what is of several only, as most steps of few requests have it."""
-    sequence = batch.sequences[number]
-    blocks, num_rows = sequence.block_ids, int(batch.num_rows_B[number])
-    first_key, num_keys = int(batch.first_key_B[number]), int(batch.num_keys_B[number])
+def _lone(batch: StepLayout, number: int, block_size: int, device: torch.device) -> Group:
+    """Return the group of one sequence: `_group` without what several need, because most steps of few requests have
+    it."""
+    blocks, num_rows = batch.sequences[number].block_ids, int(batch.counts[number])
+    first_key, num_keys = int(batch.first_keys[number]), int(batch.num_keys[number])
     first, last = first_key // block_size, (num_keys - 1) // block_size
     # Blocks that follow each other are read without a copy.
     in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
-    start, shift = int(batch.start_B[number]), (blocks[first] - first) * block_size
-    visible_1QK = None
-    if num_rows > 1 or not (sequence.input_ids or sequence.nodes.all_seen):
-        is_row_1Q = np.ones((1, num_rows), dtype=np.bool_)
-        visible_1QK = _visible(batch, np.array([number]), is_row_1Q, num_keys - first_key)
+    start, shift = int(batch.starts[number]), (blocks[first] - first) * block_size
+    numbers, visible_1QK = np.array([number]), None
+    if num_rows > 1 or batch.num_inputs_B[number] == 0:
+        visible_1QK = _visible(batch, numbers, np.arange(start, start + num_rows)[None], num_keys - first_key)
 
     def keys() -> Ints:
         return np.arange(first_key, num_keys)[None]
@@ -160,33 +159,34 @@ def _lone(batch: PassInput, number: int, block_size: int, device: torch.device) 
         rows=slice(start, start + num_rows),
         slots=slice(shift + first_key, shift + num_keys)
         if in_order
-        else _slots(batch.blocks_BP[number : number + 1], keys(), block_size, device),
+        else _slots(batch, numbers, keys(), block_size, device),
         visible=None if visible_1QK is None or visible_1QK.all() else to_device(visible_1QK, device),
         positions=lambda: (
             to_device(batch.positions_T[None, start : start + num_rows], device),
-            to_device(_key_positions(batch, np.array([number]), keys()), device),
+            to_device(_key_positions(batch, numbers, keys()), device),
         ),
         real=None,
     )
 
 
-def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.device) -> Group:
-    """The group of the sequences of these numbers."""
-    num_rows_B, first_key_B = batch.num_rows_B[numbers], batch.first_key_B[numbers]
-    num_keys_B = batch.num_keys_B[numbers] - first_key_B
+def _group(batch: StepLayout, numbers: Ints, block_size: int, device: torch.device) -> Group:
+    """Return the group of the sequences of these numbers."""
+    num_rows_B, first_key_B = batch.counts[numbers], batch.first_keys[numbers]
+    num_keys_B = batch.num_keys[numbers] - first_key_B
     num_queries, num_keys = int(num_rows_B.max()), int(num_keys_B.max())
     place_Q, place_K = np.arange(num_queries), np.arange(num_keys)
     is_row_BQ = place_Q < num_rows_B[:, None]
-    row_BQ = batch.start_B[numbers][:, None] + np.where(is_row_BQ, place_Q, 0)
+    row_BQ: Ints = batch.starts[numbers][:, None].astype(np.int64) + np.where(is_row_BQ, place_Q, 0)
     # A padding key is the first key again.
-    key_BK = first_key_B[:, None] + np.where(place_K < num_keys_B[:, None], place_K, 0)
-    visible_BQK = _visible(batch, numbers, is_row_BQ, num_keys)
+    key_BK: Ints = first_key_B[:, None].astype(np.int64) + np.where(place_K < num_keys_B[:, None], place_K, 0)
+    visible_BQK = _visible(batch, numbers, row_BQ, num_keys)
+    visible_BQK[~is_row_BQ] = place_K == 0
     begin, rows = int(row_BQ[0, 0]), row_BQ.reshape(-1)
     together = bool((rows == np.arange(begin, begin + len(rows))).all())
     return Group(
         shape=(len(numbers), num_queries, num_keys),
         rows=slice(begin, begin + len(rows)) if together else to_device(rows, device),
-        slots=_slots(batch.blocks_BP[numbers], key_BK, block_size, device),
+        slots=_slots(batch, numbers, key_BK, block_size, device),
         visible=None if visible_BQK.all() else to_device(visible_BQK, device),
         positions=lambda: (
             to_device(batch.positions_T[row_BQ], device),
@@ -196,38 +196,28 @@ def _group(batch: PassInput, numbers: Ints, block_size: int, device: torch.devic
     )
 
 
-def _visible(batch: PassInput, numbers: Ints, is_row_BQ: Bools, num_keys: int) -> Bools:
-    """[B, Q, K] which keys of its sequence each query sees."""
-    first_key_B, end_B, num_inputs_B = batch.first_key_B[numbers], batch.end_B[numbers], batch.num_inputs_B[numbers]
-    place_Q = np.arange(is_row_BQ.shape[1])
-    # An input token sees what is before it and itself, a node all input tokens, a padding query one key.
-    begins_B = end_B - num_inputs_B
-    limit_BQ = np.where(place_Q < num_inputs_B[:, None], begins_B[:, None] + place_Q + 1, end_B[:, None])
-    num_seen_BQ = np.where(is_row_BQ, limit_BQ - first_key_B[:, None], 1)
-    visible_BQK: Bools = np.arange(num_keys) < num_seen_BQ[:, :, None]
+def _visible(batch: StepLayout, numbers: Ints, row_BQ: Ints, num_keys: int) -> Bools:
+    """Return which keys of its sequence each query sees [B, Q, K]. row_BQ: rows of the queries in the pass."""
+    first_key_B1 = batch.first_keys[numbers][:, None]
+    visible_BQK: Bools = np.arange(num_keys) < (batch.limits[row_BQ] - first_key_B1)[:, :, None]
     for visible_QK, number in zip(visible_BQK, numbers.tolist(), strict=True):
-        nodes = batch.sequences[number].nodes
-        if nodes.depths:
-            known, seen = int(batch.num_inputs_B[number]), int(batch.end_B[number] - batch.first_key_B[number])
-            entering, all_nodes = nodes.ancestry.shape
-            visible_QK[known : known + entering, seen : seen + all_nodes] = nodes.ancestry
+        entering, all_nodes = batch.sequences[number].nodes.ancestry.shape
+        if entering:
+            known, seen = int(batch.num_inputs_B[number]), int(batch.ends[number] - batch.first_keys[number])
+            visible_QK[known : known + entering, seen : seen + all_nodes] = batch.sequences[number].nodes.ancestry
     return visible_BQK
 
 
-def _key_positions(batch: PassInput, numbers: Ints, key_BK: Ints) -> Ints:
-    """[B, K]"""
+def _key_positions(batch: StepLayout, numbers: Ints, key_BK: Ints) -> Ints:
+    """Return the positions of keys [B, K]."""
     positions_BK = key_BK.copy()
     for positions_K, number in zip(positions_BK, numbers.tolist(), strict=True):
-        nodes = batch.sequences[number].nodes
-        depths = [*nodes.cached_depths, *nodes.depths]
-        if depths:
-            end = int(batch.end_B[number])
-            seen = end - int(batch.first_key_B[number])
-            positions_K[seen : seen + len(depths)] = end - 1 + np.array(depths)
+        num_nodes = int(batch.num_keys[number] - batch.ends[number])
+        seen = int(batch.ends[number] - batch.first_keys[number])
+        positions_K[seen : seen + num_nodes] = batch.node_positions[number, :num_nodes]
     return positions_BK
 
 
-def _slots(blocks_BP: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor:
-    """[B * K] slots of keys."""
-    slots_BK = np.take_along_axis(blocks_BP, key_BK // block_size, 1) * block_size + key_BK % block_size
-    return to_device(slots_BK.reshape(-1), device)
+def _slots(batch: StepLayout, numbers: Ints, key_BK: Ints, block_size: int, device: torch.device) -> Tensor:
+    """Return the slots [B * K] of keys."""
+    return to_device(slots_of(batch.pages, numbers[:, None], key_BK, block_size).reshape(-1), device)

@@ -1,21 +1,63 @@
-"""The flat batch of a forward pass, made from the sequences that take part in it.
+"""Layout of a step's passes: the tokens of each, where their K/V lies, and what they see.
 
-A pass has T tokens of B sequences. A sequence puts in its input tokens, then its drafted nodes. An input token sees
-everything before it and itself; a node sees all input tokens, its own ancestors and itself. The nodes' K/V lies in the
-slots behind the last input token, in node order; the position of a node is that of the root plus its depth.
+A pass is a flat batch of T tokens of B sequences. A sequence contributes its input tokens, then its drafted nodes. An
+input token sees everything before it and itself. A node sees all input tokens, its own ancestors and itself. K/V of
+nodes lies in the slots after the last input token, in node order. The position of a node is that of the root plus its
+depth. These rules are in `place`, and every pass follows them.
+
+A sequence's keys are numbered like its tokens: the text up to its *end*, then the nodes. The index of a token is its
+*offset* plus the end: the root has offset -1, nodes have 0 and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.integer[Any]]
+
+WORD = 64
+"""Bits of a word: one for each node."""
+
+
+class Places(NamedTuple):
+    """Places of tokens in their sequences."""
+
+    indices: Ints
+    """Indices of the tokens, which address their K/V."""
+    positions: Ints
+    limits: Ints
+    """A token sees all keys of the text below its limit."""
+
+
+def place(end: Ints, offset: Ints, depth: Ints) -> Places:
+    """Return the places of tokens. offset, depth: of nodes; depth is offset + 1 for tokens of the text."""
+    index = end + offset
+    return Places(index, end - 1 + depth, np.minimum(index + 1, end))
+
+
+def slots_of(pages: Integers, row: Ints, index: Ints, block_size: int) -> Ints:
+    """Return slots of tokens in the K/V pool. pages: block ids [B, P]; row, index: of the tokens."""
+    slots: Ints = pages[row, index // block_size].astype(np.int64) * block_size + index % block_size
+    return slots
+
+
+def words_of(masks: Sequence[Bools], first_rows: Sequence[int], num_rows: int) -> Ints:
+    """Return 64-bit words [rows, W] with a bit for each node that a row sees.
+
+    masks: each [queries, nodes], of the rows from its first row on; other rows see no node.
+    """
+    num_words = max([1, *(-(-mask.shape[1] // WORD) for mask in masks)])
+    bits = np.zeros((num_rows, num_words * WORD), dtype=np.bool_)
+    for mask, first in zip(masks, first_rows, strict=True):
+        bits[first : first + mask.shape[0], : mask.shape[1]] = mask
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -23,18 +65,13 @@ class NodeInput:
     """Drafted nodes of one sequence that enter a pass, and those already in the cache."""
 
     tokens: Sequence[int]
-    """Empty where the tokens are on the device only."""
+    """Empty if the tokens are on the device only."""
     depths: Sequence[int]
     """Depth of each entering node; the first drafted level has depth 1."""
     cached_depths: Sequence[int]
     """Depth of the nodes whose K/V earlier passes of this step wrote."""
     ancestry: Bools
     """[entering, cached + entering]: which nodes each entering node may see."""
-
-    @cached_property
-    def all_seen(self) -> bool:
-        """Whether each entering node sees every node."""
-        return bool(self.ancestry.all())
 
 
 NO_NODES = NodeInput((), (), (), np.zeros((0, 0), dtype=np.bool_))
@@ -56,103 +93,130 @@ class SequenceInput:
 
 
 @dataclass(frozen=True)
-class PassInput:
-    """A flat batch of T tokens of B sequences, on the host.
+class StepLayout:
+    """One pass, or several that follow each other, on the host: T tokens of B sequences.
 
-    A sequence's keys are numbered like its tokens: the text up to `end_B`, then the nodes behind it.
+    Arrays named by a word alone are what kernels read: 32-bit integers unless said.
     """
 
     sequences: Sequence[SequenceInput]
     token_ids_T: Ints
-    """0 where the tokens are on the device only."""
+    """0 if the token is on the device only."""
     drawn_M: Ints
-    """Rows of the batch whose tokens are on the device only, in order."""
+    """Rows whose tokens are on the device only, in order."""
     positions_T: Ints
     slots_T: Ints
-    """Where the K/V of the pass's own tokens is written."""
+    """Slots to which the K/V of the pass's own tokens is written."""
     wanted_N: Ints
-    """Rows of the batch whose logits are returned, in order."""
-    start_B: Ints
-    """First row of each sequence."""
+    """Rows whose logits are returned, in order."""
     num_inputs_B: Ints
-    num_rows_B: Ints
-    first_key_B: Ints
-    end_B: Ints
-    """Index after the last input token."""
-    num_keys_B: Ints
-    """Index after the last key."""
-    blocks_BP: Ints
-    """Block ids, padded with 0."""
+    starts: Integers
+    """[B] first row of each sequence."""
+    counts: Integers
+    """[B] rows of each sequence."""
+    first_keys: Integers
+    """[B] index of the first key that is seen."""
+    ends: Integers
+    """[B] index after the last input token; keys from here on are nodes."""
+    num_keys: Integers
+    """[B] index after the last key."""
+    pages: Integers
+    """[B, P] block ids, padded with 0."""
+    node_positions: Integers
+    """[B, N] positions of the nodes' keys."""
+    limits: Integers
+    """[T] each token sees the keys of the text below this index."""
+    words: Ints
+    """[T, W] 64-bit words: which nodes each token sees."""
 
-    def part(self, begin: int, end: int) -> PassInput:
-        """The batch of the sequences of these numbers alone."""
+    def part(self, begin: int, end: int) -> StepLayout:
+        """Return the layout of the sequences of these numbers alone."""
         sequences = slice(begin, end)
-        first = int(self.start_B[begin])
-        tokens = slice(first, int(self.start_B[end - 1] + self.num_rows_B[end - 1]))
+        first = int(self.starts[begin])
+        tokens = slice(first, int(self.starts[end - 1] + self.counts[end - 1]))
         wanted = slice(*np.searchsorted(self.wanted_N, (tokens.start, tokens.stop)).tolist())
         drawn = slice(*np.searchsorted(self.drawn_M, (tokens.start, tokens.stop)).tolist())
-        return PassInput(
+        return StepLayout(
             sequences=self.sequences[sequences],
             token_ids_T=self.token_ids_T[tokens],
             drawn_M=self.drawn_M[drawn] - first,
             positions_T=self.positions_T[tokens],
             slots_T=self.slots_T[tokens],
             wanted_N=self.wanted_N[wanted] - first,
-            start_B=self.start_B[sequences] - first,
             num_inputs_B=self.num_inputs_B[sequences],
-            num_rows_B=self.num_rows_B[sequences],
-            first_key_B=self.first_key_B[sequences],
-            end_B=self.end_B[sequences],
-            num_keys_B=self.num_keys_B[sequences],
-            blocks_BP=self.blocks_BP[sequences],
+            starts=self.starts[sequences] - np.int32(first),
+            counts=self.counts[sequences],
+            first_keys=self.first_keys[sequences],
+            ends=self.ends[sequences],
+            num_keys=self.num_keys[sequences],
+            pages=self.pages[sequences],
+            node_positions=self.node_positions[sequences],
+            limits=self.limits[tokens],
+            words=self.words[tokens],
         )
 
 
-def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[PassInput]:
-    """The batches of several passes, laid out together."""
+def build_all(passes: Sequence[Sequence[SequenceInput]], block_size: int) -> list[StepLayout]:
+    """Return the layouts of several passes, which are made together."""
     whole = build([sequence for one in passes for sequence in one], block_size)
     ends = np.cumsum([len(one) for one in passes]).tolist()
     return [whole.part(end - len(one), end) for one, end in zip(passes, ends, strict=True)]
 
 
-def build(sequences: Sequence[SequenceInput], block_size: int) -> PassInput:
-    """Concatenate the parts of all sequences."""
+def build(sequences: Sequence[SequenceInput], block_size: int) -> StepLayout:
+    """Lay out the parts of all sequences one after the other."""
     sizes = [(s.first_index, len(s.input_ids), len(s.nodes.cached_depths), len(s.nodes.depths)) for s in sequences]
     first_B, num_inputs_B, num_cached_B, num_entering_B = np.array(sizes, dtype=np.int64).T
     num_rows_B = num_inputs_B + num_entering_B
-    start_B = np.cumsum(num_rows_B) - num_rows_B
-    end_B = first_B + num_inputs_B
+    start_B, end_B = np.cumsum(num_rows_B) - num_rows_B, first_B + num_inputs_B
     row_T = np.repeat(np.arange(len(sequences)), num_rows_B)
-    place_T = np.arange(len(row_T)) - start_B[row_T]
-    is_node_T = place_T >= num_inputs_B[row_T]
+    offset_T = np.arange(len(row_T)) - (start_B + num_inputs_B)[row_T]
+    depth_T, is_node_T = offset_T + 1, offset_T >= 0
+    words, node_positions = np.zeros((len(row_T), 1), dtype=np.int64), np.zeros((len(sequences), 1), dtype=np.int64)
+    if is_node_T.any():
+        nodes = [s.nodes for s in sequences]
+        offset_T += is_node_T * num_cached_B[row_T]  # cached nodes come first
+        depth_T[is_node_T] = [depth for one in nodes for depth in one.depths]
+        words = words_of([one.ancestry for one in nodes], (start_B + num_inputs_B).tolist(), len(row_T))
+        node_positions = _node_positions(nodes, end_B, num_cached_B + num_entering_B)
+    places = place(end_B[row_T], offset_T, depth_T)
+    pages = _table([s.block_ids for s in sequences])
     token_ids_T, drawn_M = _tokens(sequences, is_node_T, row_T)
-    # Entering nodes lie behind those that are cached.
-    index_T = first_B[row_T] + place_T + is_node_T * num_cached_B[row_T]
-    blocks_BP = _table([s.block_ids for s in sequences])
-    return PassInput(
+    wanted = [
+        np.arange(start, start + count, dtype=np.int64)[s.wanted]
+        for s, start, count in zip(sequences, start_B.tolist(), num_rows_B.tolist(), strict=True)
+    ]
+    return StepLayout(
         sequences=sequences,
         token_ids_T=token_ids_T,
         drawn_M=drawn_M,
-        positions_T=_positions(sequences, index_T, is_node_T, end_B[row_T]),
-        slots_T=blocks_BP[row_T, index_T // block_size] * block_size + index_T % block_size,
-        wanted_N=np.concatenate(
-            [
-                np.arange(start, start + count, dtype=np.int64)[s.wanted]
-                for s, start, count in zip(sequences, start_B.tolist(), num_rows_B.tolist(), strict=True)
-            ]
-        ),
-        start_B=start_B,
+        positions_T=places.positions,
+        slots_T=slots_of(pages, row_T, places.indices, block_size),
+        wanted_N=np.concatenate(wanted),
         num_inputs_B=num_inputs_B,
-        num_rows_B=num_rows_B,
-        first_key_B=np.array([s.first_key for s in sequences], dtype=np.int64),
-        end_B=end_B,
-        num_keys_B=end_B + num_cached_B + num_entering_B,
-        blocks_BP=blocks_BP,
+        starts=start_B.astype(np.int32),
+        counts=num_rows_B.astype(np.int32),
+        first_keys=np.array([s.first_key for s in sequences], dtype=np.int32),
+        ends=end_B.astype(np.int32),
+        num_keys=(end_B + num_cached_B + num_entering_B).astype(np.int32),
+        pages=pages,
+        node_positions=node_positions.astype(np.int32),
+        limits=places.limits.astype(np.int32),
+        words=words,
     )
 
 
+def _node_positions(nodes: Sequence[NodeInput], end_B: Ints, num_nodes_B: Ints) -> Ints:
+    """Return the positions [B, N] of the nodes' keys."""
+    positions_BN = np.zeros((len(nodes), int(num_nodes_B.max())), dtype=np.int64)
+    depths = [depth for one in nodes for some in (one.cached_depths, one.depths) for depth in some]
+    is_node_BN = np.arange(positions_BN.shape[1]) < num_nodes_B[:, None]
+    positions_BN[is_node_BN] = np.repeat(end_B - 1, num_nodes_B) + depths
+    return positions_BN
+
+
 def _tokens(sequences: Sequence[SequenceInput], is_node_T: Bools, row_T: Ints) -> tuple[Ints, Ints]:
-    """(token ids, 0 where the device alone knows them; the rows where it does)."""
+    """Return (token ids, 0 if only the device knows them; rows of those)."""
     known = [token for s in sequences for part in (s.input_ids, s.nodes.tokens) for token in part]
     if len(known) == len(row_T):
         return np.array(known, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -163,21 +227,11 @@ def _tokens(sequences: Sequence[SequenceInput], is_node_T: Bools, row_T: Ints) -
     return token_ids_T, np.flatnonzero(is_drawn_T)
 
 
-def _positions(sequences: Sequence[SequenceInput], index_T: Ints, is_node_T: Bools, end_T: Ints) -> Ints:
-    """An input token's position is its index, a node's that of the root plus its depth."""
-    depths = [depth for s in sequences for depth in s.nodes.depths]
-    if not depths:
-        return index_T
-    positions_T = index_T.copy()
-    positions_T[is_node_T] = end_T[is_node_T] - 1 + np.array(depths, dtype=np.int64)
-    return positions_T
-
-
-def _table(block_ids: Sequence[Sequence[int]]) -> Ints:
-    """[B, P] block ids, padded with 0."""
+def _table(block_ids: Sequence[Sequence[int]]) -> Integers:
+    """Return block ids [B, P], padded with 0."""
     if len(block_ids) == 1:
-        return np.array(block_ids, dtype=np.int64)
-    table = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int64)
+        return np.array(block_ids, dtype=np.int32)
+    table = np.zeros((len(block_ids), max(map(len, block_ids))), dtype=np.int32)
     for row, ids in zip(table, block_ids, strict=True):
         row[: len(ids)] = ids
     return table

@@ -1,12 +1,11 @@
-"""What a kernel needs to know of a flat pass to read every sequence's keys where they lie, in pages.
+"""Layouts of passes on a device, where one kernel reads every sequence's keys in their pages.
 
-Keys of a sequence are numbered like its tokens: the text up to `ends`, then the nodes behind it. A query sees all keys
-below its limit (a token of the text those before it and itself, a node the whole text), and of the nodes those whose
-bit is set in its words.
+A query sees all keys of the text below its limit, and the nodes whose bit is set in its words (`inputs.StepLayout`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,41 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import PassInput
-
-Integers = npt.NDArray[np.integer[Any]]
-
-_WORD = 64
-
-
-class PagedInput(NamedTuple):
-    """R sequences of a pass of T tokens, on the host; 32-bit integers unless said."""
-
-    words: Integers
-    """[T, W] 64-bit words: which nodes a query sees."""
-    pages: Integers
-    """[R, P] block ids, padded with 0."""
-    starts: Integers
-    """[R] first row of the flat pass."""
-    counts: Integers
-    """[R] rows."""
-    first_keys: Integers
-    ends: Integers
-    """[R] the keys seen at all begin with the first, and are nodes from `ends` on."""
-    num_keys: Integers
-    """[R] number after the last key."""
-    node_positions: Integers
-    """[R, N] positions of the nodes' keys."""
-    limits: Integers
-    """[T] a query sees the keys below."""
-    positions: Integers
-    """[T]"""
+from engine.attention.inputs import StepLayout
 
 
 class Paged(NamedTuple):
-    """The same on the device."""
+    """Operands of the attention kernel; 32-bit integers, as in `StepLayout`."""
 
     words: Tensor
+    """[T, W] 64-bit words."""
     pages: Tensor
     starts: Tensor
     counts: Tensor
@@ -58,72 +30,69 @@ class Paged(NamedTuple):
     node_positions: Tensor
     limits: Tensor
     positions: Tensor
+    """[T]"""
     page_size: int
     most_queries: int
     most_keys: int
     is_padded: bool = False
     """Whether every sequence has room for `most_queries` rows, of which it may use fewer."""
 
-    @staticmethod
-    def of(host: PagedInput, page_size: int, device: torch.device) -> Paged:
-        """Move a pass to the device, in one copy."""
-        flat = _moved(_packed(host), device)
-        most_keys = int((host.num_keys - host.first_keys).max(initial=0))
-        pieces = torch.split(flat, [_room(array) for array in host])
-        words = pieces[0][: host.words.nbytes // 4].view(torch.int64).view(host.words.shape)
-        others = (piece[: array.size].view(array.shape) for piece, array in zip(pieces[1:], host[1:], strict=True))
-        pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = others
-        return Paged(
-            *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
-            *(page_size, int(host.counts.max(initial=0)), most_keys),
-        )
+
+class DevicePass(NamedTuple):
+    """A pass on the device."""
+
+    token_ids_T: Tensor
+    drawn_M: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    wanted_N: Tensor
+    paged: Paged | None
 
 
-def _room(array: Integers) -> int:
-    """Numbers of 32 bits that a part takes of the array: each begins at 16 bytes, as Triton compiles a kernel anew for
-    pointers that do and pointers that do not."""
-    return -(-array.nbytes // 16) * 4
+def on_host(one: StepLayout) -> DevicePass:
+    """Return a pass whose model runs on the host, without a copy."""
+    numbers = one.token_ids_T, one.drawn_M, one.positions_T, one.slots_T, one.wanted_N
+    token_ids_T, drawn_M, positions_T, slots_T, wanted_N = map(torch.from_numpy, numbers)
+    return DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, None)
 
 
-def _packed(host: PagedInput) -> npt.NDArray[np.int32]:
-    """All of it in one array."""
-    result = np.zeros(sum(map(_room, host)), dtype=np.int32)
+def upload(passes: Sequence[StepLayout], page_size: int, device: torch.device) -> list[DevicePass]:
+    """Copy the layouts of a step's passes to the device, all in one copy that is not waited for."""
+    arrays = [array for one in passes for array in _arrays(one)]
+    flat = np.zeros(sum(map(_room, arrays)), dtype=np.int64)
     start = 0
-    for array in host:
-        own = array.reshape(-1).view(np.int32)
-        result[start : start + len(own)] = own
+    for array in arrays:
+        flat[start : start + _room(array)].view(array.dtype)[: array.size] = array.reshape(-1)
         start += _room(array)
-    return result
-
-
-def _moved(values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, through pinned memory: so the copy is not waited for."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def pages_of(batch: PassInput) -> PagedInput:
-    """The pages and masks of all sequences of a pass."""
-    nodes = [sequence.nodes for sequence in batch.sequences]
-    depths = [np.array([*of_one.cached_depths, *of_one.depths], dtype=np.int32) for of_one in nodes]
-    most_nodes = max(1, *map(len, depths))
-    num_words = -(-most_nodes // _WORD)
-    node_positions = np.zeros((len(nodes), most_nodes), dtype=np.int32)
-    limits = (batch.positions_T + 1).astype(np.int32)
-    bits = np.zeros((len(limits), num_words * _WORD), dtype=np.bool_)
-    for number, own in enumerate(depths):
-        if len(own):
-            end, start = batch.end_B[number], batch.start_B[number]
-            middle, stop = start + batch.num_inputs_B[number], start + batch.num_rows_B[number]
-            node_positions[number, : len(own)] = end - 1 + own
-            limits[middle:stop] = end
-            bits[middle:stop, : len(own)] = nodes[number].ancestry
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)
-    pages, starts, counts, first_keys, ends, num_keys, positions = (
-        values.astype(np.int32)
-        for values in (
-            *(batch.blocks_BP, batch.start_B, batch.num_rows_B, batch.first_key_B, batch.end_B, batch.num_keys_B),
-            batch.positions_T,
-        )
+    whole = torch.from_numpy(flat)
+    if device.type != "cpu":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    pieces = torch.split(whole, [_room(array) for array in arrays])
+    tensors = (
+        piece.view(getattr(torch, array.dtype.name))[: array.size].view(array.shape)
+        for piece, array in zip(pieces, arrays, strict=True)
     )
-    return PagedInput(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions)
+    uploaded = []
+    for one in passes:
+        token_ids_T, drawn_M, positions_T, slots_T, wanted_N, *operands = (next(tensors) for _ in range(15))
+        words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions = operands
+        most_keys = int((one.num_keys - one.first_keys).max(initial=0))
+        paged = Paged(
+            *(words, pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, positions),
+            *(page_size, int(one.counts.max(initial=0)), most_keys),
+        )
+        uploaded.append(DevicePass(token_ids_T, drawn_M, positions_T, slots_T, wanted_N, paged))
+    return uploaded
+
+
+def _arrays(one: StepLayout) -> list[npt.NDArray[Any]]:
+    """Return the arrays in the order of `DevicePass` and `Paged`."""
+    rows = [one.token_ids_T, one.drawn_M, one.positions_T, one.slots_T, one.wanted_N]
+    sequences = [one.pages, one.starts, one.counts, one.first_keys, one.ends, one.num_keys, one.node_positions]
+    return [*rows, one.words, *sequences, one.limits, one.positions_T.astype(np.int32)]
+
+
+def _room(array: npt.NDArray[Any]) -> int:
+    """Return the 64-bit words that an array takes. Each begins at 16 bytes: Triton compiles a kernel once more for
+    pointers that do not."""
+    return -(-array.nbytes // 16) * 2

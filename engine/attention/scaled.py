@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with what some models add to it: score softcapping and attention sinks."""
+"""Scaled dot-product attention, with score softcapping and attention sinks for the models that have them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class ScoreOptions(NamedTuple):
-    """What a layer adds to plain attention."""
+    """Options of a layer's attention."""
 
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[H] a logit per head that takes its share of the weights and gives nothing."""
+    """[H] One logit per head, which takes its share of the weights and has no value."""
 
 
 def scaled_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
 ) -> Tensor:
-    """query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
+    """Attend: query (B, H, Q, D), key and value (B, H_kv, K, D) -> (B, H, Q, D_v).
 
-    mask: what is added to the scores. Where H_kv heads of folded queries come instead of H, the
-    sinks' heads are counted in the order of the folded queries.
+    mask: is added to the scores. If H_kv heads of folded queries come instead of H, the heads of the sinks are counted
+    in the order of the folded queries.
     """
     if kind.softcap is not None or kind.sinks is not None:
         return _explicit(query, key, value, mask, scaling, kind)
@@ -34,7 +34,7 @@ def scaled_attention(
 def _explicit(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, kind: ScoreOptions
 ) -> Tensor:
-    """The same by matrix products."""
+    """Attend by matrix products."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

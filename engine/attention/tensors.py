@@ -1,7 +1,7 @@
-"""The K/V tensors of one model, addressed by slot.
+"""K/V tensors of one model, addressed by slot.
 
-All layers share one addressing: slot = block * block_size + offset. Writing happens in the
-attention hook; here the accepted path of a step is made contiguous.
+All layers share one addressing: slot = block * block_size + offset. The attention hook writes. Here the accepted path
+of a step is made contiguous.
 
 A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters layer k, tap N the
 stream that leaves the last of N layers, and `NORMED` that stream after the final norm.
@@ -24,7 +24,7 @@ NORMED = -1
 
 
 def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:
-    """The moves of a sequence from index to index, as slots; without those that stay where they are."""
+    """Return the moves of a sequence from index to index, as slots; moves to the same place are left out."""
 
     def slot(index: int) -> int:
         return block_ids[index // block_size] * block_size + index % block_size
@@ -46,7 +46,7 @@ class KVShape:
     """Taps whose hidden states are stored with K and V, for a drafter that reads them."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all that is kept of one token."""
+        """Bytes of one token's K, V and hidden states."""
         return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
 
     @property
@@ -88,7 +88,7 @@ class KVTensors:
         self.kernels = kernels
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer at `slots`, [slots, heads, dim]; valid until the next call, which uses the same memory."""
+        """Return K and V of a layer at `slots` [slots, heads, dim]; the next call uses the same memory."""
         keys, values = self.layers[layer]
         if isinstance(slots, slice):
             return keys[slots], values[slots]
@@ -109,21 +109,21 @@ class KVTensors:
             self.hidden[slots, place * width : (place + 1) * width] = state_TD
 
     def wipe(self, slots: torch.Tensor) -> None:
-        """Forget what is kept of tokens."""
+        """Wipe what is stored of tokens."""
         for kept in (self.keys, self.values):
             kept[:, slots] = 0
         if self.hidden is not None:
             self.hidden[slots] = 0
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move what is kept of tokens, by sequence: all is read before any is written, and no two share a slot."""
+        """Move what is stored of tokens, by sequence: all is read before any is written, and no two share a slot."""
         moves = [of_sequence for of_sequence in moves if of_sequence]
         if moves:
             self.kernels.move(self._moved, moves)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU they take memory only where something is written to them; `torch.zeros` writes everywhere."""
+    """Return zeros. On a CPU they take memory only if something is written to them; `torch.zeros` writes everywhere."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
 """Attention over paged keys in Triton: one program reads a sequence's keys once for a tile of its queries.
 
-Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile, so a
-tree costs one reading of the text. Long texts are read in several parts at once, merged by their log-sum-exps. Score
-softcapping, sliding windows, attention sinks and grouped heads are done here; rotation and scaling belong to the model.
+Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the rows of a tile: a tree
+reads the text once. Long texts are read in several parts at once, merged by their log-sum-exps. Score softcapping,
+sliding windows, attention sinks and grouped heads are done here; rotation and scaling belong to the model.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`) is its oracle.
 """
@@ -25,8 +25,8 @@ from engine.attention.tensors import KVTensors
 
 _TILE_KEYS = 64
 _LEAST_ROWS, _MOST_ROWS = 16, 64
-# Parts of a text are as long at least, and so many programs keep a device busy.
 _PART_KEYS = 512
+"""Least number of keys in a part of a text."""
 _MOST_PARTS = 16
 
 
@@ -49,7 +49,7 @@ def _seen(
     index, is_key, token, is_query, position, limit, end, words, num_words, node_positions, window,
     has_window: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys] which keys of a tile each query sees: `paged.py` says by what."""
+    """[queries, keys] Keys of a tile that each query sees; the rules are in `inputs.py`."""
     node = tl.maximum(index - end, 0)
     is_node = is_key & (index >= end)
     word = tl.load(
@@ -71,24 +71,24 @@ def _extent(
     sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
     tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
-    """(first key, number after the last, number of the first node) of a program's part of the text."""
+    """Return (first key, number after the last, number of the first node) of a program's part of the text."""
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
-    # Of a prompt's chunk no query of the tile sees what stands behind the last of them; nodes see the whole text.
+    # No query of a prompt's chunk sees keys after the tile's last query; nodes see the whole text.
     furthest = tl.max(tl.where(is_query, limit, 0), axis=0)
     stop = tl.where(furthest < end, tl.maximum(furthest, first), stop)
     if has_window:
-        # Nothing further back is seen by any query of the tile.
+        # No query of the tile sees keys before this one.
         nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
         first = tl.maximum(first, tl.minimum(nearest, end))
     part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
     part_first = first + part * part_keys
     part_stop = tl.minimum(stop, part_first + part_keys)
-    # A tile behind the sequence's last query has nothing to do.
+    # A tile after the sequence's last query has no work.
     part_stop = tl.where(tile * tile_queries >= count, part_first, part_stop)
     return part_first, part_stop, end
 
 
-# These change from step to step; a kernel compiled for each of their kinds would stall whoever meets it first.
+# These change from step to step. A kernel that is compiled for each of their variants would delay the first step of it.
 _CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "padded_queries", "window")
 
 
@@ -144,7 +144,7 @@ def _attend(
         largest = new_largest
     some = total > 0
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
-    # Padding rows see nothing; what they get is 0 and not whatever lies in memory.
+    # Padding rows see nothing; their result is 0, not the content of the memory.
     is_row = (row < tile_queries * groups) & (number < tl.maximum(count, padded_queries))
     inside = is_row[:, None] & (value_column[None, :] < value_dim)
     result = sums / tl.where(some, total, 1.0)[:, None]
@@ -161,7 +161,7 @@ def attend_paged(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V has been written."""
+    """Return the attention of a flat pass: query (1, H, T, D) -> (1, T, H, D_v). The pass's own K/V is written."""
     _, num_heads, num_tokens, key_dim = query.shape
     keys, values = storage.keys[layer], storage.values[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
@@ -194,8 +194,8 @@ def attend_paged(
 
 
 def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
-    """Queries of a tile: a power of two, as each number is compiled anew, and enough for a product's least rows."""
-    # Tiles of 64 rows in float32 take more registers than there are, and 38 s to compile.
+    """Return the queries of a tile: a power of two (each number is compiled), and at least a product's least rows."""
+    # Tiles of 64 rows in float32 need too many registers, and 38 s to compile.
     most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
     return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
@@ -222,12 +222,12 @@ def _merge(
         total = total * fade + weight
         sums = sums * fade + weight * tl.load(output + row * value_dim + column, mask=is_column, other=0.0)
         largest = new_largest
-    # Queries that see nothing are padding: any number will do that is one.
+    # Queries that see nothing are padding: any finite number is right.
     tl.store(result + at * value_dim + column, sums / tl.where(total > 0, total, 1.0), mask=is_column)
 
 
 def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Parts [S, T, H, D_v] with log-sum-exps [S, T, H] as one; sinks [H] take their share and give nothing."""
+    """Merge parts [S, T, H, D_v] by their log-sum-exps [S, T, H]; sinks [H] take their share and have no value."""
     num_parts, num_tokens, num_heads, value_dim = output.shape
     result = torch.empty(output.shape[1:], dtype=dtype, device=output.device)
     _merge[(num_tokens * num_heads,)](
@@ -238,7 +238,7 @@ def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
 
 
 def num_parts_of(most_keys: int, num_programs: int) -> int:
-    """In how many parts the longest text is read: more where few programs would leave the device idle."""
+    """Return the number of parts of the longest text: more if few programs would leave the device idle."""
     wanted = max(1, 264 // max(1, num_programs))
     count = min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS))
     return 1 << (count.bit_length() - 1)

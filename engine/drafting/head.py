@@ -38,7 +38,7 @@ class HeadDrafter:
 
     def _read(self, one: Pass) -> Tensor:
         """Return [N, H] the head's states at the wanted rows of texts."""
-        return self.runner.read(one, states_before(one.batch.sequences, self._target))
+        return self.runner.read(one, states_before(one.layout.sequences, self._target))
 
     def _nothing(self) -> Tensor:
         """Return [0, V] logits."""

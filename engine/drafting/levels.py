@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.inputs import SequenceInput, build
-from engine.attention.paged import PagedInput, pages_of
+from engine.attention.inputs import SequenceInput, StepLayout, build
 from engine.drafting.draft import Layout
 from engine.models.runner import ModelRunner
 from engine.plan import Plan
@@ -98,9 +97,9 @@ class Levels:
 
         decoder, runner = self._decoder, self._runner
         whole = build([sequence for one in passes for sequence in one], runner.block_size)
-        pages, sequence_ends = pages_of(whole), np.cumsum([len(one) for one in passes])
-        row_ends = np.cumsum(whole.num_rows_B)[sequence_ends - 1]
-        parts, part_ends = _parts(pages, sequence_ends, row_ends)
+        sequence_ends = np.cumsum([len(one) for one in passes])
+        row_ends = (whole.starts + whole.counts)[sequence_ends - 1].astype(np.int64)
+        parts, part_ends = _parts(whole, sequence_ends, row_ends)
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
         most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
@@ -112,13 +111,13 @@ class Levels:
             whole.slots_T,
             whole.wanted_N[: len(whole.wanted_N) - int(row_ends[-1] - row_ends[0])],
             parts,
-            pages.words,
-            pages.pages,
-            pages.first_keys,
-            pages.ends,
-            pages.num_keys,
-            pages.node_positions,
-            pages.limits,
+            whole.words,
+            whole.pages,
+            whole.first_keys,
+            whole.ends,
+            whole.num_keys,
+            whole.node_positions,
+            whole.limits,
             whole.positions_T,
             parameters.select(layout.law_row_of_N).temperature_N.numpy(),
             uniform_LC.numpy(),
@@ -132,7 +131,7 @@ class Levels:
         return torch.from_numpy(np.ascontiguousarray(tokens_LC.T))
 
 
-def _parts(pages: PagedInput, sequence_ends: Ints, row_ends: Ints) -> tuple[Ints, Ints]:
+def _parts(pages: StepLayout, sequence_ends: Ints, row_ends: Ints) -> tuple[Ints, Ints]:
     """([P, 3] the parts of attention of all passes, counted within each pass; where each pass's parts end)."""
     from engine.models.cpu_decoder import parts_of
 

@@ -73,8 +73,8 @@ class MaskDrafter(OnePassDrafter):
         passes = self.runner.prepare([*earlier, with_masks])
         for one in passes[:-1]:
             self._read(one)
-        head, batch = self.runner.head, passes[-1].batch
-        taps_TX = head.mask_hidden[0].repeat(len(batch.token_ids_T), 1)
+        head, layout = self.runner.head, passes[-1].layout
+        taps_TX = head.mask_hidden[0].repeat(len(layout.token_ids_T), 1)
         is_text_T = np.concatenate(
             [np.arange(len(p.input_ids) + len(p.nodes.depths)) < len(p.input_ids) for p in with_masks]
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from engine.attention.inputs import NO_NODES, Ints, SequenceInput
+from engine.attention.inputs import NO_NODES, Ints, SequenceInput, slots_of
 from engine.drafting.model import first_key
 from engine.kernels.transfer import to_device
 from engine.models.runner import ModelRunner
@@ -74,5 +74,4 @@ def states_before(parts: Sequence[SequenceInput], target: ModelRunner) -> Tensor
 
 def _slots_before(part: SequenceInput, block_size: int) -> Ints:
     index_T = np.arange(part.first_index - 1, part.first_index - 1 + len(part.input_ids))
-    slots_T: Ints = np.array(part.block_ids)[index_T // block_size] * block_size + index_T % block_size
-    return slots_T
+    return slots_of(np.array([part.block_ids]), np.zeros_like(index_T), index_T, block_size)

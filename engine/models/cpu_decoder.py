@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import AttentionMetadata
-from engine.attention.paged import PagedInput
+from engine.attention.inputs import StepLayout
 from engine.attention.tensors import NORMED, KVTensors
 from engine.models import numba_decoder as nd
 from engine.models import numba_table as nt
@@ -46,7 +46,7 @@ class _Product:
     """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
 
     def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
-        self._numbers, _ = stored_types(dtype, bits == 8, False)
+        self._numbers = np.dtype(np.int8) if bits == 8 else _stored_as(dtype)
         num_blocks = -(-num_columns // BLOCK)
         self.weights = _aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
         self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
@@ -75,11 +75,6 @@ class _Product:
     def nbytes(self) -> int:
         """Memory that it takes."""
         return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
-
-
-def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(type of numpy for weights of a type, type for K/V): what the functions of a pass are compiled for."""
-    return np.dtype(np.int8) if quantises else _stored_as(dtype), np.dtype(np.uint16 if rounds_kv else np.float32)
 
 
 def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
@@ -171,8 +166,8 @@ class CpuDecoder:
         """What the table points to, by field."""
         self._put_weights(model, bits)
         self._put_constants(model)
-        weights, kv = stored_types(model.lm_head.weight.dtype, bits == 8, kv_dtype == torch.bfloat16)
-        self._put(nt.FUNCTIONS, nd.functions_for(weights.type, kv.type))
+        stored: Any = self._arrays[nt.QKV].dtype.type
+        self._put(nt.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
@@ -357,7 +352,7 @@ class CpuDecoder:
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
-def parts_of(pages: PagedInput) -> Array:
+def parts_of(pages: StepLayout) -> Array:
     """[P, 3] (sequence, first row, end) of the rows that attend together."""
     found = []
     for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):

@@ -24,8 +24,8 @@ NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(18, 23)
 KEYS, VALUES = 23, 24
 # Arrays to work in, of T rows (see `_work`), and [phases, `ROW`] counters.
 HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 35)
-# Of a pass over T tokens of R sequences: see `paged.PagedInput`. Parts [P, 3]: sequence, first row and end of rows that
-# attend together; sizes: tokens of a page, cores.
+# Of a pass over T tokens of R sequences: see `inputs.StepLayout`. Parts [P, 3]: sequence, first row and end of rows
+# that attend together; sizes: tokens of a page, cores.
 TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
 NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
 # Hidden states that are stored: places [L + 2] of the state that enters each layer, that leaves the last, and that is

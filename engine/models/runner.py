@@ -14,12 +14,11 @@ from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
 from engine.attention.groups import groups_of
-from engine.attention.inputs import NO_NODES, Ints, PassInput, SequenceInput, build, build_all
-from engine.attention.paged import Paged, pages_of
+from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
+from engine.attention.paged import DevicePass, on_host, upload
 from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.protocol import Kernels, KVMoves
 from engine.kernels.torch_kernels import TORCH
-from engine.kernels.transfer import to_device
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.parallel import Ranks
 
@@ -27,8 +26,9 @@ from engine.models.parallel import Ranks
 class Pass(NamedTuple):
     """A prepared pass."""
 
-    batch: PassInput
+    layout: StepLayout
     metadata: AttentionMetadata
+    tensors: DevicePass
 
 
 class ModelRunner:
@@ -94,25 +94,19 @@ class ModelRunner:
         if self._ranks is not None:
             assert drawn_M is None, "what is drawn on this device is not known to the other ranks"
             self._ranks.tell("forward", sequences)
-        return self.run(self._prepared(build(sequences, self.block_size)), drawn_M)
+        return self.run(self._prepared([build(sequences, self.block_size)])[0], drawn_M)
 
     def prepare(self, passes: Sequence[Sequence[SequenceInput]]) -> list[Pass]:
         """Prepare several passes, for `run`."""
         assert not self.is_split, "what is drawn on this device is not known to the other ranks"
-        return [self._prepared(batch) for batch in build_all(passes, self.block_size)]
+        return self._prepared(build_all(passes, self.block_size))
 
     @torch.inference_mode()
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
-        """Return logits [N, V] (float32) at the wanted tokens of a pass; drawn_M: its tokens that only the device
-        knows.
-        """
-        batch = prepared.batch
-        if self.num_embeddings < self.vocab_size:
-            batch.token_ids_T[batch.token_ids_T >= self.num_embeddings] = 0
-            drawn_M = None if drawn_M is None else torch.where(drawn_M < self.num_embeddings, drawn_M, 0)
-        token_ids = self._token_ids(batch, drawn_M)
-        positions, wanted = to_device(batch.positions_T, self.device), to_device(batch.wanted_N, self.device)
-        return self._compute(token_ids, positions, prepared.metadata, wanted)
+        """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only the device knows."""
+        tensors = prepared.tensors
+        token_ids_T = self.token_ids(tensors, drawn_M)
+        return self._compute(token_ids_T, tensors.positions_T, prepared.metadata, tensors.wanted_N)
 
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
@@ -122,14 +116,15 @@ class ModelRunner:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)
 
-    def _token_ids(self, batch: PassInput, drawn_M: Tensor | None) -> Tensor:
-        """Return [T] all tokens of a pass."""
+    def token_ids(self, tensors: DevicePass, drawn_M: Tensor | None) -> Tensor:
+        """Return all tokens [T] of a pass. drawn_M: those that only the device knows."""
         if drawn_M is None:
-            return to_device(batch.token_ids_T, self.device)
-        if len(batch.drawn_M) == len(batch.token_ids_T):
+            return tensors.token_ids_T
+        if self.num_embeddings < self.vocab_size:
+            drawn_M = torch.where(drawn_M < self.num_embeddings, drawn_M, 0)
+        if len(tensors.drawn_M) == len(tensors.token_ids_T):
             return drawn_M
-        known_T = to_device(batch.token_ids_T, self.device)
-        return known_T.index_copy(0, to_device(batch.drawn_M, self.device), drawn_M)
+        return tensors.token_ids_T.index_copy(0, tensors.drawn_M, drawn_M)
 
     def _compute(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
@@ -170,18 +165,25 @@ class ModelRunner:
         with torch.inference_mode():
             self.backend.tune(run, most_cores)
 
-    def _prepared(self, batch: PassInput) -> Pass:
+    def _prepared(self, layouts: Sequence[StepLayout]) -> list[Pass]:
+        """Bring passes to the device, all in one copy."""
+        if self.num_embeddings < self.vocab_size:
+            for layout in layouts:
+                layout.token_ids_T[layout.token_ids_T >= self.num_embeddings] = 0
+        if self._paged or self.device.type != "cpu":
+            moved = upload(layouts, self.block_size, self.device)
+        else:
+            moved = list(map(on_host, layouts))
+        return [Pass(layout, self._metadata(layout, one), one) for layout, one in zip(layouts, moved, strict=True)]
+
+    def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
-            slots_T, pages = torch.from_numpy(batch.slots_T), pages_of(batch)
-            return Pass(batch, AttentionMetadata(self.storage, slots_T, pages=pages, page_size=self.block_size))
+            return AttentionMetadata(self.storage, tensors.slots_T, pages=layout, page_size=self.block_size)
         if self._paged:
-            paged = Paged.of(pages_of(batch), self.block_size, self.device)
-            slots_T = to_device(batch.slots_T, self.device)
-            return Pass(batch, AttentionMetadata(self.storage, slots_T, paged=paged))
-        slots = _as_slice(batch.slots_T)
-        groups = groups_of(batch, self.block_size, self._layer_bytes, self.device)
-        own = to_device(batch.slots_T, self.device) if slots is None else slots
-        return Pass(batch, AttentionMetadata(self.storage, own, groups))
+            return AttentionMetadata(self.storage, tensors.slots_T, paged=tensors.paged)
+        slots = _as_slice(layout.slots_T)
+        groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
+        return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups)
 
 
 def _as_slice(slots_T: Ints) -> slice | None:

@@ -43,8 +43,8 @@ from engine.step.recorded.steps import buffer_bytes
 
 log = logging.getLogger("polydraft")
 
-# Further tokens make a step longer for those who decode, and no token of a prompt cheaper.
 _CPU_PROMPT_TOKENS = 512
+"""Larger prompt chunks delay decoding requests, and do not speed up prefill on a CPU."""
 _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDrafter, "peagle": MaskDrafter}
 """Drafters of heads, by type; `BlockDrafter` drafts with the others."""
 
@@ -69,14 +69,14 @@ def assemble(
     kind: DrafterKind | None = None,
     is_owner: bool = False,
 ) -> Engine:
-    """An engine around models that are already loaded behind the hook.
+    """Return an engine of models that are already loaded with the attention hook.
 
-    kind: what drafts with the draft model, where that is not seen from the model; is_owner: whether the models' own
-    weights may be given up, because nobody else uses them.
+    kind: how the draft model drafts, if the model does not show it; is_owner: whether the models' weights may be given
+    up, because nothing else uses them.
     """
     check_settings(config := _limited(config, draft))
     if target.ranks is not None:
-        target.ranks.tell("probe", config.cache.block_size)  # what could be refused has not been
+        target.ranks.tell("probe", config.cache.block_size)  # everything that may be refused has been checked
     models = [target] if draft is None else [target, draft]
     shapes = [kv_shape_of(model) for model in models]
     kind = None if draft is None else kind or kind_of(draft, shapes[0].num_layers)
@@ -118,7 +118,7 @@ def assemble(
     for runner in runners:
         runner.tune(most_cores(config.model))
     if all(way.backend.reads_pages for way in ways):
-        # What torch still computes is small, and its waiting threads would keep cores from those of the passes.
+        # Torch computes little then, and its waiting threads would take cores from the passes.
         torch.set_num_threads(1)
     facts = msgspec.structs.replace(
         facts,
@@ -159,18 +159,18 @@ def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
 
 
 def _spare_blocks(model: LoadedModel, config: EngineConfig) -> int:
-    """Blocks besides the pool, for what a head computes behind texts and nobody reads again."""
+    """Return the number of blocks outside the pool, for what a head computes after texts and never reads again."""
     block = model.model.config.block if isinstance(model.model, Head) else None
     return 0 if block is None else config.scheduler.max_num_seqs * -(-block.size // config.cache.block_size)
 
 
 def kv_shape_of(model: LoadedModel) -> KVShape:
-    """Shape of one token's K and V."""
+    """Return the shape of one token's K and V."""
     return model.model.kv_shape if isinstance(model.model, Head) else find_kv_shape(model)
 
 
 def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
-    """What steps are recorded for: plain decoding, what is configured, and what the controller chooses from."""
+    """Return the shapes for which steps are recorded: plain decoding, the configured one, and the controller's menu."""
     wanted = config.speculation
     is_recorded = wanted.rule in RECORDED_RULES and wanted.draft_method in ("", "iid") and set(wanted.tree[1:]) <= {1}
     if draft is None or not is_recorded:
@@ -190,13 +190,13 @@ def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_he
 def _prepare(
     loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress, is_owner: bool
 ) -> tuple[BackendChoice, int]:
-    """(how a model is run, the memory its weights then take)."""
+    """Return (how a model is run, the memory that its weights then take)."""
     if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
         has_paged_kernel = has_kernel(torch.device(loaded.model.device))
         return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), loaded.weight_bytes
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size, config.model)
-    if loaded.ranks is not None or not is_owner:  # what is not split would be tried on this rank alone
+    if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone
         return way, loaded.weight_bytes
     progress(f"laying out the weights of {loaded.name}")
     laid_out_bytes = way.backend.prepare(partial(runs, loaded, shape, way, config.cache.block_size))
@@ -215,7 +215,7 @@ def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
 
 
 def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
-    """The configuration in which requests ask for no longer chains than a head drafts."""
+    """Return a configuration whose requests ask for no longer chains than a head drafts."""
     most, wanted = None if draft is None else draft.most_drafts, config.speculation
     if most is None or wanted.max_draft_length <= most:
         return config

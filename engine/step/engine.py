@@ -33,18 +33,18 @@ from engine.step.telemetry import Telemetry
 Failures = Sequence[tuple[str, RequestError]]
 """Requests (by id) that have ended with an error."""
 
-# Grammars are followed for the requests that run, and for as many that are next.
 _GRAMMARS_PER_SEAT = 2
+"""Grammars are followed for the requests that run, and for the same number of the next ones."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, and what it took."""
+    """Results and times of a step."""
 
     outcomes: list[Outcome]
     stats: StepStats
     failed: Failures = ()
-    """Requests that could not go on."""
+    """Requests that could not continue."""
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
         self.eager = EagerStep(target, drafter)
         self.recorded = RecordedSteps()
         self._ended: list[tuple[str, RequestError]] = []
-        """Requests that could not go on in this step."""
+        """Requests that could not continue in this step."""
 
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
@@ -105,7 +105,7 @@ class Engine:
         return self.recorded.find(plan) or self.eager
 
     def run_step(self) -> StepResult:
-        """One step with its measurements."""
+        """Run one step and measure it."""
         self.telemetry.begin_step()
         outcomes = self.step()
         failed = [*self._end_followed(outcomes), *self._ended]
@@ -116,15 +116,15 @@ class Engine:
 
     @property
     def draft_runner(self) -> ModelRunner | None:
-        """Runs the draft model; None where there is none."""
+        """Runner of the draft model; None if there is none."""
         return self.drafter.runner if self.drafter is not None else None
 
     def stats(self) -> StepStats:
-        """The state between steps."""
+        """Return the state between steps."""
         return self.telemetry.stats(self.following.num_waiting)
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests; raises RequestError where one cannot be served as asked, and then queues none."""
+        """Queue requests; raises RequestError if one cannot be served as asked, and then queues none."""
         check_requests(requests, self.facts, self.limits)
         for request in requests:
             if request.sampling.grammar:
@@ -134,14 +134,14 @@ class Engine:
                 self._queue(request, FollowedThoughts(thinking, self.facts) if thinking else None)
 
     def queue_followed(self) -> tuple[list[str], Failures]:
-        """Queue the requests whose grammars have become ready; (their ids, those whose grammars cannot be followed)."""
+        """Queue the requests whose grammars are ready; return (their ids, those whose grammars cannot be followed)."""
         ready, failed = self.following.ready()
         for request, grammar in ready:
             self._queue(request, grammar)
         return [request.request_id for request, _ in ready], failed
 
     def _after_thoughts(self, request: Request, grammar: FollowedGrammar) -> FollowedGrammar:
-        """A grammar that holds after the request's thoughts, if these are followed."""
+        """Return a grammar that holds after the request's thoughts, if these are followed."""
         thinking = request.sampling.thinking
         return grammar if thinking is None else FollowedThoughts(thinking, self.facts, grammar)
 
@@ -151,17 +151,17 @@ class Engine:
         self.scheduler.submit(request, grammar, drafts and self.facts.rules[speculation.rule].changes_targets)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its blocks; False when it has already ended."""
+        """Forget a request and free its blocks; False if it has already ended."""
         is_known = self.following.end(request_id) or self.scheduler.abort(request_id)
         if not self.scheduler.has_work:
             self.telemetry.pause()
         return is_known
 
     def _end_broken(self, plan: Plan, verdict: StepVerdict) -> None:
-        """End the requests whose numbers are not finite, and wipe their K/V before others get its blocks.
+        """End the requests with non-finite numbers, and wipe their K/V before others get its blocks.
 
-        A block that another request holds is left as it is: with wrong K/V in it, that request would be broken too.
-        No new request gets such a block from the prefix cache.
+        A block that another request holds is not wiped: if its K/V were wrong, that request would end, too. No new
+        request gets such a block from the prefix cache.
         """
         if not verdict.broken:
             return
@@ -174,7 +174,7 @@ class Engine:
             self.draft_runner.wipe(free)
 
     def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
-        """End the requests that emitted a token where their masks left nothing; it is not sent."""
+        """End the requests that emitted a token although their masks allowed none; it is not sent."""
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
         for row, outcome in zip(rows, outcomes, strict=True):
             if row.text is not None and has_dead_end(row.text, outcome.token_ids, self.facts.vocab_size):
@@ -185,7 +185,7 @@ class Engine:
         self.abort(request_id)
 
     def _end_followed(self, outcomes: Sequence[Outcome]) -> Failures:
-        """Requests whose grammars failed in this step; nothing is followed for them any more, nor for who has ended."""
+        """Return the requests whose grammars failed in this step; stop following these and those that ended."""
         failed = self.following.failed((outcome.request_id, outcome.token_ids) for outcome in outcomes)
         for request_id, _ in failed:
             self.scheduler.abort(request_id)
@@ -196,12 +196,12 @@ class Engine:
 
 
 def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:
-    """What makes the target's K/V of accepted paths contiguous, by row."""
+    """Return the moves that make the target's K/V of accepted paths contiguous, by row."""
     if draft is None:
         return []
     moves: list[KVMoves] = []
     for row, tree, emission in zip(plan.sampling_rows, draft.trees, emissions, strict=True):
-        if emission.rank == 0 or not emission.accepted:  # the first chain's nodes lie where its tokens will
+        if emission.rank == 0 or not emission.accepted:  # the first chain's nodes are in place
             moves.append([])
             continue
         path = tree.paths[emission.rank][1 : len(emission.accepted) + 1]

@@ -1,6 +1,6 @@
 """Measurements of one start that the next start on the same machine uses: JSON files in a folder.
 
-Not for: what is measured, or whether it still holds (`calibration.py`, `execution.packing`).
+Not for: measuring, or checking whether a measurement still holds (`calibration.py`, `models/packing.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 NOWHERE = "off"
-"""In place of a folder: nothing is kept."""
+"""Value of the folder that stores nothing."""
 
 
 def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> Path | None:
-    """Where measurements of what is described, made on this machine, are kept; None where there is no such place."""
+    """Return the file for measurements of what is described, made on this machine; None if there is no place for it."""
     if folder == NOWHERE:
         return None
     machine = [_processor(), os.cpu_count()]  # not its name: a container has another one every time
@@ -31,7 +31,7 @@ def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> P
 
 
 def _processor() -> str:
-    """The processor's model, where the system tells it."""
+    """Return the processor's model, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def _processor() -> str:
 
 
 def read_kept(file: Path | None) -> Any:
-    """What is kept there, whatever it is; None where there is nothing that can be read."""
+    """Return the content of a file, unchecked; None if there is nothing that can be read."""
     try:
         return json.loads(file.read_text()) if file is not None else None
     except (OSError, ValueError, RecursionError):
@@ -48,7 +48,7 @@ def read_kept(file: Path | None) -> Any:
 
 
 def keep(file: Path | None, measured: Any, progress: Callable[[str], None]) -> None:
-    """Keep measurements; a folder that cannot be written means measuring again next time, and a line that says so."""
+    """Store measurements. If the folder cannot be written, report that the next start measures again."""
     if file is None:
         return
     try:

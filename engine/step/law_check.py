@@ -1,10 +1,10 @@
-"""Checks the law of a running engine's output against the target's own, on the loaded pair.
+"""Checks the distribution of a running engine's output against that of the target, on the loaded pair.
 
-For a prompt the exact law of the first two tokens comes from one plain pass of the target; the engine answers the
-prompt many times, with different seeds, by the rule under test. The counts of the most likely pairs of tokens (the
-others in groups) must fit the law: a G-test. It says how large a bias it would find; and where the pair disagrees
-enough for it, the same test must reject over-acceptance, whose bias the engine reports. Runs on an idle engine; what
-it computes is forgotten.
+One plain pass of the target computes the exact distribution of the first two tokens after a prompt. The engine answers
+the prompt many times, with different seeds, by the rule under test. The counts of the most likely pairs of tokens (the
+others in groups) must fit the distribution: a G-test. It reports how large a bias it would find. If the pair disagrees
+enough, the same test must reject over-acceptance, whose bias the engine reports. It needs an idle engine, and leaves
+nothing in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from engine.models.runner import ModelRunner
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.sampling.law import LawParameters, law
 from engine.sampling.noise import Purpose, uniform
-from engine.step.draft_logits import drafts_by_head
 from engine.step.engine import Engine
 
 SIGNIFICANCE = 1e-5
@@ -76,7 +75,7 @@ class Check:
 
 @dataclass(frozen=True)
 class AnswerStep:
-    """What one step gave an answer."""
+    """One step of an answer."""
 
     start: int
     """Tokens of the answer before it."""
@@ -88,7 +87,7 @@ class AnswerStep:
 
 @dataclass
 class CheckedAnswer:
-    """What one request got."""
+    """Answer of one request."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[AnswerStep] = field(default_factory=list)
@@ -96,18 +95,18 @@ class CheckedAnswer:
     num_nodes: int = 0
     """Drafted nodes verified for it."""
     bias: float = 0.0
-    """What lossy acceptance allowed."""
+    """Mean bias that lossy acceptance allowed."""
 
     @property
     def num_steps(self) -> int:
-        """How many steps it took, without those that read the prompt alone."""
+        """Number of steps, without those that read the prompt alone."""
         return len(self.steps)
 
 
 def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, CheckedAnswer]:
     """Answer all requests on an idle engine; admission's caps do not apply."""
     answers = {request.request_id: CheckedAnswer() for request in requests}
-    engine.scheduler.blocks.forget_all()  # passes beside the scheduler may have written anywhere
+    engine.scheduler.blocks.forget_all()  # passes outside the scheduler may have written anywhere
     for request in requests:
         engine.scheduler.submit(request)
     while engine.scheduler.has_work:
@@ -122,7 +121,7 @@ def run_to_end(engine: Engine, requests: Sequence[Request]) -> dict[str, Checked
 
 
 def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
-    """A prompt in the model's own words: what the target says after an arbitrary token, up to where it is least sure.
+    """Return a prompt of the target: its continuation of an arbitrary token, up to its least certain position.
 
     Where the next token is nearly certain a test would see nothing.
     """
@@ -146,16 +145,16 @@ def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
 class Cells:
     """A partition of all pairs of tokens, with the exact probability of each part.
 
-    A likely first token is told apart by what follows (likely tokens, and the others pooled); the other first tokens
-    are pooled in groups of equal mass by how much likelier the draft makes them than the target, where bias shows.
+    A likely first token has one part for each likely second token, and one for all others. The other first tokens are
+    pooled in groups of equal mass, ordered by the ratio of draft to target probability, which shows bias.
     """
 
     expected: dict[Cell, float]
     group_V: Ints
-    """Group of each first token; -1 where it is told apart."""
+    """Group of each first token; -1 if the token has its parts."""
 
     def of(self, first: int, second: int) -> Cell:
-        """The part that a pair belongs to."""
+        """Return the part that a pair belongs to."""
         if self.group_V[first] >= 0:
             return _GROUPED, int(self.group_V[first])
         return (first, second) if (first, second) in self.expected else (first, _OTHER)
@@ -164,7 +163,7 @@ class Cells:
 def _laws(
     runner: ModelRunner, engine: Engine, prompt: Sequence[int], after: Sequence[int], sampling: Sampling
 ) -> torch.Tensor:
-    """[1 + N, V] a model's law after the prompt, and after each of N tokens more."""
+    """Return a model's law [1 + N, V] after the prompt, and after each of N more tokens."""
     count = len(after)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
     nodes = NodeInput(list(after), [1] * count, (), np.eye(count, dtype=np.bool_))
@@ -173,10 +172,10 @@ def _laws(
 
 
 def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cells:
-    """Cells for the two tokens after a prompt."""
+    """Return the cells of the two tokens after a prompt."""
     assert engine.draft_runner is not None, "only a pair can be checked"
     first_V = _laws(engine.target, engine, prompt, (), sampling)[0]
-    if drafts_by_head(engine):  # it does not draft the first token
+    if engine.scheduler.draft_prefill.by_head:  # a head does not draft the first token
         draft_V = torch.ones_like(first_V)
     else:
         draft_V = _laws(engine.draft_runner, engine, prompt, (), sampling)[0]
@@ -200,7 +199,7 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Cel
 
 
 def g_test(counts: Counter[Cell], expected: dict[Cell, float]) -> tuple[float, int]:
-    """(p-value, number of cells) of the counts; cells too small for the test are pooled."""
+    """Return (p-value, number of cells) of the counts; cells too small for the test are pooled."""
     total = counts.total()
     small = {cell for cell, probability in expected.items() if probability * total < _SMALLEST_CELL}
     observed: list[float] = [counts[cell] for cell in expected if cell not in small]
@@ -255,9 +254,9 @@ def check_law(
 
 
 def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, temperature: float) -> Check:
-    """The same test on a rule that is known to be biased: see `is_blind`."""
+    """Run the same test on a rule that is known to be biased: see `is_blind`."""
     # Bias is reported of all drafted tokens. With a head only the second token of the two is drafted.
-    length, max_tokens = (1, 3) if drafts_by_head(engine) else (2, 4)
+    length, max_tokens = (1, 3) if engine.scheduler.draft_prefill.by_head else (2, 4)
     biased = Speculation(rule="token", num_drafts=1, draft_length=length, over_acceptance=_OVER_ACCEPTANCE)
     return check_law(engine, "over-acceptance", biased, prompt, num_answers, temperature, max_tokens)
 
@@ -268,7 +267,7 @@ def is_blind(power: Check) -> bool:
 
 
 def short_check(engine: Engine, speculation: Speculation, report: Callable[[str], None]) -> None:
-    """The check at start: the configured speculation on one prompt; raises LoadError when it fails."""
+    """Check the configured speculation on one prompt at start; raises LoadError if it fails."""
     num_answers = 600
     prompt = make_prompt(engine, seed=1)
     report(f"self-check of rule {speculation.rule}")

@@ -1,4 +1,4 @@
-"""How a device's memory is shared out: weights, what steps need, and the K/V of as many blocks as the rest holds."""
+"""Division of a device's memory: weights, working memory of steps, and K/V blocks in the rest."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _DEFAULT_CPU_BYTES = 1 << 30
 # Of the memory that is free beside what is kept back; the rest is for a pass's activations.
 _DEFAULT_CUDA_SHARE = 0.9
 _LEAST_CONTEXT = 1024
-"""Tokens below which the context is not shortened to what the pool holds: a start with less is refused."""
+"""Least context to which the pool shortens it; a start with less is refused."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What memory the loaded models leave, and what it is for; sizes in bytes."""
+    """Memory that the loaded models leave, and its use; sizes in bytes."""
 
     num_blocks: int
-    """Of the pool that target and draft share."""
+    """Blocks of the pool that target and draft share."""
     max_model_len: int
-    """Longest prompt plus answer in tokens, of which the pool holds at least one request."""
+    """Longest prompt plus answer in tokens; the pool holds at least one such request."""
     most_blocks: int
-    """Of the longest text with its drafts."""
+    """Blocks of the longest text with its drafts."""
     pool_bytes: Sequence[int]
     """K/V of each model."""
     kept_back: Mapping[str, int]
-    """What steps need besides."""
+    """Working memory of steps."""
 
 
 def plan_memory(
     config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], recorded_bytes: int, device: torch.device
 ) -> MemoryPlan:
-    """Share out what memory is left; raises ConfigError if it does not hold one request of the longest text.
+    """Divide the memory that is left; raises ConfigError if it does not hold one request of the longest text.
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
     token_bytes: what each model keeps of a token; recorded_bytes: what recorded passes and steps write into.

@@ -14,15 +14,15 @@ from engine.scheduling.store import BlockStore
 from engine.step.engine import Engine
 
 _REHEARSED_TOKENS, _REHEARSAL_S = 24, 0.25
-"""Tokens of a synthetic prompt and of its answer; time after which it is ended."""
+"""Tokens of a synthetic prompt and of its answer, and the time after which it is ended."""
 
 
 def rehearse(engine: Engine, speculation: Speculation) -> None:
-    """Serve synthetic requests to nobody, one with a seed and one without.
+    """Serve synthetic requests, one with a seed and one without, and discard their answers.
 
-    The first real request then finds its code and the caches warm, and its speedup is reported from times of served
-    steps, which take longer than measured ones. The K/V pool holds nothing yet; blocks, counts and what the controller
-    learns are thrown away.
+    The first real request then finds its code and the caches warm. Its speedup is computed from times of served steps,
+    which take longer than measured ones. The K/V pool holds nothing yet. Blocks, counts and what the controller learns
+    are discarded.
     """
     seeded = with_kept_shape(speculation, engine.limits, engine.facts.device)
     for times in (None, engine.scheduler.times):  # cold steps teach the model of step times nothing
@@ -38,7 +38,7 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
 
 
 def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
-    """Another engine around the models of one."""
+    """Return another engine of the same models."""
     own = engine.scheduler
     blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
     scheduler = Scheduler(own.config, blocks, own.eos_token_ids, own.draft_prefill.draft_window)

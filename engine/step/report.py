@@ -1,4 +1,4 @@
-"""What a step brings to the host, and what it reports besides tokens.
+"""Results of a step that come to the host, and reports besides tokens.
 
 The first half copies all results of a step at once: every copy waits until the device has done all work before it, and
 the device then waits for the host's next work. It also finds the requests whose numbers are not finite. The second half

@@ -1,7 +1,7 @@
-"""What each step took, and what plain decoding would have taken: everything that is measured of a running engine.
+"""Measurements of a running engine: times of each step, and the time that plain decoding would have taken.
 
-The engine says when a step begins and ends and which part of it runs; nothing here changes what a step does. The model
-of step times learns from every step; answers and dashboards get the figures of a step.
+The engine reports when a step begins and ends, and which part runs. Nothing here changes what a step does. The model of
+step times learns from every step. Answers and dashboards get the figures.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _NEW_WEIGHT = 0.05
 
 
 class CudaClock:
-    """Time as a CUDA device sees it: the host goes on while the device still works. Marks are events of the stream."""
+    """Clock of a CUDA device: the host continues while the device still works. Marks are events of the stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """The moment at which the stream has done all it was given so far."""
+        """Return the moment at which the stream has finished all work given so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """Time between two marks; None where the stream has not come to the second one yet."""
+        """Return the time between two marks; None if the stream has not reached the second one."""
         return float(begin.elapsed_time(end)) / 1e3 if end.query() else None  # type: ignore[no-untyped-call]
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Until the stream has come to a mark."""
+        """Wait until the stream has reached a mark."""
         mark.synchronize()
 
 
 class Stopwatch:
-    """Times a step and its phases: on a device by its own clock, as the host may be done with a phase long before."""
+    """Times a step and its phases. On a device, its clock is used: the host may finish a phase much earlier."""
 
     def __init__(self, clock: CudaClock | None = None) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class Stopwatch:
         self._phases_s = dict.fromkeys((*PHASES, _PARTS), 0.0)
         self.started = self.stopped = time.perf_counter()
         self.parts_s = 0.0
-        """How much of the last step its parts took; the rest was planning."""
+        """Time of the last step's parts; the rest was planning."""
 
     def start(self) -> None:
         """Begin a step."""
@@ -59,7 +59,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside counts for this phase."""
+        """Count the time inside for this phase."""
         began = time.perf_counter()
         on_device = self._clock if name != _PARTS else None
         begin = on_device.mark() if on_device is not None else None
@@ -72,9 +72,9 @@ class Stopwatch:
                 self._marks.append((name, host_s, begin, on_device.mark()))
 
     def stop(self, waits: bool = False) -> tuple[float, dict[str, float]]:
-        """(duration of the step, duration by phase); `host` is whatever no phase claims.
+        """Return (duration of the step, duration by phase); `host` is the time outside all phases.
 
-        waits: the step ends when the device is done with it; for steps after which nothing is read from it.
+        waits: the step ends when the device has finished it; for steps after which nothing is read from the device.
         """
         if self._clock is not None and self._marks:
             if waits:
@@ -97,7 +97,7 @@ class HostTime(NamedTuple):
     """Seconds of host work outside the parts of a step."""
 
     before: float
-    """Between the last step and this one; 0 where this one did not follow it at once."""
+    """Between the last step and this one; 0 if this one did not follow it at once."""
     usual: float
     """Planning and messages of a usual step; plain decoding needs them too."""
 
@@ -125,7 +125,7 @@ class Overhead:
         return HostTime(before_s, self._usual_s or 0.0)
 
     def pause(self) -> None:
-        """The next step does not follow the last one at once: do not charge the time between them to it."""
+        """Note that the next step does not follow the last one at once: it is not charged for the time between them."""
         self._last_stopped = None
 
 
@@ -138,15 +138,15 @@ class Telemetry:
         self.num_steps = 0
         self._scheduler = scheduler
         self.overhead = Overhead()
-        """Host time around the parts of steps; may be that of an engine around the same models."""
+        """Host time outside the parts of steps; may be shared with another engine of the same models."""
         self._controlled_s = 0.0
 
     def begin_step(self) -> None:
-        """A step begins now."""
+        """Begin a step."""
         self.stopwatch.start()
 
     def end_step(self, num_awaiting_grammar: int) -> StepStats:
-        """The step that began last has ended; num_awaiting_grammar: requests whose grammars are being read."""
+        """End the step that began last. num_awaiting_grammar: requests whose grammars are being read."""
         wall_s, phases_s = self.stopwatch.stop(waits=not self._scheduler.last_plan.sampling_rows)
         self.num_steps += 1
         # Planning and messages cost plain decoding the same; the controller does not run then.
@@ -155,7 +155,7 @@ class Telemetry:
         return self.stats(num_awaiting_grammar, wall_s + around_s.before, plain_s, prompt_s, phases_s)
 
     def pause(self) -> None:
-        """The next step does not follow the last one at once: it does not pay for the time between them."""
+        """Note that the next step does not follow the last one at once."""
         self.overhead.pause()
 
     def stats(
@@ -166,7 +166,7 @@ class Telemetry:
         prompt_s: float = 0.0,
         phases_s: dict[str, float] | None = None,
     ) -> StepStats:
-        """The state now, with the times of the step that led to it; without times where no step was made."""
+        """Return the state, with the times of the last step if there was one."""
         scheduler = self._scheduler
         return StepStats(
             wall_s=wall_s,
@@ -183,16 +183,16 @@ class Telemetry:
         )
 
     def _controlling_s(self) -> float:
-        """How long the controller has run since the last call."""
+        """Return the time that the controller has run since the last call."""
         controller = self._scheduler.controller
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
     def _learn(self, draft_s: float, rest_s: float, around_s: float) -> tuple[float | None, float]:
-        """Duration of a plain step over the rows of the last plan that emit, and of what that plan's prompts took;
-        (None, 0) where no times were measured or nothing was emitted.
+        """Return (duration of a plain step over the last plan's rows that emit, time of that plan's prompts).
 
-        draft_s, rest_s: what the parts of the step took; around_s: usual time between the parts of two steps.
+        It is (None, 0) if no times were measured or nothing was emitted. draft_s, rest_s: times of the step's parts;
+        around_s: usual time between the parts of two steps.
         """
         times, plan = self._scheduler.times, self._scheduler.last_plan
         if times is None or not plan.sampling_rows:

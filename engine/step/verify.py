@@ -53,7 +53,7 @@ class _Copied(NamedTuple):
     origin_C: Ints
     """Index, in the draft's layout, of each chain that the rules see."""
     walks: Mapping[int, Walk]
-    """By row number, the accepted path through the row's text drafts."""
+    """Accepted path through the text drafts of each row, by its number."""
     goes_on_R: Bools
     """Whether a rule still verifies sampled chains of the row, below the accepted tokens of text drafts."""
 

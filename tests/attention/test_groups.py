@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from engine.attention.groups import Group, _group, groups_of
-from engine.attention.inputs import NO_NODES, NodeInput, PassInput, SequenceInput, build
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, StepLayout, build
 from engine.models import runner
 from engine.models.probe import find_kv_shape
 from engine.models.runner import ModelRunner
@@ -54,7 +54,7 @@ def logits(
 ) -> torch.Tensor:
     made: list[Group] = []
 
-    def grouped(batch: PassInput, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
+    def grouped(batch: StepLayout, block_size: int, token_bytes: int, device: torch.device) -> list[Group]:
         if alone:
             return [_group(batch, np.array([number]), block_size, device) for number in range(len(batch.sequences))]
         groups = groups_of(batch, block_size, token_bytes, device)

@@ -18,7 +18,7 @@ triton_attention = pytest.importorskip("engine.attention.triton_attention")
 
 from engine.attention.groups import _group  # noqa: E402
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build  # noqa: E402
-from engine.attention.paged import Paged, pages_of  # noqa: E402
+from engine.attention.paged import Paged, upload  # noqa: E402
 from engine.attention.scaled import ScoreOptions  # noqa: E402
 from engine.attention.tensors import KVShape, KVTensors  # noqa: E402
 from engine.models.probe import find_kv_shape, probe  # noqa: E402
@@ -45,6 +45,12 @@ def logits(loaded: Any, paged: bool) -> torch.Tensor:
     prompts, steps = passes()
     model.forward(prompts)
     return model.forward(steps)
+
+
+def paged_of(parts: list[SequenceInput]) -> Paged:
+    paged = upload([build(parts, PAGE)], PAGE, tiny.DEVICE)[0].paged
+    assert paged is not None
+    return paged
 
 
 @pytest.mark.parametrize("name", grid(CASES, {"window and softcap"}))
@@ -86,7 +92,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     expected = reference([part], storage, query, window, ScoreOptions())[:clean]
     for tensor in (storage.keys, storage.values):
         tensor[:, known + clean :] = torch.nan
-    paged = Paged.of(pages_of(build([part], PAGE)), PAGE, tiny.DEVICE)
+    paged = paged_of([part])
     found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
     assert triton_attention.tile_queries_of(count, 3, torch.float32) == 8
     assert (found[:clean] - expected).abs().max() < 1e-5
@@ -95,7 +101,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
 def operands(
     dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
 ) -> tuple[Any, ...]:
-    """Return a tree of more nodes than a word has bits, after a long text, and a chunk of a prompt."""
+    """A tree of more nodes than a word has bits behind a long text, and a chunk of a prompt beside it."""
     chance = np.random.default_rng(1)
     tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
     blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
@@ -184,7 +190,7 @@ def test_keys_before_the_first_are_not_seen() -> None:
 
 def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
     parts, storage, query, window = case
-    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
+    paged = paged_of(parts)
     found = triton_attention.attend_paged(paged, storage, 0, query, None, kind, window)[0].cpu().double()
     assert (found - reference(parts, storage, query, window, kind)).abs().max() < tolerance
 
@@ -192,7 +198,7 @@ def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
 @pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
 def test_the_comparison_has_teeth(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
-    paged = Paged.of(pages_of(build(parts, PAGE)), PAGE, tiny.DEVICE)
+    paged = paged_of(parts)
     spoilt = getattr(paged, wrong)
     spoilt.copy_(spoilt.flip(-1) if wrong == "pages" else spoilt * 0 + (-1 if wrong == "words" else 3))
     found = triton_attention.attend_paged(paged, storage, 0, query, None, ScoreOptions(), window)[0].cpu().double()
@@ -210,7 +216,7 @@ def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
 
 
 def test_tiles_have_few_sizes() -> None:
-    """Each size is compiled separately: three sizes of four heads that share keys, fewer rows in float32."""
+    """Each is compiled anew: three sizes of four heads that share keys, fewer rows in float32."""
     sizes = {triton_attention.tile_queries_of(count, 4, torch.bfloat16) for count in range(1, 500)}
     assert sizes == {4, 8, 16}
     assert {triton_attention.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}

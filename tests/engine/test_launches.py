@@ -52,7 +52,7 @@ CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
 
 
 def made_up(self: ModelRunner, prepared: Pass, _drawn_T: Tensor | None = None) -> Tensor:
-    shape = len(prepared.batch.wanted_N), self.vocab_size
+    shape = len(prepared.layout.wanted_N), self.vocab_size
     return torch.linspace(0, 3, shape[0] * shape[1]).view(shape)
 
 

@@ -1,6 +1,4 @@
-"""Answers after a text of 16k tokens: the same with drafts, in chunks, with a draft window, together with short
-requests.
-"""
+"""Answers behind a text of 16k tokens: the same with drafts, in chunks, with a draft window, beside short requests."""
 
 from __future__ import annotations
 

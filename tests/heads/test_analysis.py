@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from analysis.draft_logits import draft_logits
 from analysis.pair import laws_along
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
-from engine.step.draft_logits import draft_logits
 from engine.step.law_check import check_law, check_power, make_prompt, short_check
 from tests.engine import test_output_law as output_law
 from tests.engine import tiny

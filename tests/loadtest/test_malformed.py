@@ -1,4 +1,4 @@
-"""The measurement of malformed requests during a stream, with few requests."""
+"""The measurement of malformed requests beside a stream, in small."""
 
 from __future__ import annotations
 

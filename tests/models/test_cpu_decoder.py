@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.attention.paged import PagedInput
+from engine.attention.inputs import StepLayout
 from engine.attention.tensors import NORMED
 from engine.config import ModelConfig
 from engine.errors import ConfigError
@@ -181,20 +181,20 @@ def test_the_model_may_lose_its_own_weights() -> None:
 
 
 @contextmanager
-def pages_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[PagedInput], dict[str, Any]]) -> Iterator[None]:
+def pages_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[StepLayout], dict[str, Any]]) -> Iterator[None]:
     """Give passes wrong facts about their keys."""
-    right = runner.pages_of
+    right = runner.build
 
-    def wrong(batch: Any) -> PagedInput:
-        pages = right(batch)
-        return pages._replace(**change(pages))
+    def wrong(*operands: Any) -> StepLayout:
+        pages = right(*operands)
+        return replace(pages, **change(pages))
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "pages_of", wrong)
+        patched.setattr(runner, "build", wrong)
         yield
 
 
-WRONG_PAGES: dict[str, Callable[[PagedInput], dict[str, Any]]] = {
+WRONG_PAGES: dict[str, Callable[[StepLayout], dict[str, Any]]] = {
     "a query sees the token behind it": lambda p: {"limits": np.minimum(p.limits + 1, p.num_keys.max())},
     "a query does not see itself": lambda p: {"limits": np.maximum(p.limits - 1, 1)},
     "keys are in the wrong pages": lambda p: {"pages": np.ascontiguousarray(np.roll(p.pages, 1, 1))},

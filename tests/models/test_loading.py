@@ -249,26 +249,26 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
     loaded = tiny.load_model(config, seed=1)
     shape = probe.find_kv_shape(loaded)
     assert probe.probe(loaded, shape) < 0.05
-    visible = groups._visible
+    visible, place = groups._visible, inputs.place
 
     def causal(batch, numbers, is_row_BQ, num_keys):  # type: ignore[no-untyped-def]
         """Nodes see those of other branches that lie before them."""
         found = visible(batch, numbers, is_row_BQ, num_keys)
         (number,) = numbers
-        known, end = batch.num_inputs_B[number], batch.end_B[number]
+        known, end = batch.num_inputs_B[number], batch.ends[number]
         size = num_keys - end
         found[0, known : known + size, end:] = np.tri(size, dtype=np.bool_)
         return found
 
-    def flat(sequences, index_T, is_node_T, end_T):  # type: ignore[no-untyped-def]
+    def flat(end, offset, depth):  # type: ignore[no-untyped-def]
         """Tree nodes numbered one after the other instead of by their depth."""
-        return index_T
+        return place(end, offset, offset + 1)
 
     bias, forward = groups.Group.bias, runner.ModelRunner.forward
     patches = {
         "not finite": patch.object(runner.ModelRunner, "forward", lambda self, *rest: forward(self, *rest) * torch.nan),
         "causal": patch.object(groups, "_visible", causal),
-        "positions": patch.object(inputs, "_positions", flat),
+        "positions": patch.object(inputs, "place", flat),
         "compaction": patch.object(runner.ModelRunner, "keep", lambda self, moves: None),
         "window": patch.object(groups.Group, "bias", lambda self, window, *rest: bias(self, None, *rest)),
     }

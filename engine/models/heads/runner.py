@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata
-from engine.kernels.transfer import to_device
 from engine.models.runner import ModelRunner, Pass
 
 
@@ -47,8 +46,5 @@ class HeadRunner(ModelRunner):
     @torch.inference_mode()
     def _run(self, one: Pass, compute: Callable[[Tensor, Tensor], Tensor], drawn_M: Tensor | None = None) -> Tensor:
         """Return [N, H] the result of `compute` for tokens and positions, at the wanted rows."""
-        token_ids_T = self._token_ids(one.batch, drawn_M)
-        if self.num_embeddings < self.vocab_size:
-            token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
-        computed_TH = compute(token_ids_T, to_device(one.batch.positions_T, self.device))
-        return computed_TH[to_device(one.batch.wanted_N, self.device)]
+        computed_TH = compute(self.token_ids(one.tensors, drawn_M), one.tensors.positions_T)
+        return computed_TH[one.tensors.wanted_N]

@@ -1,1 +1,1 @@
-"""Decode steps as CUDA graphs: drafting is one, the target's pass with the verdict another (`steps.py`)."""
+"""Decode steps as CUDA graphs: drafting, the target's pass, and the verdict (`steps.py`)."""

@@ -1,11 +1,11 @@
-"""The numbers of a recorded step, made on the host: what its passes and draws must know, in one array.
+"""Numbers of a recorded step, made on the host: operands of its passes and draws, in one array.
 
-Where a node's K/V lies, at which position, and what it sees follows from what a request drafts and from a few numbers
-of it. What follows from the shapes of the drafts alone is made once (`_Tables`); the rest is a handful of operations
-for all requests together.
+The slot and position of a node, and what it sees, follow from what a request drafts and from a few of its numbers. What
+follows from the shapes of the drafts alone is made once (`_Tables`). The rest takes a few operations for all requests
+together.
 
-A request may draft less than the step has room for. Its own rows come first, in the places they have in every other
-step. The rows behind them see nothing, give numbers that nobody reads, and write K/V to a block that nobody reads.
+A request may draft less than the step has room for. Its rows come first, in the places that eager steps give them. The
+rows after them see nothing. Their results are not read, and they write K/V to a spare block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.attention.inputs import place, slots_of, words_of
 from engine.drafting.draft import Layout, method_of
 from engine.drafting.model import first_key, level_nodes
 from engine.drafting.numbers import SCORE_PART, draw_numbers
@@ -32,36 +33,36 @@ Bools = npt.NDArray[np.bool_]
 Array = npt.NDArray[Any]
 
 NUM_TEXT = 2
-"""Tokens of the text that the draft model may lack: the last accepted one, which it drafted but never read, and the
-one that the rule has added."""
+"""Tokens of the text whose draft K/V may be missing: the last accepted one, which the draft model never read, and the
+one that the rule added."""
 MOST_TOP_K = 64
-"""Requests with a larger top_k are not served by recorded steps: the number of tokens that are sorted is recorded."""
+"""Largest top_k of recorded steps: the number of tokens that are sorted is recorded."""
 
 
 class Laws(NamedTuple):
-    """How the laws of a step are made."""
+    """Operations that make the distributions of a step."""
 
     greedy: Literal["none", "all", "some"]
-    """Which requests take the most likely token."""
+    """Requests that take the most likely token."""
     filters: tuple[str, ...]
-    """Filters that change the law of any request."""
+    """Filters that change the distribution of any request."""
 
     def can_make(self, other: Laws) -> bool:
-        """Whether the other laws can be made so: a filter changes nothing of a request that does not ask for it."""
+        """Whether this makes the others, too: a filter changes nothing of a request that does not ask for it."""
         return self.greedy in (other.greedy, "some") and set(self.filters) >= set(other.filters)
 
 
 LAWS = (Laws("none", ()), Laws("none", ("top_p",)), Laws("all", ()), Laws("some", ("min_p", "top_k", "top_p")))
-"""Steps are recorded for each of these; the last makes any law, with the most work."""
+"""Steps are recorded for each of these. The last makes any distribution, with the most work."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 RECORDED_RULES = frozenset({"block", "bv_race"})
 """Rules whose steps are recorded."""
 MOST_NODES = 64
-"""Of a request: a row's word has a bit for each."""
+"""Most nodes of a request: a row's word has a bit for each."""
 
 
 class StepShape(NamedTuple):
-    """What a recorded step has room for."""
+    """Room of a recorded step."""
 
     sequences: int
     num_drafts: int
@@ -81,26 +82,26 @@ class StepShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Of the target's pass."""
+        """Rows of the target's pass."""
         return self.sequences * (1 + self.num_nodes)
 
     @property
     def num_laws(self) -> int:
-        """Draft laws: below every root and node from which something is drawn."""
+        """Number of draft distributions: one below every root and node from which something is drawn."""
         return self.sequences * (1 + self.num_drafts * (self.draft_length - 1)) if self.num_drafts else 0
 
     def has_room(self, other: StepShape) -> bool:
-        """Whether a step of the other shape can run as one of this."""
+        """Whether a step of the other shape can run as one of this shape."""
         is_enough = self.sequences >= other.sequences and self.draft_length >= other.draft_length
         return is_enough and self.num_drafts >= other.num_drafts and self.laws.can_make(other.laws)
 
 
 def shape_of(plan: Plan) -> StepShape | None:
-    """The smallest shape that has room for a step; None where the step is of no kind that is recorded."""
+    """Return the smallest shape that has room for a step; None if such steps are not recorded."""
     rows = plan.rows
     if not rows or not all(map(_is_usual, rows)):
         return None
-    # Where the draft model only reads, its first pass is needed all the same.
+    # The draft model's first pass is needed even if it only reads.
     least = int(any(row.draft_input_ids for row in rows))
     num_drafts, draft_length = (
         max(least, *counts) for counts in zip(*((row.num_drafts, row.draft_length) for row in rows), strict=True)
@@ -115,14 +116,14 @@ def _laws_of(samplings: Sequence[Sampling]) -> Laws:
 
 
 def _is_usual(row: Row) -> bool:
-    """Whether everything that a row does follows from its logits and the numbers of a step."""
+    """Whether the row's results follow from its logits and the numbers of a step."""
     sampling, speculation = row.sampling, row.speculation
     if not row.emits or len(row.input_ids) != 1 or row.copies or row.text or row.shifts or row.prompt_next:
         return False
     if sampling.seed_stable or sampling.top_k > MOST_TOP_K or len(row.draft_input_ids) > NUM_TEXT:
         return False
     if row.draft_input_ids and row.draft_first_index + len(row.draft_input_ids) != row.end:
-        return False  # the draft model reads on, and stays behind the text
+        return False  # the draft model reads the text, and does not reach its end
     if not row.fanout:
         return True
     is_exact = speculation.rule in RECORDED_RULES and not speculation.over_acceptance
@@ -130,48 +131,46 @@ def _is_usual(row: Row) -> bool:
 
 
 class PassSize(NamedTuple):
-    """A pass: every sequence has as many rows."""
+    """Size of a pass, in which all sequences have the same number of rows."""
 
     queries: int
     """Rows of each sequence."""
     is_text: bool
-    """Whether they are the last tokens of the text, as many as the sequence lacks."""
+    """Whether they are the last tokens of the text, whose K/V is missing."""
 
 
 def passes_of(shape: StepShape) -> list[PassSize]:
-    """The draft model's pass over the text, those over its nodes level by level, and the target's."""
+    """Return the draft model's pass over the text, those over its nodes level by level, and the target's."""
     drafting = [PassSize(NUM_TEXT, True), *[PassSize(shape.num_drafts, False)] * (shape.draft_length - 1)]
     return [*(drafting if shape.num_drafts else ()), PassSize(1 + shape.num_nodes, False)]
 
 
 class _Rows(NamedTuple):
-    """A request's rows in one pass."""
+    """Rows of a request in one pass."""
 
     is_used_Q: Bools
     """Whether the request uses the row; the others are padding."""
     offset_Q: Ints
-    """Where the row's token lies behind the end of the text (the root at -1)."""
+    """Offset of the row's token from the end of the text; the root has -1."""
     depth_Q: Ints
-    """0 at the root."""
+    """Depth of the row's node; 0 for the root."""
     word_Q: Ints
-    """Which of the request's nodes the row sees: a bit for each."""
+    """Nodes of the request that the row sees: a bit for each."""
     num_seen: int
-    """Nodes that are in the cache when the pass attends."""
+    """Number of nodes in the cache when the pass attends."""
 
 
 def _rows(queries: int, offsets: Ints, depths: Ints, seen_QN: Bools) -> _Rows:
-    """Rows of a pass: the given ones, and behind them those without use, up to `queries`."""
-    bits = np.zeros((queries, MOST_NODES), dtype=np.bool_)
-    bits[: len(offsets), : seen_QN.shape[1]] = seen_QN
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.int64)[:, 0]
+    """Return rows of a pass: those in use, and unused ones after them, up to `queries`."""
     rest = (0, queries - len(offsets))
+    words = words_of([seen_QN], [0], queries)[:, 0]
     return _Rows(
         np.arange(queries) < len(offsets), np.pad(offsets, rest), np.pad(depths, rest), words, seen_QN.shape[1]
     )
 
 
 def _rows_of_passes(shape: StepShape, fanout: tuple[int, ...]) -> Iterator[_Rows]:
-    """The rows of a request that drafts `fanout`, pass by pass."""
+    """Yield the rows of a request that drafts `fanout`, pass by pass."""
     for number, (queries, is_text) in enumerate(passes_of(shape)[:-1]):
         if is_text:
             text = np.arange(NUM_TEXT)
@@ -189,30 +188,30 @@ def _rows_of_passes(shape: StepShape, fanout: tuple[int, ...]) -> Iterator[_Rows
 
 
 class _Tables(NamedTuple):
-    """What follows from the draft shapes of all requests of a step; each array [S, ...]."""
+    """Arrays that follow from the draft shapes of all requests of a step; each [S, ...]."""
 
     is_used: Bools
     offsets: Ints
     depths: Ints
     words: Ints
-    """[S, rows of all passes]: see `_Rows`."""
+    """[S, rows of all passes] See `_Rows`."""
     num_seen: Ints
-    """[S, passes]."""
+    """[S, passes] Nodes in the cache."""
     node_depths: Ints
-    """[S, 2, nodes] of the draft model's nodes, and of the target's."""
+    """[S, 2, nodes] Depths of the draft model's nodes, and of the target's."""
     tokens: Ints
-    """[S, M] of each drafted token in the target's pass: its place among the tokens of all chains."""
+    """[S, M] Index of each drafted token of the target's pass among the tokens of all chains."""
     nodes: Ints
-    """[S, K, L + 1] row of the target's pass below the first i tokens of each chain; the root beyond a chain's end."""
+    """[S, K, L + 1] Row of the target's pass below the first i tokens of each chain; the root after a chain's end."""
     lengths: Ints
-    """[S, K] tokens of each chain."""
+    """[S, K] Number of tokens of each chain."""
     is_dead: Bools
-    """[S, K] chains that must not win. A request without drafts keeps chain 0, with length 0."""
+    """[S, K] Chains that must not win. A request without drafts has chain 0, with length 0."""
 
 
 @lru_cache(maxsize=1024)
 def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
-    """Of one request, without the axis of requests."""
+    """Return the tables of one request, without the axis of requests."""
     used, offsets, depths, words, num_seen = zip(*_rows_of_passes(shape, fanout), strict=True)
     tree, num_drafts, length = drawn_tree(fanout), fanout[0] if fanout else 0, len(fanout)
     node_depths = np.zeros((2, MOST_NODES), dtype=np.int64)
@@ -240,13 +239,13 @@ def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
 
 @lru_cache(maxsize=256)
 def _tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
-    """Of the requests of a step that draft these shapes; padding drafts nothing."""
+    """Return the tables of requests that draft these shapes; padding drafts nothing."""
     padded = [*fanouts, *[()] * (shape.sequences - len(fanouts))]
     return _Tables(*map(np.stack, zip(*(_table_of(shape, fanout) for fanout in padded), strict=True)))
 
 
 class Field(NamedTuple):
-    """An array of the numbers."""
+    """One array among the numbers of a step."""
 
     name: str
     dtype: Any
@@ -254,7 +253,7 @@ class Field(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Its size in 64-bit words, to a multiple of 16 bytes: kernels are compiled for arrays that begin at one."""
+        """Size in 64-bit words, rounded up to 16 bytes: kernels are compiled for arrays that begin at a multiple."""
         return -(-prod(self.shape) * int(np.dtype(self.dtype).itemsize) // 16) * 2
 
 
@@ -262,9 +261,8 @@ class StepInputs:
     """Makes the numbers of steps of one shape."""
 
     def __init__(self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_block: int) -> None:
-        """layout: of the chains that all S requests draft; spare_block: where padding writes its K/V, in both models.
-
-        most_pages: of the longest text with its drafts.
+        """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;
+        spare_block: padding writes its K/V to it, in both models.
         """
         self._shape, self._layout = shape, layout
         self._block_size, self._spare_block = block_size, spare_block
@@ -273,10 +271,10 @@ class StepInputs:
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
         self._filled = shape.sequences, most_pages
-        """(requests, blocks of the longest) in the table of pages."""
+        """Part of the table of pages that is filled: (requests, blocks of the longest)."""
 
     def of(self, rows: Sequence[Row]) -> Array:
-        """[words] the numbers of a step; until the next call."""
+        """Return the numbers of a step [words], valid until the next call."""
         v, count = self._views, self._shape.sequences
         count_S, first_S = (np.zeros(count, dtype=np.int64) for _ in range(2))
         end_S = np.ones(count, dtype=np.int64)
@@ -299,26 +297,23 @@ class StepInputs:
         return self._flat
 
     def _clear_pages(self, rows: Sequence[Row]) -> None:
-        """Take the last step's blocks out of the table, and make room for those of `rows`."""
+        """Remove the last step's blocks from the table, and make room for those of `rows`."""
         count, width = self._filled
         self._views["pages"][:count, :width] = self._spare_block
         self._filled = len(rows), max((len(row.block_ids) for row in rows), default=0)
 
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
-        """Positions, slots and what is seen, of all rows of all passes."""
-        v, size, end_S1 = self._views, self._block_size, end_S[:, None]
+        """Fill positions, slots and what is seen, for all rows of all passes."""
+        v, size = self._views, self._block_size
         text = slice(0, NUM_TEXT if self._shape.num_drafts else 0)
-        is_used = tables.is_used.copy()
+        is_used, offsets, depths = tables.is_used.copy(), tables.offsets.copy(), tables.depths.copy()
         is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
-        index = end_S1 + tables.offsets
-        index[:, text] -= count_S[:, None]
-        index = np.where(is_used, index, end_S1 - 1)
-        page = np.take_along_axis(v["pages"], index // size, 1).astype(np.int64)
-        slots = np.where(is_used, page * size + index % size, self._spare_block * size)
-        positions = end_S1 - 1 + tables.depths
-        limits = np.broadcast_to(end_S1, index.shape).copy()
-        positions[:, text] = index[:, text]
-        limits[:, text] = np.where(is_used[:, text], index[:, text] + 1, 0)
+        offsets[:, text] -= count_S[:, None]
+        depths[:, text] = offsets[:, text] + 1
+        places = place(end_S[:, None], np.where(is_used, offsets, -1), np.where(is_used, depths, 0))
+        own = slots_of(v["pages"], np.arange(len(end_S))[:, None], places.indices, size)
+        slots, positions, limits = np.where(is_used, own, self._spare_block * size), places.positions, places.limits
+        limits[:, text] *= is_used[:, text]
         start = 0
         for number, one in enumerate(self.passes):
             part = slice(start, start + one.queries)
@@ -330,7 +325,7 @@ class StepInputs:
             v[f"num keys {number}"][:] = end_S + tables.num_seen[:, number]
 
     def _fill_chains(self, tables: _Tables) -> None:
-        """Whose chains end where, and where the target's pass has their nodes."""
+        """Fill chain lengths, and the row of each node in the target's pass."""
         v, shape = self._views, self._shape
         sequence_S1 = np.arange(shape.sequences)[:, None]
         v["lengths"][:] = tables.lengths
@@ -339,7 +334,7 @@ class StepInputs:
             v["tokens"][:] = tables.tokens + shape.num_nodes * sequence_S1
 
     def _fill_laws(self, rows: Sequence[Row], end_S: Ints, is_dead_C: Bools) -> None:
-        """What laws and draws need of each request; padding gets what makes no trouble."""
+        """Fill the operands of distributions and draws; padding gets neutral values."""
         v, layout = self._views, self._layout
         v["temperature"][:] = 1.0
         v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
@@ -388,7 +383,7 @@ def _fields(shape: StepShape, passes: Sequence[PassSize], layout: Layout, most_p
 
 
 def views(flat: Any, fields: Sequence[Field]) -> dict[str, Any]:
-    """The arrays of a piece of memory, by name; flat: of 64-bit words, numpy's or torch's."""
+    """Return the arrays of a piece of memory, by name. flat: 64-bit words, of numpy or torch."""
     found = {}
     start = 0
     for field in fields:

@@ -42,39 +42,39 @@ from engine.step.verify import emitted
 log = logging.getLogger("polydraft")
 
 MOST_ROWS = 256
-"""Of the target's pass, in the largest step that is recorded."""
+"""Rows of the target's pass in the largest step that is recorded."""
 _TOLD = 16
-"""Progress is reported after every so many recordings."""
+"""Number of recordings between two reports of progress."""
 _LEAST_FREE = 0.6
-"""Recording stops when less than this share of the memory that was free before it is left."""
+"""Recording stops if less than this share of the memory that was free before is left."""
 
 
 class VerifiedStep(NamedTuple):
-    """What a step has found, on the host."""
+    """Results of a step on the host."""
 
     draft: Draft
     """With its tokens."""
     chains: list[int]
     accepted: list[int]
     next_tokens: list[int]
-    """By request: the chosen chain, its accepted tokens, and the token after them."""
+    """Numbers of each request: the chosen chain, its accepted tokens, and the token after them."""
     largest_N: npt.NDArray[np.float64]
     """`report.largest_numbers`."""
 
 
 class _Shared(NamedTuple):
-    """What all recorded steps have in common: they run one after the other."""
+    """Buffers that all recorded steps share, because they run one after the other."""
 
     target: ModelRunner
     draft: ModelRunner | None
     most_pages: int
     logits_NV: Tensor
-    """Of the target, for as many rows as any step has."""
+    """Logits of the target, with rows for the largest step."""
     draft_law_NV: Tensor
 
 
 class RecordedStep:
-    """A step of one shape: its buffers, and what was recorded over them."""
+    """A step of one shape: its buffers, and the graphs over them."""
 
     def __init__(self, shape: StepShape, shared: _Shared) -> None:
         self._shape, self._shared = shape, shared
@@ -138,7 +138,7 @@ class RecordedStep:
             found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
         )
         chain_R, accepted_R, token_R = verdict_3S.reshape(3, -1)[:, :num_rows]
-        # Of numbers that are not finite any chain may win, also one that the request has not: its verdict is not used.
+        # With non-finite numbers any chain may win, even one that the request does not have; the verdict is not used.
         rank_R = chain_R % self._layout.shape[1]
         chain_R = chain_R - np.where(rank_R < [len(tree.paths) for tree in draft.trees], 0, rank_R)
         if shape.num_drafts:
@@ -161,7 +161,7 @@ class RecordedStep:
             graph.replay()
 
     def _draft_of(self, plan: Plan) -> Draft:
-        """The draft, whose trees are those of the plan's rows; their tokens come with what `read` finds."""
+        """Return the draft with the trees of the plan's rows; their tokens come with the results of the step."""
         trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
         apart = 1 + self._shape.num_nodes
         return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
@@ -169,7 +169,7 @@ class RecordedStep:
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
     def _draft(self) -> None:
-        """All levels, as every other step draws them."""
+        """Draw all levels, with the functions of eager steps."""
         assert self._shared.draft is not None
         v = self._views
         root_NV = self._logits(self._shared.draft, 0, v["text"].view(-1), v["wanted"])
@@ -179,7 +179,7 @@ class RecordedStep:
         self._chains.tokens_CL.copy_(tokens_CL)
 
     def _below(self, depth: int, token_N: Tensor) -> Tensor:
-        """[N, V] the draft model's logits below the nodes of a depth."""
+        """Return the draft model's logits [N, V] below the nodes of a depth."""
         assert self._shared.draft is not None
         return self._logits(self._shared.draft, depth, token_N)
 
@@ -204,17 +204,17 @@ class RecordedStep:
         self._result.copy_(torch.cat(found))
 
     def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
-        """[S] chain, accepted tokens, and the token behind them."""
+        """Return chain, number of accepted tokens, and the token after them, each [S]."""
         if not self._shape.num_drafts:
             token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
-        # Where only some are certain the race serves them too: their chains are alike, and right or wrong as a whole.
+        # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
         verify = verify_certain if self._shape.laws.greedy == "all" else RULES["bv_race"].verify
         found = verify(self._chains, target, self._noise)
         return found.chain_B, found.accepted_B, found.next_token_B
 
     def _logits(self, runner: ModelRunner, number: int, token_ids_T: Tensor, wanted_N: Tensor | None = None) -> Tensor:
-        """[N, V] logits of a pass, at all its rows where none are named."""
+        """Return the logits [N, V] of a pass, at all its rows if none are named."""
         v, fixed = self._views, self._fixed[number]
         is_target = runner is self._shared.target
         one = self._inputs.passes[number]
@@ -249,7 +249,7 @@ class RecordedStep:
         )
 
     def _parameters_of_rows(self) -> LawParameters:
-        """Of the S requests, in the buffer."""
+        """Return the parameters of the S requests; they lie in the buffer."""
         greedy, filters = self._shape.laws
         values = {name: self._views[name] for name in filters}
         largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in filters}
@@ -258,7 +258,7 @@ class RecordedStep:
 
 
 class _Fixed(NamedTuple):
-    """Arrays of a pass that no step changes."""
+    """Arrays of a pass that do not change."""
 
     starts: Tensor
     zeros: Tensor
@@ -273,10 +273,10 @@ class RecordedSteps:
     def __init__(self) -> None:
         self._steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
-        """By the smallest shape of a step, what carries it out."""
+        """The recorded step for each smallest shape; None if there is none."""
         self._most_pages = 0
         self.serves = True
-        """Whether steps run as recorded, where they have been."""
+        """Whether recorded steps are used."""
 
     @property
     def num_recorded(self) -> int:
@@ -284,7 +284,7 @@ class RecordedSteps:
         return len(self._steps)
 
     def find(self, plan: Plan) -> RecordedStep | None:
-        """What carries out a plan; None where it is of no recorded shape."""
+        """Return the step that carries out a plan; None if no recorded shape has room for it."""
         if not self._steps or not self.serves:
             return None
         wanted = shape_of(plan)
@@ -305,7 +305,7 @@ class RecordedSteps:
         most_pages: int,
         progress: Callable[[str], None],
     ) -> None:
-        """Record steps of these shapes (`menu`), as far as memory reaches; where one cannot be recorded, none is."""
+        """Record steps of these shapes (`menu`) until memory is short; if one cannot be recorded, none is."""
         shapes = menu(drafts, most_sequences, _laws_on(target.device, target.kernels))
         shared = _shared(target, draft, shapes, most_pages)
         self._most_pages = most_pages
@@ -336,22 +336,22 @@ def _on_cuda(runner: ModelRunner) -> bool:
 
 
 def _work(shape: StepShape) -> tuple[int, int, int]:
-    """What orders the shapes that have room for a step."""
+    """Return the order of the shapes that have room for a step."""
     return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
 
 
 def _laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
-    """The laws that steps are recorded for: on a device without the kernel, top_p needs the host."""
+    """Return the distributions for which steps are recorded: without the kernel, top_p on a device needs the host."""
     if device.type != "cuda" or kernels.by_tiles:
         return LAWS
     return [laws for laws in LAWS if "top_p" not in laws.filters]
 
 
 def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[Laws] = LAWS) -> list[StepShape]:
-    """The shapes that are recorded, steps of few requests first: where launches weigh most.
+    """Return the shapes that are recorded, with few requests first, because launches weigh most there.
 
-    drafts: (chains, their length); (0, 0) is plain decoding. Of each, powers of two of requests, and as many as there
-    are rows for.
+    drafts: (chains, their length); (0, 0) is plain decoding. Each is recorded for powers of two of requests, and for
+    the largest number that fits.
     """
     shapes = []
     for chains, length in drafts:
@@ -363,7 +363,7 @@ def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[
 
 
 def buffer_bytes(drafts: Sequence[tuple[int, int]], most_sequences: int, vocab_size: int) -> int:
-    """Memory of the logits and draft laws that all recorded steps share, and of the target laws that one makes."""
+    """Return the memory of the logits and draft laws that all recorded steps share, and of one step's target laws."""
     shapes = menu(drafts, most_sequences)
     return vocab_size * 4 * (2 * max(shape.num_rows for shape in shapes) + max(shape.num_laws for shape in shapes))
 

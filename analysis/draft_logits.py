@@ -1,4 +1,4 @@
-"""Logits that a drafter proposes the next token from, behind every prefix of a text."""
+"""Logits that a drafter proposes the next token from, after every prefix of a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drafts_by_head(engine: Engine) -> bool:
 
 
 def draft_logits(engine: Engine, text: Sequence[int], first: int) -> Tensor:
-    """[N, V] logits behind the tokens at `first` and on; the target has computed the text, in the first blocks."""
+    """Return logits [N, V] after the tokens from `first` on; the target has computed the text, in the first blocks."""
     blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
     if drafts_by_head(engine):
         return torch.cat(list(_of_head(engine, tuple(text), first, blocks)))
@@ -30,7 +30,7 @@ def draft_logits(engine: Engine, text: Sequence[int], first: int) -> Tensor:
 
 
 def _of_head(engine: Engine, text: tuple[int, ...], first: int, blocks: tuple[int, ...]) -> Iterator[Tensor]:
-    """One step after the other: a head drafts behind a text's last token only."""
+    """Run one step after the other: a head drafts after a text's last token only."""
     assert engine.drafter is not None
     num_read = 0
     for index in range(first, len(text)):
