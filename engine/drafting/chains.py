@@ -48,18 +48,20 @@ def draw_chains(
     numbers = to_device(draw_numbers(seed_C, end_C, layout.rank_C, layout.max_length), device)
     uniform_LC = drafting_numbers(numbers, layout.max_length)
     parameters = LawParameters.of([row.sampling for row in rows], device, kernels)
-    law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
     draw: DrawsAtOnce | None = getattr(drafter, "draw", None)
-    tokens_CL = None if draw is None else draw(plan, layout, parameters, uniform_LC, law_NV)
-    if tokens_CL is None:
+    drawn = None if draw is None else draw(plan, layout, parameters, uniform_LC)
+    if drawn is None:
+        law_NV = torch.empty((layout.num_laws, vocab_size), device=device)
         root_NV = law_NV[:0] if drafter is None else drafter.begin(plan)
         below = None if drafter is None else drafter.below
         tokens_CL = draw_levels(rows, layout, parameters, uniform_LC, root_NV, below, law_NV)
+        drawn = tokens_CL, LawTable(law_NV, layout.law_row_CL, kernels)
+    tokens_CL, laws = drawn
     chains = Chains(
         tokens_CL,
         layout.length,
         layout.request,
-        LawTable(law_NV, layout.law_row_CL, kernels),
+        laws,
         layout.leads_CL,
         _shifts(rows, layout, device),
         layout.shape,

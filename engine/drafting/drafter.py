@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.drafting.draft import Layout
+from engine.kernels.protocol import LawTable
 from engine.models.runner import ModelRunner
 from engine.plan import Emission, Plan
 from engine.sampling.law import LawParameters
@@ -65,9 +66,8 @@ class DrawsAtOnce(Protocol):
     """A drafter's method `draw`, if it has one: draw all levels of a step in one call."""
 
     def __call__(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
-    ) -> Tensor | None:
-        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw; None if those must be called.
-
-        law_NV: output, the distributions of the draws.
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, LawTable] | None:
+        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw, and the distributions that they were
+        drawn from; None for plans that need these two.
         """

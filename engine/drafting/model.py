@@ -16,6 +16,7 @@ from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.tensors import slot_moves
 from engine.drafting.draft import Layout
 from engine.drafting.levels import levels_of
+from engine.kernels.protocol import LawTable
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Emission, Plan, Row, level_widths
 from engine.sampling.law import LawParameters
@@ -42,14 +43,14 @@ class ModelDrafter:
         return self.runner.run(self._passes[depth], token_N)
 
     def draw(
-        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor, law_NV: Tensor
-    ) -> Tensor | None:
-        """Catch up and draw all levels in one call; return [C, L] the tokens, or None for rows that need `begin` and
-        `below`.
-        """
-        if self._levels is None or not self._levels.takes(plan, layout, parameters, law_NV.shape[1]):
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, LawTable] | None:
+        """Catch up and draw all levels in one call; return None for rows that need `begin` and `below`."""
+        if self._levels is None or not self._levels.takes(plan, layout, parameters, self.runner.vocab_size):
             return None
-        return self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
+        law_NV = torch.empty((layout.num_laws, self.runner.vocab_size))
+        tokens_CL = self._levels.draw(self._inputs(plan), layout, parameters, uniform_LC, law_NV)
+        return tokens_CL, LawTable(law_NV, layout.law_row_CL, parameters.kernels)
 
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous."""

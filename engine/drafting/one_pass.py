@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.inputs import Ints, NodeInput, SequenceInput
+from engine.drafting.draft import Layout
 from engine.drafting.head import HeadDrafter, parents
 from engine.drafting.model import first_key
 from engine.drafting.reading import readings, states_before
+from engine.drafting.tables import draw_from, may_draw_at_once, slots_of
+from engine.kernels.protocol import LawTable
 from engine.kernels.transfer import to_device
-from engine.models.heads.slots import SlotSampler
+from engine.models.heads.slots import SlotSampler, TableSampler
 from engine.models.runner import ModelRunner
 from engine.plan import Plan, Row
+from engine.sampling.law import LawParameters
 
 
 class OnePassDrafter(HeadDrafter):
@@ -34,10 +39,30 @@ class OnePassDrafter(HeadDrafter):
         self._rows = [row for row in plan.rows if row.fanout]
         if not self._rows:
             return self._nothing()
+        self._slots = self._run_pass()
+        return self._slots.below(self._of_depth(0), self._last_tokens(), None)
+
+    @torch.inference_mode()
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, LawTable] | None:
+        """Run the pass, and draw all chains of all texts; None for rows that need `begin` and `below`."""
+        if not self.runner.head.config.has_tables or not may_draw_at_once(plan, layout):
+            return None
+        self._rows = [row for row in plan.rows if row.fanout]
+        sampler: TableSampler = self._run_pass()
+        slots = slots_of(layout)
+        tables = sampler.tables(slots.first_R, self._last_tokens())
+        return draw_from(tables, slots, parameters, uniform_LC, self.runner.vocab_size)
+
+    def _run_pass(self) -> Any:
+        """Return what the texts' chains are drawn from."""
         lengths = [row.draft_length for row in self._rows]
-        self._slots = self.runner.head.slots(self._pass(self._rows), lengths, self.runner.vocab_size)
-        roots = np.array([row.input_ids[-1] for row in self._rows])
-        return self._slots.below(self._of_depth(0), to_device(roots, self.runner.device), None)
+        return self.runner.head.slots(self._pass(self._rows), lengths, self.runner.vocab_size)
+
+    def _last_tokens(self) -> Tensor:
+        """[R] the last token of each text that drafts."""
+        return to_device(np.array([row.input_ids[-1] for row in self._rows]), self.runner.device)
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:

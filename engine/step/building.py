@@ -95,7 +95,8 @@ def assemble(
     is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
     recorded_bytes = buffer_bytes(drafts, most_sequences, target.vocab_size) if is_recorded else 0
     token_bytes = [shape.token_bytes(way.backend.kv_dtype) for way, shape in zip(ways, shapes, strict=True)]
-    memory = plan_memory(config, facts, token_bytes, recorded_bytes, target.model.device)
+    spare_blocks = [_spare_blocks(model, config) for model in models]
+    memory = plan_memory(config, facts, token_bytes, spare_blocks, recorded_bytes, target.model.device)
     _report_context(config, models, memory.max_model_len)
     progress("trying the kernels of laws and verdicts")
     kernels = choose(torch.device(target.model.device))
@@ -103,7 +104,7 @@ def assemble(
         (HeadRunner if isinstance(model.model, Head) else ModelRunner)(
             model.model,
             shape,
-            memory.num_blocks + _spare_blocks(model, config),
+            memory.num_blocks + num_spare,
             config.cache.block_size,
             target.vocab_size,
             way.backend,
@@ -112,7 +113,7 @@ def assemble(
             is_recorded,
             kernels,
         )
-        for model, shape, way in zip(models, shapes, ways, strict=True)
+        for model, shape, way, num_spare in zip(models, shapes, ways, spare_blocks, strict=True)
     ]
     progress("choosing the cores of passes")
     for runner in runners:
@@ -193,7 +194,11 @@ def _prepare(
     """Return (how a model is run, the memory that its weights then take)."""
     if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
         has_paged_kernel = has_kernel(torch.device(loaded.model.device))
-        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), loaded.weight_bytes
+        weight_bytes = loaded.weight_bytes
+        if is_owner and loaded.model.device.type == "cpu":
+            weight_bytes = loaded.model.pack()
+            weight_bytes += loaded.weight_bytes
+        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), weight_bytes
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size, config.model)
     if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone

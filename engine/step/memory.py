@@ -32,18 +32,24 @@ class MemoryPlan:
     most_blocks: int
     """Blocks of the longest text with its drafts."""
     pool_bytes: Sequence[int]
-    """K/V of each model."""
+    """K/V of each model, spare blocks included."""
     kept_back: Mapping[str, int]
     """Working memory of steps."""
 
 
 def plan_memory(
-    config: EngineConfig, facts: EngineFacts, token_bytes: Sequence[int], recorded_bytes: int, device: torch.device
+    config: EngineConfig,
+    facts: EngineFacts,
+    token_bytes: Sequence[int],
+    spare_blocks: Sequence[int],
+    recorded_bytes: int,
+    device: torch.device,
 ) -> MemoryPlan:
     """Divide the memory that is left; raises ConfigError if it does not hold one request of the longest text.
 
     A context that is the model's limit, because the operator has chosen none, is shortened to what the pool holds.
-    token_bytes: what each model keeps of a token; recorded_bytes: what recorded passes and steps write into.
+    token_bytes: what each model keeps of a token; spare_blocks: of each model, besides the pool;
+    recorded_bytes: what recorded passes and steps write into.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
@@ -51,10 +57,12 @@ def plan_memory(
     }
     longest, block_size = facts.max_model_len, config.cache.block_size
     block_bytes = [block_size * per_token for per_token in token_bytes]
+    spare_bytes = [count * size for count, size in zip(spare_blocks, block_bytes, strict=True)]
     most_blocks = -(-(longest + lookahead(config)) // block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
-        num_blocks = _free_bytes(config.cache, device, sum(kept_back.values())) // sum(block_bytes)
+        free = _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes)
+        num_blocks = max(0, free) // sum(block_bytes)
         is_asked_for = config.cache.memory_bytes or config.cache.device_share
         if not (is_asked_for and config.cache.prefix_caching):
             # Further blocks could only hold prefixes of requests that have ended: where the operator gave a size.
@@ -67,7 +75,8 @@ def plan_memory(
                 f"needs {most_blocks}; give it more memory (--kv-cache-memory-bytes) or lower --max-model-len"
             )
         most_blocks = num_blocks
-    return MemoryPlan(num_blocks, longest, most_blocks, [num_blocks * size for size in block_bytes], kept_back)
+    pool_bytes = [num_blocks * size + spare for size, spare in zip(block_bytes, spare_bytes, strict=True)]
+    return MemoryPlan(num_blocks, longest, most_blocks, pool_bytes, kept_back)
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.drafting import chains, levels, numba_levels
 from engine.drafting.draft import Layout
 from engine.drafting.model import ModelDrafter
+from engine.kernels.protocol import LawTable
 from engine.plan import Plan
 from engine.request import Request, Speculation
 from engine.sampling.law import LawParameters
@@ -51,24 +53,19 @@ class Compared:
         right = ModelDrafter.draw
 
         def draw(
-            drafter: ModelDrafter,
-            plan: Plan,
-            layout: Layout,
-            parameters: LawParameters,
-            uniform_LC: Tensor,
-            law_NV: Tensor,
-        ) -> Tensor | None:
-            found_CL = right(drafter, plan, layout, parameters, uniform_LC, law_NV)
-            if found_CL is None:
+            drafter: ModelDrafter, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+        ) -> tuple[Tensor, LawTable] | None:
+            found = right(drafter, plan, layout, parameters, uniform_LC)
+            if found is None:
                 return None
-            rows, laws = plan.sampling_rows, torch.empty_like(law_NV)
+            found_CL, table = found
+            rows, laws = plan.sampling_rows, torch.empty_like(table.law_NV)
             root_NV = drafter.begin(plan)
             expected_CL = chains.draw_levels(rows, layout, parameters, uniform_LC, root_NV, drafter.below, laws)
             self.num_taken += 1
             self.num_drawn += len(laws)
-            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(laws, law_NV)
-            law_NV.copy_(laws)
-            return expected_CL
+            self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(laws, table.law_NV)
+            return expected_CL, replace(table, law_NV=laws)
 
         monkeypatch.setattr(ModelDrafter, "draw", draw)
 

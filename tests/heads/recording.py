@@ -46,6 +46,7 @@ class Recorder:
         drafter: Any = engine.drafter
         self._begin, self._below = drafter.begin, drafter.below
         drafter.begin, drafter.below = self.begin, self.below
+        drafter.draw = lambda *_: None  # the logits of nodes are asked for level by level
 
     def begin(self, plan: Plan) -> Tensor:
         logits_NV: Tensor = self._begin(plan)

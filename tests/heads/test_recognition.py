@@ -239,3 +239,26 @@ def test_weights_in_shards_are_read(target: Path, tmp_path: Path) -> None:
     weight_map = {name: file for file, part in parts.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert isinstance(build_engine(config_of(target, folder)).drafter, EagleDrafter)
+
+
+def test_memory_for_spare_blocks_is_planned(target: Path, tmp_path: Path) -> None:
+    """What blocks behind texts take is within the memory that the operator gives, and reported."""
+    written = folders.write_block(tmp_path / "head", size=5)
+    given = 600_000
+    engine = build_engine(
+        EngineConfig(
+            model=ModelConfig(target=str(target), draft=str(written.folder), device="cpu"),
+            cache=CacheConfig(memory_bytes=given),
+            scheduler=SchedulerConfig(max_num_seqs=40),
+            speculation=SpeculationConfig(draft_length=4),
+        )
+    )
+    assert engine.draft_runner is not None
+    target_bytes, head_bytes = (
+        sum(tensor.nbytes for tensor in (storage.keys, storage.values, storage.hidden) if tensor is not None)
+        for storage in (engine.target.storage, engine.draft_runner.storage)
+    )
+    plan, block_bytes = engine.facts.memory_plan, engine.facts.block_size * 4 * 2 * folders.KV_HEADS * folders.HEAD_DIM
+    assert (plan["kv_cache"], plan["draft_kv_cache"]) == (target_bytes, head_bytes)
+    assert head_bytes == 2 * block_bytes * (engine.facts.num_blocks + 40)
+    assert given - block_bytes * 32 < target_bytes + head_bytes <= given

@@ -8,7 +8,7 @@ A *tap* k is the stream that enters layer k of the target (`engine.attention.ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,11 @@ class HeadConfig:
         return None if self.block is None else self.block.most_drafts
 
     @property
+    def has_tables(self) -> bool:
+        """Whether its logits are `slots.Tables` after one pass: those of a Markov term have a row for every token."""
+        return self.block is None or not self.block.markov_rank
+
+    @property
     def hidden_size(self) -> int:
         """Width of the head."""
         return int(self.layers.hidden_size)
@@ -150,21 +155,28 @@ def _eagle3(name: str, kind: str, raw: Raw) -> HeadConfig:
     if taps is not None and count is not None and len(taps) != count:
         raise ConfigError(f"{name}: names {len(taps)} layers to read (eagle_aux_hidden_state_layer_ids) of {count}")
     return HeadConfig(
-        name=name,
-        kind=kind,
-        layers=layers,
-        vocab_size=int(layers.vocab_size),
-        draft_vocab_size=int(raw.get("draft_vocab_size") or layers.vocab_size),
-        taps=None if taps is None else tuple(map(int, taps)),
-        target_hidden_size=raw.get("target_hidden_size"),
+        **_common(name, kind, raw, layers, taps),
         logit_scale=float(raw.get("logit_scale") or 1.0),
         norm_before_residual=values["norm_before_residual"],
         norm_before_fc=values["norm_before_fc"],
         fc_norm=values["fc_norm"],
         norm_output=values["norm_output"],
         mask_token_id=_mask_token(name, given, layers) if kind == "peagle" else None,
-        target_architectures=_architectures(raw),
     )
+
+
+def _common(name: str, kind: str, raw: Raw, layers: Any, taps: Sequence[int] | None) -> dict[str, Any]:
+    """Return the fields of a `HeadConfig` that every layout has."""
+    return {
+        "name": name,
+        "kind": kind,
+        "layers": layers,
+        "vocab_size": int(layers.vocab_size),
+        "draft_vocab_size": int(raw.get("draft_vocab_size") or layers.vocab_size),
+        "taps": None if taps is None else tuple(map(int, taps)),
+        "target_hidden_size": raw.get("target_hidden_size"),
+        "target_architectures": _architectures(raw),
+    }
 
 
 def _mask_token(name: str, given: Raw, layers: Any) -> int:
@@ -194,15 +206,8 @@ def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
     if not isinstance(size, int) or size < 2:
         raise ConfigError(f"{name}: block_size must be at least 2, not {size!r}")
     return HeadConfig(
-        name=name,
-        kind=kind,
-        layers=layers,
-        vocab_size=int(layers.vocab_size),
-        draft_vocab_size=int(raw.get("draft_vocab_size") or layers.vocab_size),
-        taps=tuple(map(int, taps)),
-        target_hidden_size=raw.get("target_hidden_size"),
+        **_common(name, kind, raw, layers, taps),
         target_layers=raw.get("num_target_layers"),
-        target_architectures=_architectures(raw),
         logit_scale=float(given.get("output_multiplier") or 1.0),
         softcap=given.get("final_logit_softcapping"),
         mask_token_id=_mask_token(name, given, layers),

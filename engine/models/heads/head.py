@@ -4,16 +4,17 @@ target's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from engine.attention.tensors import KVShape
 from engine.errors import LoadError
 from engine.models.heads.config import HeadConfig
+from engine.models.packing import PackedLinear, pack, take_over
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Head(nn.Module):
             if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
                 raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
         self.shared = target
+        self._shared_output = PackedLinear(target.head_VD)
         has_all_tokens = config.draft_vocab_size == config.vocab_size
         if not has_all_tokens and (self.d2t is None or self.lm_head is None):
             raise LoadError(f"{config.name}: the checkpoint lacks d2t or lm_head.weight of its smaller vocabulary")
@@ -90,6 +92,18 @@ class Head(nn.Module):
         """Return the input embeddings."""
         return self if self.embed_tokens is None else self.embed_tokens
 
+    def pack(self) -> int:
+        """Pack the weights of all products, for a CPU; return the bytes they take. Nothing keeps the plain ones."""
+        assert self.shared is not None
+        products = [*take_over(self), *([self._shared_output] if self.lm_head is None else ())]
+        self.shared = replace(self.shared, head_VD=self.shared.head_VD[:0].clone())
+        return pack(products)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return [V, H] the embeddings."""
+        return self._embedding
+
     @property
     def num_embeddings(self) -> int:
         """Return the number of tokens with embeddings."""
@@ -101,13 +115,6 @@ class Head(nn.Module):
             return self.embed_tokens.weight
         assert self.shared is not None
         return self.shared.embedding_VD
-
-    @property
-    def _output(self) -> Tensor:
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        assert self.shared is not None
-        return self.shared.head_VD
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return [T, H] embeddings, without the target's own processing."""
@@ -121,7 +128,8 @@ class Head(nn.Module):
 
     def own_logits(self, state_NH: Tensor) -> Tensor:
         """Return [N, draft vocabulary] float32 logits."""
-        logits_NV = linear(state_NH, self._output).float() * self.config.logit_scale
+        output = self._shared_output if self.lm_head is None else self.lm_head
+        logits_NV: Tensor = output(state_NH).float() * self.config.logit_scale
         softcap = self.config.softcap
         return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
 

@@ -6,11 +6,20 @@ pass, so further chains need no further pass.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
+
+
+class Tables(NamedTuple):
+    """Logits of all slots below all tokens that the slot before may draft."""
+
+    logits_SPX: Tensor
+    """[S, P, X] float32; P is 1 if the tokens before make no difference. In the first slot of a text all are alike."""
+    token_SX: Tensor | None
+    """[S, X] the tokens that a slot may draft, in ascending order, the same at every P; None is the vocabulary."""
 
 
 class SlotSampler(Protocol):
@@ -24,11 +33,25 @@ class SlotSampler(Protocol):
         """
 
 
+class TableSampler(SlotSampler, Protocol):
+    """Gives the logits of all slots at once, too."""
+
+    def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:
+        """Return the logits.
+
+        first_R: the first slot of each text; last_R: the last token of each.
+        """
+
+
 class Marginals:
     """Logits that do not depend on the tokens before."""
 
     def __init__(self, logits_SV: Tensor) -> None:
         self._logits_SV = logits_SV
+
+    def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:  # noqa: ARG002
+        """Return all logits at once."""
+        return Tables(self._logits_SV.unsqueeze(1), None)
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return [N, V] logits below nodes."""
@@ -98,10 +121,13 @@ class CandidateSelector(nn.Module):
 
     def forward(self, state_NH: Tensor, previous_N: Tensor, candidate_NC: Tensor) -> Tensor:
         """Return [N, C] weights of the candidates."""
-        query_NR = embedding(previous_N, self.predecessor_codebook) * self.hidden_projection(state_NH)
-        successor_NCR = embedding(candidate_NC, self.successor_codebook)
-        weight_NC: Tensor = (successor_NCR @ query_NR.unsqueeze(-1)).squeeze(-1)
-        return weight_NC
+        return self.pairs(state_NH, previous_N.unsqueeze(1), candidate_NC).squeeze(1)
+
+    def pairs(self, state_NH: Tensor, previous_NP: Tensor, candidate_NC: Tensor) -> Tensor:
+        """Return [N, P, C] weights of the candidates below each of several tokens."""
+        query_NPR = embedding(previous_NP, self.predecessor_codebook) * self.hidden_projection(state_NH).unsqueeze(1)
+        weight_NPC: Tensor = query_NPR @ embedding(candidate_NC, self.successor_codebook).transpose(1, 2)
+        return weight_NPC
 
 
 class Selected:
@@ -109,7 +135,15 @@ class Selected:
 
     def __init__(self, selector: CandidateSelector, state_SH: Tensor, logits_SV: Tensor, count: int) -> None:
         self._selector, self._state_SH, self._vocab_size = selector, state_SH, logits_SV.shape[1]
-        self._logits_SC, self._candidate_SC = logits_SV.topk(count, dim=-1)
+        self._count = count
+        self._candidate_SC = logits_SV.topk(count, dim=-1).indices.sort(dim=-1).values
+        self._logits_SC = logits_SV.gather(1, self._candidate_SC)
+
+    def tables(self, first_R: Tensor, last_R: Tensor) -> Tables:
+        """Return all logits at once."""
+        previous_SC = self._candidate_SC.roll(1, 0).index_copy(0, first_R, last_R.unsqueeze(1).expand(-1, self._count))
+        weight_SCX = self._selector.pairs(self._state_SH, previous_SC, self._candidate_SC)
+        return Tables(self._logits_SC.unsqueeze(1) + weight_SCX.float(), self._candidate_SC)
 
     def below(self, slot_N: Tensor, previous_N: Tensor, parent_N: Tensor | None) -> Tensor:  # noqa: ARG002
         """Return [N, V] logits below nodes."""

@@ -1,0 +1,92 @@
+"""Draws all chains of a step from tables of logits that one pass has computed (`models.heads.slots.Tables`).
+
+The distributions are computed once for all chains: one call draws all tokens if they do not depend on each other, and
+otherwise one call those of a depth.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.drafting.draft import Layout
+from engine.kernels.protocol import LawTable
+from engine.kernels.transfer import to_device
+from engine.models.heads.slots import Tables
+from engine.plan import Plan
+from engine.sampling.law import LawParameters, law
+
+
+class Slots(NamedTuple):
+    """Slots of a layout: those of a row follow each other, and a row that drafts nothing has none."""
+
+    first_R: Tensor
+    """The first slot of each row that drafts."""
+    row_S: Tensor
+    """The sampling row of each slot."""
+    slot_CL: Tensor
+    """The slot that drafts each token of the chains; beyond a chain's end, any."""
+    leader_LC: Tensor | None
+    """The first chain through each chain's node; None if no two chains share one."""
+
+
+def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
+    """Whether the distributions depend on logits, temperature and filters alone, and all draws are independent."""
+    return (
+        layout.max_length > 0
+        and not any(row.text or row.sampling.seed_stable for row in plan.sampling_rows)
+        and all(draw.method == "iid" for level in layout.levels for draw in level.draws)
+    )
+
+
+@lru_cache(maxsize=128)  # the number of layouts that are cached
+def slots_of(layout: Layout) -> Slots:
+    """Return the slots of a layout."""
+    device = layout.request.device
+    firsts_C = np.flatnonzero(layout.rank_C == 0)
+    length_R = layout.length_C[firsts_C]
+    first_R = np.cumsum(length_R) - length_R
+    depth_CL = np.minimum(np.arange(layout.max_length), np.maximum(layout.length_C - 1, 0)[:, None])
+    slot_CL = np.minimum(first_R[layout.request_C][:, None] + depth_CL, length_R.sum() - 1)
+    own_C = torch.arange(layout.num_chains, device=device)
+    leaders = [level.leader_C for level in layout.levels]
+    return Slots(
+        to_device(first_R[length_R > 0], device),
+        to_device(np.repeat(np.arange(len(length_R)), length_R), device),
+        to_device(slot_CL, device),
+        torch.stack([own_C if one is None else one for one in leaders])
+        if any(one is not None for one in leaders)
+        else None,
+    )
+
+
+def draw_from(
+    tables: Tables, slots: Slots, parameters: LawParameters, uniform_LC: Tensor, vocab_size: int
+) -> tuple[Tensor, LawTable]:
+    """Return [C, L] the tokens of all chains, and the distributions they were drawn from.
+
+    Chains that share a node use the random number of the first of them.
+    """
+    num_previous, num_tokens = tables.logits_SPX.shape[1:]
+    row_N = slots.row_S.repeat_interleave(num_previous)
+    law_NX = law(tables.logits_SPX.reshape(-1, num_tokens), parameters.select(row_N))
+    kernels, slot_CL = parameters.kernels, slots.slot_CL
+    if slots.leader_LC is not None:
+        uniform_LC = uniform_LC.gather(1, slots.leader_LC)
+    if tables.token_SX is None:
+        token_CL = kernels.draw(law_NX, slot_CL.flatten(), uniform_LC.T.flatten()).view(slot_CL.shape)
+        return token_CL, LawTable(law_NX, slot_CL, kernels)
+    place_C = torch.zeros_like(slot_CL[:, 0])
+    rows, places = [], []
+    for slot_C, uniform_C in zip(slot_CL.T, uniform_LC, strict=True):
+        rows.append(slot_C * num_previous + place_C)
+        place_C = kernels.draw(law_NX, rows[-1], uniform_C)
+        places.append(place_C)
+    token_CX = tables.token_SX[slot_CL.flatten()]
+    law_CV = law_NX.new_zeros((len(token_CX), vocab_size)).scatter_(1, token_CX, law_NX[torch.stack(rows, 1).flatten()])
+    token_CL = token_CX.gather(1, torch.stack(places, 1).view(-1, 1)).view(slot_CL.shape)
+    return token_CL, LawTable(law_CV, torch.arange(len(token_CX), device=slot_CL.device).view(slot_CL.shape), kernels)

@@ -1,0 +1,178 @@
+"""All chains of a one-pass head drawn at once: what is drawn level by level, and the target's distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engine.drafting import one_pass
+from engine.drafting.draft import Draft
+from engine.plan import Plan
+from engine.request import Sampling, Speculation
+from engine.step.calibration import made_up_plan
+from engine.step.engine import Engine
+from tests.engine import test_output_law as output_law
+from tests.engine import tiny
+from tests.grid import grid
+from tests.heads import folders
+
+KINDS: dict[str, Callable[..., folders.Written]] = {
+    "peagle": lambda *of, **more: folders.write_eagle(*of, kind="peagle", **more),
+    "dflash": lambda *of, **more: folders.write_block(*of, kind="dflash", **more),
+    "dflash2": lambda *of, **more: folders.write_block(*of, kind="dflash2", **more),
+}
+SHAPES = (
+    Speculation(rule="bv_race", num_drafts=3, draft_length=4),
+    Speculation(),
+    Speculation(rule="block", num_drafts=1, draft_length=2),
+    Speculation(rule="traversal", draft_method="iid", num_drafts=4, draft_length=3, tree=(2, 1, 2)),
+    Speculation(rule="bv_race", num_drafts=2, draft_length=1),
+)
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
+)
+TREE = output_law.drafts("traversal", 4, draft_method="iid", tree=(2, 2))
+
+
+def mixed_plan(engine: Engine) -> Plan:
+    """Rows of all shapes behind different tokens, twice."""
+    rows = []
+    for number, (shape, sampling) in enumerate(zip(SHAPES * 2, SAMPLINGS * 2, strict=True)):
+        row = made_up_plan(engine, 1, 20 + number, shape).rows[0]
+        rows.append(
+            msgspec.structs.replace(
+                row,
+                input_ids=(number + 1,),
+                draft_input_ids=(number + 1,) if shape.num_drafts else (),
+                sampling=Sampling(seed=number, **sampling),
+                block_ids=tuple(range(10 * number, 10 * number + 10)),
+            )
+        )
+    return Plan(tuple(rows))
+
+
+def laws_along(draft: Draft) -> list[Tensor]:
+    """The distribution of every drawn token, chain by chain."""
+    table = draft.chains.draft
+    return [
+        table.law_NV[row_L[:length]] for row_L, length in zip(table.row_CX, draft.layout.length_C.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_distributions_are_those_drawn_level_by_level(tmp_path: Path, kind: str) -> None:
+    target = folders.target()
+    engine = tiny.build(target, folders.load(KINDS[kind](tmp_path / "head", scale=0.5), target), num_blocks=120)
+    assert engine.target.storage.hidden is not None
+    torch.manual_seed(3)
+    engine.target.storage.hidden.normal_()
+    plan = mixed_plan(engine)
+    at_once = engine.eager.draw(plan)
+    with patch.object(type(engine.drafter), "draw", lambda *_: None):
+        by_level = engine.eager.draw(plan)
+    assert at_once is not None
+    assert by_level is not None
+    lengths = at_once.layout.length_C.tolist()
+    for mine, others, length in zip(at_once.chains.tokens_CL, by_level.chains.tokens_CL, lengths, strict=True):
+        assert mine[:length].tolist() == others[:length].tolist()
+    for mine, others in zip(laws_along(at_once), laws_along(by_level), strict=True):
+        assert torch.allclose(mine, others, atol=1e-6)
+    assert len({tuple(chain) for chain in at_once.chains.tokens_CL.tolist()}) > len(lengths) // 2
+    assert [tree.tokens for tree in at_once.trees] == [tree.tokens for tree in by_level.trees]
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("eagle3", True), ("dspark", False), ("dflash2", False)])
+def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: bool) -> None:
+    target = folders.target()
+    if kind == "eagle3":
+        shared = ("embed_tokens", "lm_head")
+        written = folders.write_eagle(
+            tmp_path / "head", width=folders.TARGET_WIDTH, shares=shared, draft_vocabulary=target.vocab_size
+        )
+    else:
+        written = folders.write_block(tmp_path / "head", kind=kind)
+    head = folders.load(written, target)
+    engine = tiny.build(target, head, num_blocks=120)
+    assert engine.target.storage.hidden is not None
+    assert engine.drafter is not None
+    engine.target.storage.hidden.normal_(generator=torch.Generator().manual_seed(3))
+    plan = Plan((mixed_plan(engine).rows[0],))
+    plain_NV = engine.drafter.begin(plan)
+    plain_bytes = head.weight_bytes
+    packed_bytes = head.model.pack()
+    # The target's output head is packed besides, and its plain weights are the target's.
+    of_target = head.model.weight.nbytes if shares else 0
+    assert packed_bytes - of_target == plain_bytes - head.weight_bytes > 0
+    assert torch.allclose(engine.drafter.begin(plan), plain_NV, atol=1e-4)
+
+
+def sampled(tmp_path: Path, kind: str, speculation: Speculation, sampling: str, num_answers: int = 2000) -> float:
+    """p-value of the served output."""
+    target = folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
+    more = {} if kind == "dflash2" else {"draft_vocabulary": 3}
+    written = KINDS[kind](tmp_path / "head", vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), **more)
+    pair = target, folders.load(written, target)
+    counts = output_law.sample(pair, speculation, output_law.SAMPLINGS[sampling], num_answers)
+    return output_law.g_test(counts, output_law.exact_law(target, output_law.SAMPLINGS[sampling]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    grid([(kind, sampling) for kind in KINDS for sampling in ("plain", "filtered")], {("dflash2", "filtered")}),
+)
+def test_output_of_trees_has_the_target_s_distribution(tmp_path: Path, kind: str, sampling: str) -> None:
+    assert sampled(tmp_path, kind, TREE, sampling) > output_law.ALPHA
+
+
+def of_another_slot(draw_from: Any) -> Any:
+    def wrong(*of: Any) -> Any:
+        tokens_CL, laws = draw_from(*of)
+        return tokens_CL, replace(laws, row_CX=laws.row_CX.flip(1))
+
+    return wrong
+
+
+def without_filters(draw_from: Any) -> Any:
+    def wrong(tables: Any, slots: Any, parameters: Any, *of: Any) -> Any:
+        tokens_CL, laws = draw_from(tables, slots, parameters, *of)
+        plain = tables.logits_SPX[:, 0].softmax(-1)
+        return tokens_CL, replace(laws, law_NV=plain)
+
+    return wrong
+
+
+def one_number_for_all(draw_from: Any) -> Any:
+    """Chains that are not independent, raced as if they were."""
+
+    def wrong(tables: Any, slots: Any, parameters: Any, uniform_LC: Any, *of: Any) -> Any:
+        first_C = torch.arange(uniform_LC.shape[1]) // 4 * 4
+        return draw_from(tables, slots, parameters, uniform_LC[:, first_C], *of)
+
+    return wrong
+
+
+WRONG = {
+    "the distribution of another slot": (of_another_slot, "dflash", "plain"),
+    "no filters": (without_filters, "dflash", "filtered"),
+    "one number for all chains": (one_number_for_all, "dflash2", "plain"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_variants_are_rejected(tmp_path: Path, name: str) -> None:
+    wrong, kind, sampling = WRONG[name]
+    with patch.object(one_pass, "draw_from", wrong(one_pass.draw_from)):
+        found = sampled(tmp_path, kind, output_law.SPECULATIONS["bv_race 4"], sampling, num_answers=4000)
+    assert found < output_law.ALPHA
