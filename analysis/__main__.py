@@ -15,6 +15,7 @@ from analysis import (
     contexts,
     device_model,
     growth,
+    heads,
     laws,
     pair,
     reports,
@@ -95,6 +96,12 @@ ANALYSES = {
         growth.add_arguments,
         growth.analyze_growth,
         growth.markdown,
+    ),
+    "heads": Analysis(
+        "What do more chains of a one-pass head cost in drafting?",
+        heads.add_arguments,
+        heads.analyze_heads,
+        heads.markdown,
     ),
     "times": Analysis(
         "How long does each rule take to verify drafts on this machine? Loads no model.",

@@ -1,4 +1,4 @@
-"""What drafting with a head costs by the number of chains: `python -m analysis.heads`.
+"""Drafting times of one-pass heads by the number of chains: `polydraft analyze heads`.
 
 Weights of the heads are random, because times do not depend on them. Steps of all shapes take turns. Not for:
 acceptance, which only trained heads have (`polydraft analyze arms`).
@@ -7,11 +7,8 @@ acceptance, which only trained heads have (`polydraft analyze arms`).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +19,13 @@ from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.models.heads.config import read_head
 from engine.models.heads.head import TargetWeights
-from engine.models.heads.loading import build_head, tensor_shapes
-from engine.models.host import keep_freed_memory
+from engine.models.heads.loading import build_head, shapes_of
 from engine.models.loading import LoadedModel, adopt, adopt_head, load
 from engine.request import Speculation
 from engine.step.building import assemble
 from engine.step.calibration import made_up_plan
 from engine.step.engine import Engine
-from loadtest.environment import environment
+from loadtest.results import document, table
 
 KINDS = ("dflash", "dflash2", "dspark", "peagle")
 _LARGER = {
@@ -47,7 +43,7 @@ _LARGER = {
 
 
 def target_of(size: str) -> LoadedModel:
-    """The embedded target, or a larger one."""
+    """Return the embedded target, or a larger one."""
     if size == "embedded":
         options = argparse.Namespace(target=None, draft=None)
         return load(names_of(options)[0], None, "auto", torch.device("cpu"))
@@ -60,7 +56,7 @@ def target_of(size: str) -> LoadedModel:
 
 
 def head_of(kind: str, target: LoadedModel, layers: int, length: int) -> LoadedModel:
-    """A head with random weights that drafts at most `length` tokens."""
+    """Return a head with random weights that drafts at most `length` tokens."""
     like = target.model.config
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     depth = like.num_hidden_layers
@@ -82,15 +78,15 @@ def head_of(kind: str, target: LoadedModel, layers: int, length: int) -> LoadedM
     # Norms stay norms, and everything else is small.
     tensors = {
         name: torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.02
-        for name, shape in tensor_shapes(config, 3).items()
+        for name, shape in shapes_of(config, 3).items()
     }
     head = build_head(config, 3, tensors)
     head.attach(TargetWeights.of(target.model, torch.float32))
     return adopt_head(head, target)
 
 
-def shapes_of(numbers: Sequence[int], length: int) -> Mapping[str, Speculation]:
-    """Plain decoding, and so many chains."""
+def speculations_of(numbers: Sequence[int], length: int) -> Mapping[str, Speculation]:
+    """Return plain decoding, and these numbers of chains."""
     chains = {
         str(number): Speculation(rule="bv_race", num_drafts=number, draft_length=length, draft_method="iid")
         for number in numbers
@@ -99,11 +95,11 @@ def shapes_of(numbers: Sequence[int], length: int) -> Mapping[str, Speculation]:
 
 
 @torch.inference_mode()
-def measure(engine: Engine, options: argparse.Namespace, requests: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of drafting and of the whole step, by shape."""
+def measure(engine: Engine, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Return milliseconds of drafting and of the whole step, by shape."""
     plans = {
-        name: made_up_plan(engine, requests, options.context, speculation, num_read=options.read)
-        for name, speculation in shapes_of(options.num_drafts, options.draft_length).items()
+        name: made_up_plan(engine, 1, options.context, speculation, num_read=options.read)
+        for name, speculation in speculations_of(options.num_drafts, options.draft_length).items()
     }
     found: dict[str, dict[str, list[float]]] = {name: {"draft_ms": [], "step_ms": []} for name in plans}
     for turn in range(options.repeats + 1):
@@ -120,65 +116,73 @@ def measure(engine: Engine, options: argparse.Namespace, requests: int) -> dict[
 
 
 def summary(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
-    """Medians by shape: drafting over that of one chain, and its share of the step."""
+    """Return medians by shape: drafting over that of one chain, and its share of the step."""
     medians = {
         name: {what: statistics.median(values) for what, values in times.items()} for name, times in found.items()
     }
     for of_shape in (one for name, one in medians.items() if name != "off"):
         of_shape["draft_over_one"] = of_shape["draft_ms"] / medians["1"]["draft_ms"]
         of_shape["share_of_step"] = of_shape["draft_ms"] / of_shape["step_ms"]
-    return {name: {what: round(value, 4) for what, value in of_shape.items()} for name, of_shape in medians.items()}
+    return {name: {what: round(value, 4) for what, value in one.items()} for name, one in medians.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure heads of every type."""
-    parser = argparse.ArgumentParser(prog="python -m analysis.heads", description=__doc__.splitlines()[0])
+def markdown(result: dict[str, Any]) -> str:
+    """Return a table with a row per head and number of chains."""
+    rows = [
+        [
+            cell["target"],
+            cell["kind"],
+            name,
+            f"{shape['draft_ms']:.2f}",
+            f"{shape['draft_over_one']:.2f}",
+            f"{shape['share_of_step']:.0%}",
+        ]
+        for cell in result["cells"]
+        for name, shape in cell["shapes"].items()
+        if name != "off"
+    ]
+    return table(["target", "head", "chains", "drafting, ms", "over one chain", "share of the step"], rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("--targets", nargs="+", default=["embedded", "larger"], choices=["embedded", "larger"])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--layers", type=int, default=1, help="layers of the heads")
-    parser.add_argument("--num-drafts", type=integers, default=[1, 2, 4, 8], help="numbers of chains")
-    parser.add_argument("--draft-length", type=int, default=7, help="tokens of a chain")
-    parser.add_argument("--requests", type=integers, default=[1], help="requests at once")
-    parser.add_argument("--context", type=int, default=256, help="tokens of the texts")
-    parser.add_argument("--read", type=int, default=3, help="tokens that the head reads in a step")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a shape in a turn")
-    parser.add_argument("--repeats", type=int, default=10, help="turns")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
-    parser.add_argument("--output", type=Path, help="also write the JSON document to this file")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="types of heads (default all)")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the heads (default 1)")
+    parser.add_argument("--num-drafts", type=integers, default=[1, 2, 4, 8], help="chains (default 1,2,4,8)")
+    parser.add_argument("--draft-length", type=int, default=7, help="tokens of a chain (default 7)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the text (default 256)")
+    parser.add_argument("--read", type=int, default=3, help="tokens that the head reads in a step (default 3)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a shape in a turn (default 3)")
+    parser.add_argument("--repeats", type=int, default=10, help="turns (default 10)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default 1)")
+
+
+def analyze_heads(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure heads of every type, one request at a time."""
     torch.set_num_threads(options.threads)
-    keep_freed_memory()
     cells = []
     for size in options.targets:
         for kind in tqdm(options.kinds, desc=size, unit="head"):
-            for requests in options.requests:
-                target = target_of(size)
-                head = head_of(kind, target, options.layers, options.draft_length)
-                engine = assemble(_config(options, requests), target, head, is_owner=True)
-                found = summary(measure(engine, options, requests))
-                cells.append({"target": size, "kind": kind, "requests": requests, **found})
-                print(json.dumps(cells[-1]), file=sys.stderr)
-    result = {
-        "what": "medians: milliseconds of drafting and of the step by number of chains; shapes in turns",
-        "options": {name: value for name, value in vars(options).items() if name != "output"},
-        "environment": environment(),
-        "cells": cells,
-    }
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+            target = target_of(size)
+            head = head_of(kind, target, options.layers, options.draft_length)
+            engine = assemble(_config(options), target, head, is_owner=True)
+            cells.append({"target": size, "kind": kind, "shapes": summary(measure(engine, options))})
+    names = ("layers", "num_drafts", "draft_length", "context", "read", "steps", "repeats", "threads")
+    what = "medians: milliseconds of drafting and of the step by number of chains, one request; shapes take turns"
+    return document(what, options, names, cells=cells)
 
 
-def _config(options: argparse.Namespace, requests: int) -> EngineConfig:
+def _config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(target="target", draft="head", device="cpu", num_threads=options.threads),
-        cache=CacheConfig(num_blocks=requests * (options.context // 8 + 16)),
-        scheduler=SchedulerConfig(max_model_len=2 * options.context, max_num_seqs=requests),
+        cache=CacheConfig(num_blocks=options.context // 8 + 16),
+        scheduler=SchedulerConfig(max_model_len=2 * options.context, max_num_seqs=1),
         speculation=SpeculationConfig(
-            max_num_drafts=max(options.num_drafts), max_draft_length=options.draft_length, observed_share=0.0
+            num_drafts=1,
+            draft_length=1,
+            max_num_drafts=max(options.num_drafts),
+            max_draft_length=options.draft_length,
+            observed_share=0.0,
         ),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

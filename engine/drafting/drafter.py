@@ -68,6 +68,6 @@ class DrawsAtOnce(Protocol):
     def __call__(
         self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, LawTable] | None:
-        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw, and the distributions that they were
+        """Return [C, L] the tokens that `begin` and `chains.draw_levels` would draw, and the distributions they were
         drawn from; None for plans that need these two.
         """

@@ -194,11 +194,8 @@ def _prepare(
     """Return (how a model is run, the memory that its weights then take)."""
     if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
         has_paged_kernel = has_kernel(torch.device(loaded.model.device))
-        weight_bytes = loaded.weight_bytes
-        if is_owner and loaded.model.device.type == "cpu":
-            weight_bytes = loaded.model.pack()
-            weight_bytes += loaded.weight_bytes
-        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), weight_bytes
+        packed_bytes = loaded.model.pack() if is_owner and loaded.model.device.type == "cpu" else 0
+        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), packed_bytes + loaded.weight_bytes
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size, config.model)
     if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone
