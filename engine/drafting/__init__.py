@@ -1,1 +1,1 @@
-"""Where drafted chains come from: each drafter proposes tokens and says from which law it drew them."""
+"""Drafting: chains from a draft model or a trained head."""

@@ -72,7 +72,7 @@ def _shape_of(fanout: tuple[int, ...], method: str, stable: bool, greedy: bool) 
 
 
 def method_of(row: Row) -> str:
-    """How the children of a row's nodes are drawn: as it asked, or the rule's own way."""
+    """Return the method of drawing a row's nodes: the requested one, or the rule's own."""
     return row.speculation.draft_method or RULES[row.speculation.rule].draft_methods[0]
 
 

@@ -1,14 +1,14 @@
 """Products of rows with a weight in blocks, in Numba: the inner loop of the decoder (`numba_decoder.py`).
 
-A weight [N, K] lies in blocks of a few columns of the result, [N / B, K, B], so that it is read from front to back.
-Sums of up to `MOST_ROWS` rows stay in registers, and each number of the block that is read serves them all. Weights
-have the type of the checkpoint (float32, bfloat16, float16) or 8 bits with a scale for every `GROUP` numbers of a
-column; they are widened to float32 in registers, and all arithmetic is float32. What is read soon is asked for ahead
-of time, as the processor does not do that across its pages.
+A weight [N, K] is stored in blocks of a few columns of the result, [N / B, K, B], so that it is read sequentially. Sums
+of up to `MOST_ROWS` rows stay in registers, and each number of the block serves them all. Weights have the type of the
+checkpoint (float32, bfloat16, float16) or 8 bits with a scale for every `GROUP` numbers of a column. They are widened
+to float32 in registers, and all arithmetic is float32. The weight is prefetched, because the processor does not
+prefetch across its pages.
 
-A sum starts at the bias and goes through K in order, whatever the number of rows and threads: results do not depend on
-what else is computed with them. The loop is written as LLVM's instructions, because sums in registers are what no
-compiler makes of a loop over an array.
+A sum starts at the bias and runs over K in order, for any number of rows and threads: results do not depend on what
+else is computed with them. The loop is written as LLVM instructions, because no compiler keeps the sums of a loop over
+an array in registers.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
@@ -30,25 +30,25 @@ from numba.extending import intrinsic
 from engine.kernels import compiled_for_cpu
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Features of the processor that Numba compiles for: this one, or the one of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
+"""Features of the processor for which Numba compiles: this one, or that of NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
 LANES = 16 if "+avx512f" in _FEATURES else 8 if "+avx2" in _FEATURES else 4
 """Numbers of a vector."""
 WIDENS_HALVES = "+f16c" in _FEATURES or "+avx512f" in _FEATURES
-"""Whether the processor widens float16 numbers itself; where not, such weights are kept as float32."""
+"""Whether the processor widens float16 numbers itself; if not, such weights are stored as float32."""
 _VECTORS = 2
-"""Of a row's sums: as many multiplications for each number of a row that is read."""
+"""Vectors of a row's sums: each number of a row is used in this many multiplications."""
 BLOCK = _VECTORS * LANES
 """B, columns of a block."""
 MOST_ROWS = 6 if LANES == 8 else 12
 """Rows whose sums, with a block's vectors, fit the registers: 16 of eight numbers, else 32."""
 MOST_BLOCKS = 4
-"""Blocks that few rows go through at once: alone their sums would wait for each other."""
+"""Blocks that few rows process at once: sums of a single block would wait for each other."""
 GROUP = 32
 """Numbers of a column of 8-bit weights that share a scale."""
 _AHEAD = 32
-"""Steps before it is used, a part of the weight is asked for."""
+"""Prefetch distance, in inner-loop steps."""
 _LINE = 64
-"""Bytes of a line of the cache; pieces of memory for weights begin at one."""
+"""Bytes of a cache line; weights are aligned to it."""
 
 Array = npt.NDArray[Any]
 
@@ -57,14 +57,14 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 class _WeightType(NamedTuple):
-    """Numbers of a weight."""
+    """Number format of a weight."""
 
     stored: Any
-    """LLVM's type of one of them."""
+    """LLVM type of one number."""
     num_bytes: int
 
     def widen(self, builder: ir.IRBuilder, numbers: Any) -> Any:
-        """A vector of them as float32."""
+        """Convert a vector to float32."""
         if self.stored is _SHORT:  # the upper halves of float32 numbers
             wide = builder.zext(numbers, ir.VectorType(_INT, LANES))
             return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, [16] * LANES)), _VECTOR)
@@ -79,11 +79,11 @@ _KINDS = {
     types.int16: _WeightType(ir.HalfType(), 2),
     types.int8: _WeightType(_BYTE, 1),
 }
-"""By the type of a weight's array; bfloat16 comes as uint16, float16 as int16."""
+"""Formats by the numpy type of a weight; bfloat16 is uint16, float16 is int16."""
 
 
 class _Loop:
-    """The instructions that sum products of a fixed number of rows with a fixed number of blocks."""
+    """Instructions that sum products of a fixed number of rows with a fixed number of blocks."""
 
     def __init__(
         self, builder: ir.IRBuilder, kind: _WeightType, operands: Sequence[Any], num_rows: int, num_blocks: int
@@ -101,7 +101,7 @@ class _Loop:
         self._columns = [(block, vector) for block in range(num_blocks) for vector in range(_VECTORS)]
 
     def build(self, after: ir.Block) -> None:
-        """At the builder's place, which jumps to `after` at the end."""
+        """Emit the loop at the builder's position; it jumps to `after` at the end."""
         starts = [self._at(self._bias, _long(block * BLOCK + vector * LANES)) for block, vector in self._columns]
         starts = [self._builder.load(pointer, align=4) for pointer in starts]
         sums = [starts] * len(self._rows)
@@ -115,7 +115,7 @@ class _Loop:
     def _repeat(
         self, start: Any, stop: Any, width: int, sums: list[list[Any]], body: Callable[..., list[list[Any]]]
     ) -> list[list[Any]]:
-        """The sums after `body(step, sums)` for steps from `start` to `stop`, of which there is one at least."""
+        """Return the sums after `body(step, sums)` for steps from `start` to `stop`; there is at least one."""
         builder = self._builder
         before, loop = builder.block, builder.append_basic_block("loop")
         done = builder.append_basic_block("done")
@@ -136,7 +136,7 @@ class _Loop:
         return news
 
     def _group(self, start: Any, sums: list[list[Any]]) -> list[list[Any]]:
-        """The sums with the numbers that share scales."""
+        """Return the sums with the numbers that share scales."""
         builder = self._builder
         number = builder.sdiv(start, _long(GROUP))
         num_groups = builder.sdiv(builder.add(self._depth, _long(GROUP - 1)), _long(GROUP))
@@ -150,7 +150,7 @@ class _Loop:
         return self._repeat(start, stop, 1, sums, lambda step, olds: self._step(step, olds, scales))
 
     def _step(self, step: Any, sums: list[list[Any]], scales: Sequence[Any] = ()) -> list[list[Any]]:
-        """The sums with the products of one number of each row."""
+        """Return the sums with the products of one number of each row."""
         builder = self._builder
         weights = []
         for block in range(self._num_blocks):
@@ -181,7 +181,7 @@ class _Loop:
         return added
 
     def _ask_for(self, place: Any) -> None:
-        """A block's next part, into the cache."""
+        """Prefetch a block's next part."""
         builder = self._builder
         byte = _BYTE.as_pointer()
         name = "llvm.prefetch.p0"
@@ -190,7 +190,7 @@ class _Loop:
         )
         for line in range(0, BLOCK * self._kind.num_bytes, _LINE):
             pointer = self._behind(self._weight, builder.add(place, _long(line // self._kind.num_bytes)))
-            # To be read, soon again, as data.
+            # Hints: for reading, high locality, data.
             builder.call(fetch, [builder.bitcast(pointer, byte), _int(0), _int(3), _int(1)])
 
     def _store(self, sums: Sequence[Sequence[Any]]) -> None:
@@ -217,13 +217,13 @@ def _int(value: int) -> Any:
 
 
 def blocks_at_once(num_rows: int) -> int:
-    """Blocks that so many rows go through at once."""
+    """Return the number of blocks that this many rows process at once."""
     return max(1, MOST_BLOCKS // num_rows)
 
 
 @intrinsic
 def _sums(_context, weights, num_rows, num_blocks, rows, weight, scale, bias, result, row_stride, result_stride, depth):
-    """Sums of 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count numbers.
+    """Sum 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count numbers.
 
     weights: an array of the weight's type, which is not read.
     """
@@ -252,7 +252,7 @@ _blocks_at_once = compiled_for_cpu()(blocks_at_once)
 
 @intrinsic
 def transpose(_context, numbers, offsets, source, target):
-    """Write `LANES` columns of as many numbers, which lie at `source` plus offsets in bytes, as rows of a block.
+    """Write `LANES` columns of `LANES` numbers, at `source` plus offsets in bytes, as rows of a block.
 
     numbers: an array of their type, which is not read; offsets, source, target: addresses.
     """
@@ -320,7 +320,7 @@ def product(rows, weights, scales, bias, result, first_block, last_block):
         first = 0
         while first < num_rows:
             left = num_rows - first
-            # Parts of about one size.
+            # Parts of about equal size.
             num_parts = (left + MOST_ROWS - 1) // MOST_ROWS
             count = (left + num_parts - 1) // num_parts
             _sums(
