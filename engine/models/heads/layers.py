@@ -38,7 +38,7 @@ class Norm(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         """Normalise the last axis."""
-        # Training computes products in bfloat16, beside weights of float32.
+        # Training computes products in bfloat16 and stores weights in float32.
         return rms_norm(state.to(self.weight.dtype), state.shape[-1:], self.weight, self._eps)
 
 
