@@ -133,6 +133,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     from engine.models.host import cpu_threads, keep_freed_memory, return_freed_memory
     from engine.step.building import build_engine
     from engine.step.calibration import measure
+    from engine.step.compiling import compile_kernels
     from engine.step.rehearsal import rehearse
 
     keep_freed_memory()
@@ -141,6 +142,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
     def progress(text: str) -> None:
         mailbox.send(Loading(text))
 
+    compile_kernels(config.model, progress)
     engine = build_engine(config, progress)
     speculation = default_speculation(config.speculation, engine.facts)
     if config.calibrate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -48,7 +49,7 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
     """Return Numba's decorator; compiled code is cached for later starts if there is a writable folder."""
     from numba import njit
 
-    _separate_caches()
+    cache_folder()
 
     def decorate(function: Any) -> Any:
         try:
@@ -60,9 +61,10 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 
 
 @cache
-def _separate_caches() -> None:
-    """Let Numba cache compiled code by the text of all kernels. By default it detects changes of a kernel's own
-    file, but not of the functions and constants that are compiled into it.
+def cache_folder() -> Path | None:
+    """Let Numba cache compiled code by the text of all kernels, and return the folder; None if no folder is writable.
+
+    By default it detects changes of a kernel's own file, but not of the functions and constants compiled into it.
     """
     from numba.core import config
 
@@ -78,4 +80,20 @@ def _separate_caches() -> None:
             continue
         if os.access(folder, os.W_OK):
             config.CACHE_DIR = str(folder)
-            return
+            _lock_writes(folder)
+            return folder
+    return None
+
+
+def _lock_writes(folder: Path) -> None:
+    """Let one process at a time add to the cache: two could give the same file name to different code."""
+    from numba.core.caching import IndexDataCacheFile
+
+    save = IndexDataCacheFile.save
+
+    def save_alone(self: Any, key: Any, data: Any) -> None:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            save(self, key, data)
+
+    IndexDataCacheFile.save = save_alone

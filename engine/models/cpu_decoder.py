@@ -46,7 +46,7 @@ class _Product:
     """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
 
     def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
-        self._numbers = np.dtype(np.int8) if bits == 8 else _stored_as(dtype)
+        self._numbers, _ = stored_types(dtype, bits == 8, False)
         num_blocks = -(-num_columns // BLOCK)
         self.weights = _aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
         self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
@@ -75,6 +75,11 @@ class _Product:
     def nbytes(self) -> int:
         """Memory that it takes."""
         return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
+
+
+def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """(type of numpy for weights of a type, type for K/V): what the functions of a pass are compiled for."""
+    return np.dtype(np.int8) if quantises else _stored_as(dtype), np.dtype(np.uint16 if rounds_kv else np.float32)
 
 
 def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
@@ -166,8 +171,8 @@ class CpuDecoder:
         """What the table points to, by field."""
         self._put_weights(model, bits)
         self._put_constants(model)
-        stored: Any = self._arrays[nt.QKV].dtype.type
-        self._put(nt.FUNCTIONS, nd.functions_for(stored, np.uint16 if kv_dtype == torch.bfloat16 else np.float32))
+        weights, kv = stored_types(model.lm_head.weight.dtype, bits == 8, kv_dtype == torch.bfloat16)
+        self._put(nt.FUNCTIONS, nd.functions_for(weights.type, kv.type))
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None

@@ -121,6 +121,17 @@ def _load_dtype(wanted: str, config: Any, device: torch.device, split: bool) -> 
     return _DTYPES.get(wanted, "auto")
 
 
+def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Type of the weights that a CPU's decoder has for the target; None if it does not take such a model.
+
+    Raises LoadError.
+    """
+    found = _read_config(config.target, config.revision)
+    if choose_device(config.device).type != "cpu" or config.tensor_parallel_size > 1 or not may_decode(found):
+        return None
+    return _DTYPES.get(config.dtype) or getattr(found, "dtype", None)
+
+
 def load(name: str, revision: str | None, dtype: str, device: torch.device, split: bool = False) -> LoadedModel:
     """Load one checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be read).
 

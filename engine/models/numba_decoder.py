@@ -307,7 +307,7 @@ def work():
 
 
 @cache
-def _functions_of_weights(weight_type):
+def functions_of_weights(weight_type):
     """C functions of the phases that read weights of a type of numpy: they are compiled apart, once for each type."""
 
     def begin(address, phase, _1, _2, _3, _4):
@@ -320,7 +320,7 @@ def _functions_of_weights(weight_type):
 
 
 @cache
-def _functions_of_kv(kv_type):
+def functions_of_kv(kv_type):
     """C functions of the phases that read or write K/V of a type of numpy."""
 
     def norm(address, phase, number, has_summand, _1, _2):
@@ -337,8 +337,8 @@ def _functions_of_kv(kv_type):
 
 def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
     """[5] addresses of the functions of a pass with weights and K/V of these types of numpy."""
-    begin, multiply = _functions_of_weights(weight_type)
-    norm, rotate, attend = _functions_of_kv(kv_type)
+    begin, multiply = functions_of_weights(weight_type)
+    norm, rotate, attend = functions_of_kv(kv_type)
     return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
 
 
