@@ -1,7 +1,7 @@
-"""How the passes of a model are run: what every way must do, and the way that takes any model.
+"""Interface of backends, which run the passes of a model, and the backend that supports any model.
 
-To add a way: a file with a class like these, and a line in `BACKENDS` (`probe.py`), which are tried in their
-order. Each is compared with plain transformers at every start; where it gives other numbers, the next one serves.
+To add a backend, add a file with a class like these, and an entry in `BACKENDS` (`probe.py`), which are tried in order.
+Each is compared with plain transformers at every start; if it computes other numbers, the next one is used.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ class Backend(Protocol):
     """Runs the passes of one model."""
 
     reads_pages: bool
-    """Whether it attends itself, by `AttentionMetadata.pages`."""
+    """Whether it computes attention itself, from `AttentionMetadata.pages`."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Type of the K/V that it writes."""
+        """Return the type of the K/V that it writes."""
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
+        """Return [N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
 
-        K/V goes where `metadata` says, and so do the hidden states of `metadata.storage.taps`.
+        `metadata` determines where K/V is stored, and `metadata.storage.taps` the stored hidden states.
         """
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """The numbers that stand for a weight of the model, in the type of the arithmetic."""
+        """Return the numbers that represent a weight of the model, in the type of the arithmetic."""
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Give up the model's own weights where they are laid out anew; the memory that those take, in bytes.
+        """Drop the model's own weights if they are stored in another layout; return the memory of the latter, in bytes.
 
-        works: whether the model, changed so, still gives its numbers.
+        works: whether the changed model still computes its numbers.
         """
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes are fastest; run: makes a pass of so many rows."""
+        """Measure on how many cores passes are fastest; run: runs a pass of this many rows."""
 
 
 class TransformersBackend:
-    """A transformers model behind the attention hook, as it is."""
+    """An unchanged transformers model with the attention hook."""
 
     reads_pages = False
 
@@ -56,12 +56,12 @@ class TransformersBackend:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The model's."""
+        """Return the model's own type."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass."""
+        """Return [N, V] logits at the wanted tokens of a flat pass."""
         with storing(self._model, metadata):
             return self._logits(token_ids_T, positions_T, metadata, wanted_N)
 
@@ -80,12 +80,12 @@ class TransformersBackend:
         return logits_NV
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """The model's own."""
+        """Return the model's own weight."""
         return weight
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Pack the weights of its linear layers; some model's code may look at weights that a packed layer has not."""
+        """Pack the weights of its linear layers; the code of some models reads weights that a packed layer lacks."""
         return pack(take_over(self._model), works)
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Torch has threads of its own."""
+        """Do nothing: torch manages its threads."""

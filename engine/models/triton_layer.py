@@ -1,9 +1,9 @@
-"""What a decoder layer does between its products, in one Triton kernel each.
+"""Operations of a decoder layer between its products, in one Triton kernel each.
 
-A pass over few tokens of a large model is bound by the number of its kernels. Between the four products of a layer
-there are norms (two), what becomes of q, k and v (norm, rotation, writing K/V), attention (`triton_attention.py`), and
-the gate; a residual sum belongs to its product. Numbers are rounded to the model's dtype no more often than
-transformers rounds them.
+The speed of a pass over few tokens of a large model is bound by the number of its kernels. Between the four products of
+a layer there are norms (two), the operations on q, k and v (norm, rotation, writing K/V), attention
+(`triton_attention.py`), and the gate; a residual sum belongs to its product. Numbers are rounded to the model's dtype
+no more often than by transformers.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `lean.py` decides where; its plain operations are
 the oracle.
@@ -49,7 +49,7 @@ def _rotate_and_write(
         to = values + (slot * num_kv_heads + head - num_heads - num_kv_heads) * head_dim
         tl.store(to + column, value, mask=inside)
     else:
-        # Rotation by halves: each number meets the one at its place in the other half.
+        # Rotation by halves: each number is paired with the one at its place in the other half.
         other_column = tl.where(column < head_dim // 2, column + head_dim // 2, column - head_dim // 2)
         other = tl.load(own + other_column, mask=inside, other=0.0)
         first, second = value.to(tl.float32), other.to(tl.float32)
@@ -81,7 +81,7 @@ def _gate(joined, result, width, tile: tl.constexpr):
 
 
 def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The RMS norm of rows that follow each other in memory."""
+    """Return the RMS norm of rows that are contiguous."""
     num_rows, width = hidden_TD.shape
     normed_TD = torch.empty_like(hidden_TD)
     _norm[(num_rows,)](hidden_TD, weight_D, normed_TD, width, eps, block=triton.next_power_of_2(width))
@@ -96,7 +96,7 @@ def rotate_and_write(
     slots_T: Tensor,
     layer: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """[T, H, D] rotated queries; keys and values are written to their slots.
+    """Return [T, H, D] rotated queries; keys and values are written to their slots.
 
     joined_TX: heads of q, then k, then v; rotation: cosines and sines [T, D], the sines of the first half negated;
     norms: RMS norm weights of q and k; layer: (keys, values) [slots, H_kv, D] of the layer.
@@ -115,7 +115,7 @@ def rotate_and_write(
 
 
 def gate(joined_TX: Tensor) -> Tensor:
-    """[T, M] silu(gate) * up of [T, 2 M]."""
+    """Return [T, M] silu(gate) * up of [T, 2 M]."""
     num_rows, width = joined_TX.shape[0], joined_TX.shape[1] // 2
     result_TM = joined_TX.new_empty((num_rows, width))
     _gate[(num_rows, triton.cdiv(width, _GATE_TILE))](joined_TX, result_TM, width, tile=_GATE_TILE)

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that the model has no place for: harmless, left out with a warning, or a wrong model.
+"""Tensors of a checkpoint that the model has no place for: ignored with a warning, or the sign of a wrong model.
 
-A tensor inside a module that exists (a scale, a bias, a norm of queries) would change what the module computes. Parts
-beside the model (a vision tower, layers for multi-token prediction) would not.
+A tensor inside a module that exists (a scale, a bias, a norm of queries) would change the module's results. Separate
+parts (a vision tower, layers for multi-token prediction) would not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from engine.errors import LoadError
 log = logging.getLogger("polydraft")
 
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
-"""Buffers that the model computes itself, which older checkpoints hold."""
+"""Buffers that the model computes itself, and that older checkpoints contain."""
 _SHOWN = 3
 
 
 def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
-    """Raise LoadError for tensors that would change what the model computes; warn of all others, but for buffers.
+    """Raise LoadError for tensors that would change the model's results; warn of all others, except buffers.
 
-    keys: names of the tensors that were left out. is_quantised: whether the configuration says how weights are
-    quantised; scales of K/V beside it are left out by design.
+    keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are quantised; scales
+    of K/V are then ignored by design.
     """
     left_out = sorted(key for key in keys if not _COMPUTED.search(key))
     if not left_out:

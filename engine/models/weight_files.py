@@ -1,7 +1,7 @@
 """Checks the weight files of a model folder by their names, sizes and headers, before anything reads them.
 
-A file that is missing, cut off, or another file under its name would be found after minutes, with an error of a library
-that says nothing about the reason. Not for: what the weights are (`models/loading.py`).
+A file that is missing, truncated, or another file under its name would otherwise be detected after minutes, with a
+library's error that does not state the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has the name; a link to a file that is gone counts, so that its fault can be reported."""
+    """Whether a folder has the name; a link to a missing file counts, so that its fault can be reported."""
     return path.is_file() or path.is_symlink()
 
 
@@ -60,7 +60,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def _size_fault(file: Path) -> str:
-    """Why a safetensors file is not whole; "" if its size is the one that its header promises."""
+    """Return why a safetensors file is incomplete; "" if its size is the one in its header."""
     if file.suffix != ".safetensors":
         return ""
     size = file.stat().st_size
