@@ -80,7 +80,7 @@ ANALYSES = {
         device_model.markdown,
     ),
     "around": Analysis(
-        "Where does the time of a step go, beside the two models?",
+        "Where does the time of a step go, besides the two models?",
         around.add_arguments,
         around.analyze_around,
         around.markdown,

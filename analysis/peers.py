@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tqdm(total=len(counts) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
         cells = [measure(arms, count, options, progress) for count in counts]
     result = {
-        "what": "this engine beside transformers, in one process; prompts of random tokens",
+        "what": "this engine and transformers, in one process; prompts of random tokens",
         "options": {
             name: str(value) for name, value in vars(options).items() if name not in ("target", "draft", "output")
         },

@@ -96,7 +96,7 @@ def markdown(result: dict[str, Any]) -> str:
         for arm, found in cell["arms"].items():
             error = f"{found['error']:+.1%}" if "error" in found else f"{len(found['pairs'])} answers had drafts"
             rows.append([cell["concurrency"], arm, error, *_shown(found.get("absolute_error"))])
-        rows.append([cell["concurrency"], "plain beside plain", "", *_shown(cell["noise_of_two_plain_runs"])])
+        rows.append([cell["concurrency"], "plain and plain", "", *_shown(cell["noise_of_two_plain_runs"])])
     return table(["c", "arm", "error (median)", "absolute error, median", "90 % of answers"], rows)
 
 
@@ -136,7 +136,7 @@ def analyze_reports(options: argparse.Namespace) -> dict[str, Any]:
     points = measure_points(engine, speculation_of(ADAPTIVE))
     cell = compare(make_arms(engine, names, points, load), options.answers)
     return document(
-        "speedup reported by an answer against plain answers beside it, in turns of a few tokens, without HTTP",
+        "speedup reported by an answer against plain answers in the same turns of a few tokens, without HTTP",
         options,
         ("prompts", "prompt_length", "tokens", "temperature", "arms", "answers", "dtype", "threads"),
         cells=[{"concurrency": 1, **cell}],

@@ -190,7 +190,7 @@ class Evaluator:
 
 
 def run(models_dir: Path, work_dir: Path, device: torch.device) -> None:
-    """Evaluate the pair and write ``evaluation.json`` and ``MODEL_CARD.md`` beside the models."""
+    """Evaluate the pair and write ``evaluation.json`` and ``MODEL_CARD.md`` next to the models."""
     evaluator = Evaluator(models_dir, device)
     assert evaluator.tokenizer.convert_tokens_to_ids(BOS) == evaluator.target.config.bos_token_id
     heldout = Corpus.load(work_dir / "heldout.npz")

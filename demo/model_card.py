@@ -138,7 +138,7 @@ def conversation_text(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_model_card(models_dir: Path, evaluation: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the card beside the two model folders."""
+    """Write the card next to the two model folders."""
     draft = evaluation["training"]["draft"]["runs"][-1]
     conversations = "\n\n".join(
         f"### Conversation {number}\n\n{conversation_text(messages)}"

@@ -7,7 +7,7 @@ target    train the target model on the training text
 draft     distil the draft model from the target, on training text and on text sampled from the target
 evaluate  measure both on held-out text; write ``evaluation.json`` and ``MODEL_CARD.md``
 
-This exists so that the weights beside it can be rebuilt and checked. It is not a general trainer: the
+This exists so that the weights next to it can be rebuilt and checked. It is not a general trainer: the
 model shapes are fixed in ``modeling.py`` and the sources in ``data.py``. The lengths of the two training
 stages are given in steps and, as an upper limit, in minutes; whichever comes first ends the
 learning-rate schedule.

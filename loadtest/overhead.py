@@ -131,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = measure(url, options.concurrency, options.rounds, options.max_tokens)
     write(result, options.output)
     print(markdown(result))
-    print("before the first token, beside its step: {p50_ms:.1f} ms (p90 {p90_ms:.1f})".format(**result["first_token"]))
+    print(
+        "before the first token, without its step: {p50_ms:.1f} ms (p90 {p90_ms:.1f})".format(**result["first_token"])
+    )
     return 0
 
 

@@ -82,7 +82,7 @@ def in_own_words(params: Mapping[str, str]) -> Iterator[None]:
 
 
 def refuse_drafts(speculation: SpeculationFields | None) -> None:
-    """Raise RequestError if drafts are to be returned: these APIs have no place for them."""
+    """Raise RequestError if drafts are to be returned: these APIs have no field for them."""
     if speculation is not None and speculation.return_drafts:
         message = "speculation.return_drafts is not supported here; use /v1/chat/completions"
         raise RequestError(message, "speculation.return_drafts", "unsupported_value")

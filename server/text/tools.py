@@ -81,7 +81,7 @@ class ToolUse:
         if self.format not in _GRAMMARS:
             raise RequestError(
                 f"calls in the format of this model ({self.format}) can be neither forced nor strict, nor a choice "
-                "beside structured output; use tool_choice auto with tools that are not strict and no schema, or none",
+                "with structured output; use tool_choice auto with tools that are not strict and no schema, or none",
                 "tool_choice" if self.forced else "tools",
             )
         known = _GRAMMARS[self.format]

@@ -63,7 +63,9 @@ def test_times_follow_bandwidth_operations_and_counts() -> None:
 
 
 def test_the_pair_that_is_asked_about_gains_what_is_aimed_at() -> None:
-    """8B with 0.6B on an H200, by the model: several drafts beside the best single chain, many requests beside few."""
+    """8B with 0.6B on an H200, by the model: several drafts against the best single chain, many requests against
+    few.
+    """
     assert PAIR.speedup(4, 5, 1, 300) > 2.2
     assert PAIR.roofline(1, 300) > 0.63  # 0.66 with norms and gates inside the products, which are gone
     assert PAIR.speedup(4, 5, 1, 300) > 1.1 * max(PAIR.speedup(1, n, 1, 300) for n in (2, 3, 5))

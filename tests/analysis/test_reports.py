@@ -1,4 +1,4 @@
-"""`analyze reports`: what answers report beside plain answers to the same requests, in turns."""
+"""`analyze reports`: speedups that answers report, compared with plain answers to the same requests, in turns."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:
     assert rows[2:] == [
         "| 1 | adaptive | +10.0% | 10.0% | 10.0% |",
         "| 1 | plainly | 0 answers had drafts | - | - |",
-        "| 1 | plain beside plain |  | 0.0% | 0.0% |",
+        "| 1 | plain and plain |  | 0.0% | 0.0% |",
     ]
 
 

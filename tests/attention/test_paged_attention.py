@@ -101,7 +101,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
 def operands(
     dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
 ) -> tuple[Any, ...]:
-    """A tree of more nodes than a word has bits behind a long text, and a chunk of a prompt beside it."""
+    """Return a tree of more nodes than a word has bits, after a long text, and a chunk of a prompt."""
     chance = np.random.default_rng(1)
     tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
     blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
@@ -216,7 +216,7 @@ def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
 
 
 def test_tiles_have_few_sizes() -> None:
-    """Each is compiled anew: three sizes of four heads that share keys, fewer rows in float32."""
+    """Each size is compiled separately: three sizes of four heads that share keys, fewer rows in float32."""
     sizes = {triton_attention.tile_queries_of(count, 4, torch.bfloat16) for count in range(1, 500)}
     assert sizes == {4, 8, 16}
     assert {triton_attention.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}

@@ -138,7 +138,7 @@ def test_a_trial_of_plain_steps_goes_on_while_requests_come_and_go() -> None:
 
 
 def test_a_trial_of_plain_steps_ends_where_others_draft() -> None:
-    """Such steps would tell nothing of plain ones; and a burst of requests need not wait for the caches."""
+    """Such steps are not informative about plain ones; and a burst of requests need not wait for the caches."""
     for others, more in (([(1, 1)], []), ([], [sequence(1), sequence(2)])):
         server = Server(Machine(), {0: 0.8})
         while server.controller.choice.shape != PLAIN:
@@ -220,9 +220,8 @@ def test_a_shape_that_is_slower_than_measured_gives_way_to_another_not_to_plain_
 
 
 def test_a_machine_that_becomes_slower_for_all_steps_changes_nothing_for_long() -> None:
-    """Plain decoding seems faster at first, as nobody has seen it slow.
-
-    The wrong variant takes it that drafting alone has become slower.
+    """Plain decoding seems faster at first, because its steps were measured before. The wrong variant assumes that
+    only drafting has become slower.
     """
     num_plain = {}
     for drift in (0.03, 0.0):
@@ -262,9 +261,8 @@ def with_acceptance(controller: Controller, accepted: dict[int, float]) -> Contr
 
 
 def test_the_nodes_of_neighbours_with_a_shape_of_their_own_take_room() -> None:
-    """Few nodes are free and more are not: alone a request drafts, beside neighbours' trees it does not.
-
-    The wrong variant counts the neighbours as requests without nodes, of which any number is free here.
+    """Few nodes are free and more are not: alone a request drafts, with its neighbours' trees it does not. The wrong
+    variant counts the neighbours as requests without nodes, of which any number is free here.
     """
     chosen = []
     for others in ([], [(4, 1, 1, 1, 1)] * 2, [()] * 2):
@@ -394,7 +392,7 @@ def test_few_that_come_or_go_wait_for_the_next_choice() -> None:
     assert controller.fanout(requests[0])
     assert controller.fanout(requests[-1]), "those that have come draft like the others"
     assert choose(requests[1:]), "five"
-    assert choose(requests[1:], ((1, 1),)), "what is beside them has changed"
+    assert choose(requests[1:], ((1, 1),)), "the other requests have changed"
     assert [choose(requests[2:], ((1, 1),)) for _ in range(8)] == [False] * 7 + [True], "after eight steps in any case"
     assert all(choose(requests[:number]) for number in (4, 3, 4)), "one more of four is as much as one less"
 

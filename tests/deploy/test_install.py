@@ -17,7 +17,7 @@ from uv import find_uv_bin
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONS = ["3.11", "3.12", "3.13"]
-# Wheels and further indexes beside the one that packages usually come from.
+# Wheels and further indexes in addition to the usual one.
 LOCAL = {"UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_NO_INDEX", "UV_OFFLINE", "UV_CONSTRAINT"}
 
 

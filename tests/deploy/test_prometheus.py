@@ -41,7 +41,7 @@ VLLM = [
 
 
 class Traffic:
-    """Requests of several kinds, one after the other in each of several threads, until told to stop."""
+    """Requests of several types, one after the other in each of several threads, until it is stopped."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

@@ -1,4 +1,4 @@
-"""Chains copied from predictions and from the text: exact beside every rule, useful when right, cheap when wrong."""
+"""Text drafts of predictions and of the text: exact with every rule, useful if right, cheap if wrong."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) 
 
 
 def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptureFixture) -> None:
-    """A shorter one that nobody has chosen is logged with its reason; one of a few tokens is refused."""
+    """A shorter one that the operator has not chosen is logged with its reason; one of a few tokens is refused."""
     reach = 131_072
     target = replace(tiny.llama(1), max_positions=reach)
     draft = replace(tiny.llama(2), max_positions=4096)

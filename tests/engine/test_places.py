@@ -165,7 +165,7 @@ def forbidden(answers: dict[str, list[int]]) -> list[str]:
 
 @pytest.mark.parametrize("seed_stable", [False, True])
 def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
-    """Every rule that takes copied chains beside every other, and the same answers alone."""
+    """Every rule that allows text drafts, together with every other, and the same answers alone."""
     engine = tiny.build(*pair, max_copied_tokens=8)
     rules = [name for name, rule in RULES.items() if not rule.changes_targets]
     requests = [one for seed in range(16) for rule in rules for one in neighbours(rule, seed, seed_stable=seed_stable)]

@@ -253,7 +253,7 @@ def test_a_draft_window_is_kept_to() -> None:
 
 
 def test_nothing_is_written_but_to_the_requests_own_blocks(both: tuple[Engine, Engine]) -> None:
-    """Padding, and rows that a request has no use for, write to the block that nobody reads."""
+    """Padding, and unused rows of a request, write to the spare block."""
     machine = both[1]
     wishes = [chains(2, 3), tiny.OFF, chains(1, 1)]
     for one in asked(3, lambda i: wishes[i], temperature=1.0):
@@ -406,7 +406,7 @@ def test_what_is_recorded_looks_at_no_number() -> None:
 
 @stands_in
 def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine, Engine]) -> None:
-    """Between two steps of a shape nothing that the recorded work reads moves, or is made anew."""
+    """Between two steps of a shape no input of the recorded work is moved or replaced."""
     machine = both[1]
     requests = asked(3, lambda _: chains(2, 3), temperature=1.0)
     seen: dict[StepShape, set[tuple[int, ...]]] = {}

@@ -292,7 +292,7 @@ class Checked:
 
     @staticmethod
     def copies(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
-        """A node counts for the first copied chain through it; beside drawn chains some of the path may be theirs."""
+        """A node counts for the first text draft through it; with drawn chains, some of the path may be theirs."""
         tree, seen = draft.trees[number], {0}
         assert [one.name for one in emission.copied] == [copy.source for copy in row.copies]
         for one, chain in zip(emission.copied, tree.paths[row.first_copy :], strict=True):

@@ -12,7 +12,7 @@ from engine.request import GRAMMAR, Request, Sampling
 
 
 class Slow:
-    """A source whose grammars are ready when told."""
+    """A source whose grammars become ready on command."""
 
     def __init__(self) -> None:
         self.open: list[Slow] = []

@@ -106,7 +106,7 @@ class Child:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """CPU time, and memory beside what it has."""
+        """Return the limits of CPU time and of additional memory."""
         pages = int(Path(f"/proc/{self.process_id}/statm").read_text().split()[0])
         memory = resource.prlimit(self.process_id, resource.RLIMIT_AS)[0]
         more = memory if memory == INFINITE else memory - pages * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The measurement of malformed requests beside a stream, in small."""
+"""The measurement of malformed requests during a stream, with few requests."""
 
 from __future__ import annotations
 

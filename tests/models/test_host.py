@@ -45,7 +45,7 @@ def test_passes_take_the_cores_that_are_left_to_them(
 
 
 def test_measurements_are_found_again_in_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another container has another name; a machine of another size measures anew."""
+    """Another container has another name; a machine of another size measures again."""
     found = kept_file(str(tmp_path), ["x"], print)
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert kept_file(str(tmp_path), ["x"], print) == found

@@ -10,7 +10,7 @@ from engine.models.unplaced import check_unplaced
 
 
 class Model(nn.Module):
-    """A body below a prefix, as transformers has it, and a head beside it."""
+    """A body with a prefix, as in transformers, and a separate head."""
 
     base_model_prefix = "body"
 

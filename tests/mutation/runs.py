@@ -105,7 +105,7 @@ class Reached:
 
 
 def _arguments(part: dict[str, Any], tests: Sequence[str]) -> list[str]:
-    # Assertions are not rewritten: that would be most of the time, and nobody reads what they say.
+    # Assertions are not rewritten: rewriting would take most of the time, and the messages are not needed.
     flags = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
     return [*flags, *part.get("options", []), *tests]
 

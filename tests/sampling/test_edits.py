@@ -137,7 +137,7 @@ def test_without_a_place_nothing_is_copied() -> None:
 
 
 def test_extreme_values_leave_a_law() -> None:
-    """Huge logits, the smallest penalty, full bias, everything banned: never not a number."""
+    """Huge logits, the smallest penalty, full bias, everything banned: the result is finite."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 1e37
     sampling = Sampling(repetition_penalty=0.01, logit_bias=((3, 100.0), (4, -100.0)), frequency_penalty=-2)
     nothing = Sampling(allowed_token_ids=(7,), bad_words=((7,),))

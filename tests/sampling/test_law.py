@@ -72,7 +72,9 @@ def assert_is_law(found: np.ndarray, logits: np.ndarray, sampling: Sampling) -> 
 
 
 def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
-    """Flat laws reach top_p only far down; beside them, in another order of tokens, a peaked one and one without."""
+    """Flat distributions reach top_p only far down; the batch also has a peaked one in another order of tokens, and
+    one without top_p.
+    """
     chance = np.random.default_rng(1)
     samplings = [Sampling(top_p=p) for p in (0.9, 0.5, 1.0, 0.7, 0.0)]
     flat = np.linspace(0, 0.01, 5000)

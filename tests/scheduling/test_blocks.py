@@ -14,7 +14,7 @@ from engine.scheduling.blocks import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners take and return blocks; nobody ever holds a block twice."""
+    """Owners take and return blocks; no block is ever held twice."""
 
     def __init__(self) -> None:
         super().__init__()

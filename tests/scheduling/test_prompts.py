@@ -1,4 +1,4 @@
-"""Prompts beside decoding requests: their step takes twice as long as without them at most, and all are read."""
+"""Prompts while other requests decode: a step takes at most twice as long as without them, and all prompts are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler under any traffic: accounting holds, nobody starves, every answer is whole."""
+"""The scheduler under any traffic: accounting holds, no request starves, every answer is complete."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class SlowPrompts(Traffic):
-    """The same on a machine that has no time for prompts beside decoding: each is read a few tokens at a time."""
+    """The same on a machine without time for prompts while others decode: each is read a few tokens at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Whims(Controller):
         self.reads = num_drafts > 0
 
     def choose(self, *_: object) -> None:
-        """Nothing is to be decided."""
+        """Decide nothing."""
 
 
 class AdaptiveTraffic(Traffic):
@@ -214,7 +214,7 @@ def test_what_is_published_of_an_answer_of_one_token_is_computed() -> None:
 
 
 def is_behind(plan: Plan) -> bool:
-    """Whether the draft model computes more than what the last step emitted, or something nobody drafts from."""
+    """Whether the draft model computes more than the last step emitted, or a text from which nothing is drafted."""
     return any(
         len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
         for row in plan.rows
@@ -370,7 +370,7 @@ def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_several_long_ones() -> None:
-    """With the numbers of a server on a CPU: two prompts of 16k are being computed, somebody decodes."""
+    """With the numbers of a server on a CPU: two prompts of 16k are being computed while a request decodes."""
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
     scheduler = Scheduler(config, BlockStore(8192, 16), frozenset({99}))
     scheduler.submit(request("decodes", 20, 500, first=500_000))
@@ -542,7 +542,7 @@ def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
 
 
 def test_what_a_preempted_request_has_computed_is_found_again() -> None:
-    """Also what it computed while nobody waited."""
+    """This includes blocks that it computed while no other request waited."""
     scheduler = build(budget=64, num_blocks=9, max_num_seqs=2)
     scheduler.submit(request("much", 3, 40))
     for _ in range(18):

@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], Result], what: str, patience_s: float = _
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -211,7 +211,7 @@ def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list
 
 
 def test_malformed_requests_do_not_disturb_a_stream(http: httpx.Client, daemon: Daemon) -> None:
-    """Two thousand of them beside it: each gets 400, the stream is complete."""
+    """Two thousand of them during a stream: each gets 400, the stream is complete."""
     bad = [b"", b"{", b"[]", b'{"model": 5}', b'{"model": "tiny", "prompt": {}}', b"\xff" * 100, b'{"a":' * 500]
     with open_stream(http, "/v1/completions", **CALL | {"max_tokens": 1900}) as stream, daemon.client() as other:
         next(stream)

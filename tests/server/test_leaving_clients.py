@@ -58,7 +58,7 @@ def is_idle(http: httpx.Client) -> bool:
 
 
 def check_aborted(http: httpx.Client, num_steps_before: float) -> None:
-    """Assert that the long call was given up, not carried out for nobody, and that its blocks are free."""
+    """Assert that the long call was aborted, and that its blocks are free."""
     wait_until(lambda: http.get("/load").json()["server_load"] == 0, "the call of a client that left stays open")
     wait_until(lambda: is_idle(http), "blocks or seats of a client that left stay taken")
     assert num_steps(http) - num_steps_before < LONG["max_tokens"]

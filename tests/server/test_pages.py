@@ -114,7 +114,7 @@ def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
 
 
 def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
-    """All of a calibrated daemon's; the page shows their number beside their speedup."""
+    """All tokens of a calibrated daemon count; the page shows their number next to their speedup."""
     before = one_seat_http.get("/dashboard/state").json()["totals"]
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
     call["speculation"] = {"num_drafts": 4, "draft_length": 3}

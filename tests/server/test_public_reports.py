@@ -82,7 +82,7 @@ def test_a_stop_that_does_not_come_makes_no_empty_chunks(http: httpx.Client) -> 
 
 @pytest.mark.parametrize("held_back", [1, 6])
 def test_text_that_was_held_back_is_sent_at_the_end(http: httpx.Client, held_back: int) -> None:
-    """vllm-project/vllm#8468, ggml-org/llama.cpp#13785: the end of a streamed answer was lost beside a stop string."""
+    """vllm-project/vllm#8468, ggml-org/llama.cpp#13785: the end of a streamed answer was lost before a stop string."""
     text = choice_of(http)["text"]
     stop = text[-held_back:] + "\x00"
     assert texts(streamed(http, stop=stop))[0] == text

@@ -206,7 +206,7 @@ def test_names_must_be_shown_where_they_tell_participants_apart() -> None:
 
 
 def test_names_of_tools_need_not_be_shown() -> None:
-    """Their calls tell results apart."""
+    """Their calls identify the results."""
     nameless = template(shows=lambda one: shown({key: value for key, value in one.items() if key != "name"}))
     turns = [{**result(SHORT, name), "name": name} for name in ("Ann", "Bob")]
     assert rendered(nameless, *turns).endswith(">Bob")

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what they tell the engine."""
+"""Settings: their sources, the precedence of sources, and the configuration of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target split over two processes: the same answers, and nobody is left behind when one of them ends."""
+"""A target split over two processes: the same answers, and no process is left when one of them ends."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_wrong_secret_is_not_printed(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_a_taken_port_exits_3(capsys: pytest.CaptureFixture[str], models: TinyModels) -> None:
-    """A port on which somebody listens, or an address of another machine: exit code 3 and a way out."""
+    """A port that is in use, or an address of another machine: exit code 3 and a suggestion."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, errors = run(capsys, str(models.target), "--port", str(port))
@@ -139,7 +139,7 @@ def test_a_taken_port_exits_3(capsys: pytest.CaptureFixture[str], models: TinyMo
 
 
 def test_a_taken_unix_socket_exits_3(capsys: pytest.CaptureFixture[str], models: TinyModels, tmp_path: Path) -> None:
-    """A socket file on which somebody listens is not taken away from them."""
+    """A socket file in use is not removed."""
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as taken:
         taken.bind(str(path))
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_served_is_explained(
     line = error_line(daemon)
     assert words in line
     assert name in line
-    # All but what only the weights tell is found before they are read.
+    # All faults that need no weights are found before the weights are read.
     assert ("loading target" in daemon.log) == (name == "incomplete")
 
 

@@ -80,7 +80,7 @@ def test_at_temperature_0_the_text_is_that_of_plain_decoding(http: httpx.Client,
     ],
 )
 def test_other_structures_are_followed(http: httpx.Client, structure: dict[str, Any], pattern: str) -> None:
-    """vLLM's names, old and new; penalties and filters beside them."""
+    """vLLM's names, old and new, together with penalties and filters."""
     for choice in answers(http, **structure, n=4, top_p=0.95, frequency_penalty=0.5):
         assert choice["finish_reason"] == "stop"
         assert re.fullmatch(pattern, choice["text"]), choice["text"]

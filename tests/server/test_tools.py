@@ -1,4 +1,4 @@
-"""Function tools over HTTP with the official client: told to the model, forced by grammars, streamed, sent back."""
+"""Function tools over HTTP with the official client: in the prompt, forced by grammars, streamed, sent back."""
 
 from __future__ import annotations
 

@@ -63,6 +63,6 @@ def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK:
     law_NV = point_mass(token_N, accept_N, target_NV.shape[1])
     law_NV = law_NV + point_mass(hub_N, (1 - accept_N) * hub_accept_N, target_NV.shape[1])
     law_NV = law_NV + ((1 - accept_N) * (1 - hub_accept_N)).unsqueeze(1) * residual_NV
-    # One draft alone, or a law with nothing beside a.
+    # One draft alone, or a law with no token but a.
     paired_N1 = (present_NK[:, :2].all(1) & (others_NV.sum(1) > 0)).unsqueeze(1)
     return torch.where(paired_N1, law_NV, greedy(target_NV, draft_NV, drafted_NK, present_NK))
