@@ -1,4 +1,4 @@
-"""Compiles a CPU's kernels at a first start, in processes beside each other: Numba compiles on one core.
+"""Compiles a CPU's kernels at a first start, in several processes, because Numba compiles on one core.
 
 The processes leave the code in Numba's cache, where this start and later ones find it. What they do not compile is
 compiled where it is first used.

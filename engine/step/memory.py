@@ -15,7 +15,7 @@ from engine.plan import level_widths
 from engine.scheduling.text_drafters import most_copied
 
 _DEFAULT_CPU_BYTES = 1 << 30
-# Of the memory that is free beside what is kept back; the rest is for a pass's activations.
+# Share of the free memory after reservations; the rest is for the activations of a pass.
 _DEFAULT_CUDA_SHARE = 0.9
 _LEAST_CONTEXT = 1024
 """Least context to which the pool shortens it; a start with less is refused."""
