@@ -14,6 +14,7 @@ from analysis import (
     around,
     contexts,
     device_model,
+    drafters,
     growth,
     heads,
     laws,
@@ -90,6 +91,12 @@ ANALYSES = {
         contexts.add_arguments,
         contexts.analyze_contexts,
         contexts.markdown,
+    ),
+    "drafters": Analysis(
+        "Which of several drafters of one target is fastest: a small model, or heads?",
+        drafters.add_arguments,
+        drafters.analyze_drafters,
+        drafters.markdown,
     ),
     "growth": Analysis(
         "What do more drafts for one request cost, in time and in memory?",

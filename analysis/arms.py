@@ -15,8 +15,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Arm:
 
     engine: Engine
     requests: Iterator[Request]
+    speculation: Speculation = field(default_factory=Speculation)
     done: Turn = field(default_factory=Turn)
     """Totals since the beginning."""
     turns: list[Turn] = field(default_factory=list)
@@ -75,6 +77,11 @@ class Arm:
     """Seconds by the shape that most of the drafting requests drafted."""
     num_passes: int = 0
     """Target passes over one request's drafts, or its next token."""
+    num_accepted: int = 0
+    num_drafting: int = 0
+    """Passes of the target that verified drafts."""
+    draft_s: float = 0.0
+    """Time of drafting."""
     plain_s: float = 0.0
     """Time of plain decoding for the tokens of all answers, as the answers report it."""
     told_s: float = 0.0
@@ -103,6 +110,9 @@ class Arm:
         plan = self.engine.scheduler.last_plan
         rows = plan.sampling_rows
         self.num_passes += len(rows)
+        self.num_drafting += sum(bool(row.fanout) for row in rows)
+        self.num_accepted += sum(outcome.num_accepted for outcome in step.outcomes)
+        self.draft_s += step.stats.phases_s["draft"]
         shape = _shape_of([row.fanout for row in rows if row.fanout]) if rows else _READING
         self.shapes[shape] = self.shapes.get(shape, 0.0) + seconds
         num_tokens = sum(len(outcome.token_ids) for outcome in step.outcomes)
@@ -139,7 +149,8 @@ class Arm:
         """Reset all totals."""
         self.turns.clear()
         self.shapes.clear()
-        self.num_passes = 0
+        self.num_passes = self.num_accepted = self.num_drafting = 0
+        self.draft_s = 0.0
         self.plain_s = self.told_s = 0.0
 
 
@@ -178,23 +189,24 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         own.scheduler.times = StepTimes(points) if speculation.adaptive else shared
         if speculation.adaptive:
             scheduler.controller = Controller(own.scheduler.times, _LIMITS.max_draft_length)
-        arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE))
+        arms[name] = Arm(own, load.requests(speculation, name == SEED_STABLE), speculation)
     return arms
 
 
 def measure(
-    engine: Engine,
-    names: Sequence[str],
-    points: Sequence[Point],
+    make: Callable[[], dict[str, Arm]],
     load: Load,
     concurrency: int,
     seconds: float,
     progress: Any,
     warm_up_s: float = _WARM_UP_S,
 ) -> dict[str, Any]:
-    """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding."""
+    """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding.
+
+    make: returns new arms, `off` among them.
+    """
     # The warm-up uses other arms, because the measured ones would learn from another temperature.
-    others = make_arms(engine, names, points, load)
+    others = make()
     equal = same_greedy_answers(others, load, concurrency)
     if not all(equal.values()):
         tqdm.write(f"greedy answers that are not plain decoding's: {equal}", file=sys.stderr)
@@ -203,7 +215,8 @@ def measure(
     # If a step does more than the work of one turn, use longer turns, as far as enough of them remain.
     most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
     turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
-    arms = make_arms(engine, names, points, load)
+    arms = make()
+    names = list(arms)
     order = random.Random(concurrency)
     num_warm_up = max(1, round(warm_up_s / turn_s))
     for number in range(num_warm_up + max(_LEAST_TURNS, round(seconds / turn_s))):
@@ -243,7 +256,7 @@ def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> d
     num_answers = max(_GREEDY_ANSWERS, concurrency)
     answers: dict[str, dict[str, list[int]]] = {}
     for name, arm in arms.items():
-        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(speculation_of(name)), num_answers))
+        greedy = list(itertools.islice(replace(load, temperature=0.0).requests(arm.speculation), num_answers))
         answers[name] = {}
         for start in range(0, len(greedy), concurrency):
             answers[name] |= arm.answers(greedy[start : start + concurrency])
@@ -260,6 +273,8 @@ def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
                 "tokens_per_second": _num_tokens(arm) / sum(turn.seconds for turn in arm.turns),
                 "tokens_per_pass": _num_tokens(arm) / arm.num_passes,
                 "ratio_to_off": ratio(turns[name], turns[OFF]),
+                "accepted_per_drafting_pass": arm.num_accepted / max(1, arm.num_drafting),
+                "share_of_drafting": arm.draft_s / sum(turn.seconds for turn in arm.turns),
                 "reported_speedup": arm.reported_speedup,
                 "share_of_time": _shares(arm.shapes),
             }
@@ -327,7 +342,8 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
-                cell = measure(engine, names, points, load, concurrency, options.seconds, progress)
+                make = partial(make_arms, engine, names, points, load)
+                cell = measure(make, load, concurrency, options.seconds, progress)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds
     result = document(

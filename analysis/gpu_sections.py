@@ -285,9 +285,8 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
             load = Load(prompts, 96 if on_cuda else 8, 1.0)
             arms.check_room(engine.facts, _SHAPES, load, concurrency)
             with tqdm(total=1, disable=True) as progress:
-                cell = arms.measure(
-                    engine, _SHAPES, points, load, concurrency, 6 * options.scale, progress, 2 * options.scale
-                )
+                make = partial(arms.make_arms, engine, _SHAPES, points, load)
+                cell = arms.measure(make, load, concurrency, 6 * options.scale, progress, 2 * options.scale)
             cells.append({"context": length, **cell})
             findings.add("cells", cells)
 

@@ -1,0 +1,116 @@
+"""`analyze drafters`: several drafters of one target in turns of the same work: small models and heads.
+
+Every drafter has its own engine and target, because a target that a head reads stores its states. `off` is plain
+decoding without any drafter, and `NAME off` plain decoding of the engine that the drafter NAME needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from analysis.arms import Arm, make_arms, measure, speculation_of
+from analysis.load import Load, add_load_arguments
+from analysis.loading import config_of, integers, load_engine, names_of, prompts_of
+from engine.config import SchedulerConfig, SpeculationConfig
+from engine.control.step_time import Point
+from engine.errors import ConfigError
+from engine.step.calibration import measure_points
+from engine.step.engine import Engine
+from loadtest.arms import ADAPTIVE, OFF
+from loadtest.results import document, shown_ratio, table
+
+_ARM_BYTES = 1 << 28
+_WARM_UP_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--target", help="target model: folder or hub name (default: the embedded pair's)")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a draft model or a head; may be repeated (default: small, the embedded pair's draft model)",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default auto)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: all cores but one)")
+    parser.add_argument("--shapes", default="block:1x3,bv_race:4x3", help="drafts, as of `arms`")
+    parser.add_argument("--prompts", default="dialogues", help="as of `arms` (default dialogues)")
+    add_load_arguments(parser, num_tokens=48)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of plain decoding in a cell (default 10)")
+    parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
+
+
+def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all cells."""
+    drafts = dict(text.partition("=")[::2] for text in options.drafter)
+    if not all(drafts.values()):
+        raise ConfigError("--drafter must look like NAME=FOLDER")
+    shapes = options.shapes.split(",")
+    embedded_target, embedded_draft = names_of(argparse.Namespace(target=None, draft=None))
+    options.target = options.target or embedded_target
+    engines = {}
+    for name, draft in (drafts or {"small": embedded_draft}).items():
+        named = argparse.Namespace(**{**vars(options), "draft": draft})
+        memory = (len(shapes) + 2) * _ARM_BYTES
+        scheduler = SchedulerConfig(max_num_seqs=max(64, *options.concurrency))
+        engines[name] = load_engine(config_of(named, scheduler, SpeculationConfig(), memory))
+        options.threads, options.draft = named.threads, draft
+    load = Load(prompts_of(options.prompts, options), options.tokens, options.temperature)
+    # Only reports of speedups depend on them, and these are left out.
+    points = measure_points(next(iter(engines.values())), speculation_of(ADAPTIVE))
+    cells = []
+    total = (options.seconds + _WARM_UP_S) * len(options.concurrency)
+    with tqdm(total=total, desc="drafters", unit="s") as progress:
+        for concurrency in options.concurrency:
+            make = partial(arms_of, engines, points, shapes, load)
+            cell = measure(make, load, concurrency, options.seconds, progress, _WARM_UP_S)
+            for arm in cell["arms"].values():
+                del arm["reported_speedup"]
+            cells.append({"prompts": Path(options.prompts).stem, **cell})
+    options.drafter = {name: Path(draft).name for name, draft in drafts.items()}
+    names = (
+        "drafter",
+        "shapes",
+        "prompt_length",
+        "tokens",
+        "temperature",
+        "seconds",
+        "dtype",
+        "threads",
+        "concurrency",
+    )
+    return document(
+        "drafters in turns of the same work, in one process, closed loop without HTTP", options, names, cells=cells
+    )
+
+
+def arms_of(engines: dict[str, Engine], points: Sequence[Point], shapes: list[str], load: Load) -> dict[str, Arm]:
+    """Return the arms of all engines, `off` first: plain decoding of the first engine."""
+    arms: dict[str, Arm] = {}
+    for name, engine in engines.items():
+        own = make_arms(engine, [OFF, *shapes], points, load)
+        arms |= {OFF if shape == OFF and not arms else f"{name} {shape}": arm for shape, arm in own.items()}
+    return arms
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return a table with a row per arm and number of requests."""
+    head = ["requests", "drafts", "accepted a pass", "tokens a pass", "drafting", "tokens/s over plain (95 % interval)"]
+    rows = []
+    for cell in result["cells"]:
+        for name, arm in cell["arms"].items():
+            if name != OFF:
+                accepted, per_pass = arm["accepted_per_drafting_pass"], arm["tokens_per_pass"]
+                share = f"{100 * arm['share_of_drafting']:.0f} %"
+                of_plain = shown_ratio(arm["ratio_to_off"])
+                rows.append([cell["concurrency"], name, f"{accepted:.2f}", f"{per_pass:.2f}", share, of_plain])
+    return table(head, rows)

@@ -1,0 +1,61 @@
+"""`analyze drafters`: arms of several drafters of one target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from analysis import arms, drafters
+from analysis.__main__ import main
+from analysis.arms import speculation_of
+from analysis.drafters import arms_of, markdown
+from analysis.load import Load
+from engine.step.calibration import measure_points
+from loadtest.arms import ADAPTIVE, OFF
+from tests.engine import tiny
+from tests.heads import folders
+from tests.server.tiny_models import write_pair
+
+
+def test_each_drafter_has_its_own_arms_and_counts_its_drafts(tmp_path: Path) -> None:
+    target = folders.target()
+    head = folders.load(folders.write_eagle(tmp_path / "head", draft_vocabulary=97), target)
+    small = tiny.perturbed(tiny.llama(31, vocabulary=97, layers=4), 2, 0.02)
+    engines = {"small": tiny.build(target, small, num_blocks=240), "head": tiny.build(target, head, num_blocks=240)}
+    load = Load([tuple(prompt) for prompt in tiny.prompts(97, [9, 12])], 12, 1.0)
+    points = measure_points(engines["small"], speculation_of(ADAPTIVE))
+    found = arms_of(engines, points, ["block:1x3"], load)
+    assert list(found) == [OFF, "small block:1x3", "head off", "head block:1x3"]
+    for name, arm in found.items():
+        for _ in range(20):
+            arm.turns.append(arm.step(2))
+        drafts = name.endswith("block:1x3")
+        assert (arm.num_drafting > 0) == drafts
+        assert arm.num_accepted <= 3 * arm.num_drafting
+        assert 0 <= arm.draft_s < sum(turn.seconds for turn in arm.turns)
+    drafted_by_small = found["small block:1x3"]
+    # Every pass emits its accepted drafts and one token more.
+    assert sum(turn.num_tokens for turn in drafted_by_small.turns) <= (
+        drafted_by_small.num_accepted + drafted_by_small.num_passes
+    )
+    assert drafted_by_small.num_accepted > 0
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "_TURN_S", 0.01)
+    monkeypatch.setattr(drafters, "_WARM_UP_S", 0.02)
+    pair = write_pair(tmp_path)
+    words = ["drafters", "--target", str(pair.target), "--drafter", f"small={pair.draft}", "--seconds", "0.2"]
+    assert main([*words, "--concurrency", "1", "--tokens", "4", "--shapes", "block:1x2"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert list(result["cells"][0]["arms"]) == [OFF, "small block:1x2"]
+    assert markdown(result) in printed.err
+
+
+def test_a_drafter_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drafters", "--drafter", "small"]) == 2
+    assert "NAME=FOLDER" in capsys.readouterr().err
