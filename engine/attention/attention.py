@@ -71,7 +71,7 @@ def attend(
     storage, layer, kind = metadata.storage, module.layer_idx, ScoreOptions(softcap, s_aux)
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if metadata.paged is not None:
-        from engine.attention.triton_attention import attend_paged  # Triton is there where a kernel was chosen
+        from engine.attention.triton_attention import attend_paged  # Triton is installed if its kernel was chosen
 
         return attend_paged(metadata.paged, storage, layer, query, scaling, kind, sliding_window), None
     parts = [attend_group(group, storage, layer, query, scaling, kind, sliding_window) for group in metadata.groups]

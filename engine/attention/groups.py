@@ -48,7 +48,7 @@ class Group:
 
     @cached_property
     def real_rows(self) -> Tensor | slice:
-        """Rows of the flat pass that the group's results belong to."""
+        """Return the rows of the flat pass that the group's results belong to."""
         return self.rows if self.real is None or isinstance(self.rows, slice) else self.rows[self.real]
 
     def bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
@@ -91,7 +91,7 @@ def attend_group(
     if num_batch == 1:
         bias = group.bias(window, 1, query.dtype)
         return scaled_attention(own.unsqueeze(0), keys, values, bias, scaling, kind)[0].transpose(0, 1)
-    # Query heads that share keys become further queries of one head.
+    # Query heads with the same keys become further queries of one head.
     folded = own.reshape(num_kv_heads, heads, num_batch, num_queries, -1).permute(2, 0, 1, 3, 4)
     folded = folded.reshape(num_batch, num_kv_heads, heads * num_queries, -1)
     output = scaled_attention(folded, keys, values, group.bias(window, heads, query.dtype), scaling, kind)
@@ -144,7 +144,7 @@ def _lone(batch: StepLayout, number: int, block_size: int, device: torch.device)
     blocks, num_rows = batch.sequences[number].block_ids, int(batch.counts[number])
     first_key, num_keys = int(batch.first_keys[number]), int(batch.num_keys[number])
     first, last = first_key // block_size, (num_keys - 1) // block_size
-    # Blocks that follow each other are read without a copy.
+    # Contiguous blocks are read without a copy.
     in_order = tuple(blocks[first : last + 1]) == tuple(range(blocks[first], blocks[first] + last - first + 1))
     start, shift = int(batch.starts[number]), (blocks[first] - first) * block_size
     numbers, visible_1QK = np.array([number]), None

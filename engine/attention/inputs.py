@@ -87,9 +87,9 @@ class SequenceInput:
     block_ids: Sequence[int]
     nodes: NodeInput
     wanted: slice
-    """Which of the part's tokens need logits, counted within the part."""
+    """Tokens of the part that need logits, counted within the part."""
     first_key: int = 0
-    """Index of the first token that is seen at all."""
+    """Index of the first visible token."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class StepLayout:
     num_keys: Integers
     """[B] index after the last key."""
     pages: Integers
-    """[B, P] block ids, padded with 0."""
+    """Return [B, P] block ids, padded with 0."""
     node_positions: Integers
     """[B, N] positions of the nodes' keys."""
     limits: Integers

@@ -35,7 +35,7 @@ class Paged(NamedTuple):
     most_queries: int
     most_keys: int
     is_padded: bool = False
-    """Whether every sequence has room for `most_queries` rows, of which it may use fewer."""
+    """Whether every sequence has room for `most_queries` rows; it may use fewer."""
 
 
 class DevicePass(NamedTuple):

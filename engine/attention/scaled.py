@@ -45,7 +45,7 @@ def _explicit(
         scores = scores + mask
     if kind.sinks is None:
         return scores.softmax(-1).to(value.dtype) @ value
-    # [H] -> [H_kv, Q of this call]: folded queries lie group by group.
+    # [H] -> [H_kv, Q of this call]: folded queries are ordered group by group.
     sinks = kind.sinks.float().view(query.shape[1], -1)
     column = sinks.repeat_interleave(scores.shape[2] // sinks.shape[1], 1)[None, :, :, None].expand(
         *scores.shape[:-1], 1

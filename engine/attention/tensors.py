@@ -51,11 +51,11 @@ class KVShape:
 
     @property
     def all_hidden_dim(self) -> int:
-        """Width of the states of all taps together."""
+        """Return the width of the states of all taps together."""
         return len(self.taps) * self.hidden_dim
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in one layer."""
+        """Return the bytes of one token's K and V in one layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 
@@ -78,7 +78,7 @@ class KVTensors:
             self.keys, self.values = (_zeros((shape.num_layers, *layout, width), dtype, device) for width in widths)
             self._moved = [self.keys, self.values]
         self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
-        """(keys, values) of each layer: views."""
+        """(keys, values) of each layer, as views."""
         self.taps = shape.taps
         width = shape.all_hidden_dim
         self.hidden = _zeros((num_slots, width), dtype, device) if width else None
@@ -101,7 +101,7 @@ class KVTensors:
         return gathered
 
     def store(self, tap: int, slots: torch.Tensor | slice, state_TD: torch.Tensor) -> None:
-        """Write the hidden states of a pass to its slots, if the tap is one of those that are stored."""
+        """Write the hidden states of a pass to its slots, if the tap is stored."""
         if tap in self.taps:
             assert self.hidden is not None
             width = state_TD.shape[-1]

@@ -32,7 +32,7 @@ _MOST_PARTS = 16
 
 @triton.jit
 def _load(start, rows, columns, row_stride, is_row, width):
-    """[rows, columns] numbers at `start + row * row_stride + column`; 0 outside."""
+    """Return [rows, columns] numbers at `start + row * row_stride + column`; 0 outside."""
     inside = is_row[:, None] & (columns[None, :] < width)
     return tl.load(start + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0.0)
 

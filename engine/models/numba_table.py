@@ -1,6 +1,6 @@
-"""The table of a pass: which arrays the decoder (`numba_decoder.py`) reads and writes, by their addresses and sizes.
+"""Table of a pass: the arrays that the decoder (`numba_decoder.py`) reads and writes, by their addresses and sizes.
 
-The C functions of a pass take the address of a table, so that helping threads find all of it there.
+The C functions of a pass take the address of a table, so helper threads find all data there.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -14,30 +14,30 @@ from numba import carray
 from engine.kernels import compiled_for_cpu
 from engine.models.numba_work import pointer_to
 
-# Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], behind it its scales
-# [L, N / B, groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
+# Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], then its scales [L, N / B,
+# groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
 EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(0, 18, 3)
 # Norms [2 L + 1, D]; those of queries and keys [L, 2, head], or [0, 2, head]; radians [head / 2] by which a position
 # rotates; epsilon, scale of scores, factor of cosines and sines; windows [L] in positions, 0 for none.
 NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(18, 23)
 # K/V [L, slots, H_kv, head].
 KEYS, VALUES = 23, 24
-# Arrays to work in, of T rows (see `_work`), and [phases, `ROW`] counters.
+# Working arrays of T rows (see `_work`), and [phases, `ROW`] counters.
 HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 35)
 # Of a pass over T tokens of R sequences: see `inputs.StepLayout`. Parts [P, 3]: sequence, first row and end of rows
 # that attend together; sizes: tokens of a page, cores.
 TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
 NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
-# Hidden states that are stored: places [L + 2] of the state that enters each layer, that leaves the last, and that is
-# behind the norm, -1 for none; where to, [slots, places * D].
+# Stored hidden states: places [L + 2] of the state that enters each layer, that leaves the last, and after the norm, -1
+# for none; the output, [slots, places * D].
 TAPS, TAPPED = 50, 51
 # Addresses of the functions of phases that depend on types.
 FUNCTIONS = 52
-# Address of a function that runs behind the logits, with its phase; or 0. Rows from `OWN` on are that function's.
+# Address of a function that runs after the logits, with its phase; or 0. Rows from `OWN` on belong to that function.
 BEHIND, OWN = 53, 54
 NUM_FIELDS = 64
 COLUMNS = 5
-"""Of a table: the address of an array, and up to four sizes."""
+"""Columns of a table: the address of an array, and up to four sizes."""
 
 
 @compiled_for_cpu(inline="always")

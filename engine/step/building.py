@@ -50,9 +50,9 @@ _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDr
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
-    """Load what the configuration names; raises ConfigError or LoadError with one clear line.
+    """Load the models of a configuration; raise ConfigError or LoadError with one clear line.
 
-    What can be found wrong without the weights is found before they are read.
+    Errors that can be found without the weights are raised before they are read.
     """
     check_settings(config)
     check_outlines(config, outline_pair(config.model))
@@ -149,7 +149,8 @@ def assemble(
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
-    """Return how a draft model drafts: a language model drafts from its own logits, a head from the target's states.
+    """Return the drafter of a draft model: a language model drafts from its own logits, a head from the target's
+    states.
 
     num_layers: of the target.
     """
@@ -192,7 +193,7 @@ def _prepare(
     loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress, is_owner: bool
 ) -> tuple[BackendChoice, int]:
     """Return (how a model is run, the memory that its weights then take)."""
-    if isinstance(loaded.model, Head):  # it has no other implementation to be compared with
+    if isinstance(loaded.model, Head):  # there is no other implementation to compare it with
         has_paged_kernel = has_kernel(torch.device(loaded.model.device))
         packed_bytes = loaded.model.pack() if is_owner and loaded.model.device.type == "cpu" else 0
         return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), packed_bytes + loaded.weight_bytes
@@ -206,7 +207,9 @@ def _prepare(
 
 
 def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
-    """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations tell."""
+    """Raise ConfigError for lengths and speculation that do not fit the models, as far as their configurations
+    determine it.
+    """
     check_defaults(_facts(config, outlines), config.speculation)
     length = len(config.speculation.tree) or config.speculation.draft_length
     for outline in outlines[1:]:
@@ -225,7 +228,7 @@ def _limited(config: EngineConfig, draft: LoadedModel | None) -> EngineConfig:
 
 
 def _facts(config: EngineConfig, models: Sequence[Outline]) -> EngineFacts:
-    """Return what is known of an engine before its weights are read."""
+    """Return the facts about an engine that are known before its weights are read."""
     return early_facts(config, models[0].vocab_size, _max_model_len(config, models), models[0].model_type)
 
 

@@ -74,7 +74,7 @@ class Engine:
 
     def step(self) -> list[Outcome]:
         """Advance every planned sequence: sampling rows by at least one token, the others by a prompt chunk."""
-        plan = self.scheduler.plan()  # who, how many tokens, which blocks
+        plan = self.scheduler.plan()  # rows, token counts and blocks
         with self.telemetry.phase("parts"):
             verdict = self.carry_out(plan)
         outcomes = self.scheduler.commit(plan, verdict)  # append, finish, free
@@ -93,7 +93,7 @@ class Engine:
         prompt_NV, logits_NV = split_prompts(plan, draft, logits_NV)
         with phase("verify"):  # distributions of the target, and the exact rule of each request
             verdict = step.verify(plan, draft, logits_NV)
-        with phase("keep"):  # move the K/V of accepted paths behind the text
+        with phase("keep"):  # move the K/V of accepted paths to the end of the text
             if any(moves := target_moves(plan, draft, verdict.emissions, self.facts.block_size)):
                 self.target.keep(moves)
             if self.drafter is not None:

@@ -21,11 +21,11 @@ def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> P
     """Return the file for measurements of what is described, made on this machine; None if there is no place for it."""
     if folder == NOWHERE:
         return None
-    machine = [_processor(), os.cpu_count()]  # not its name: a container has another one every time
+    machine = [_processor(), os.cpu_count()]  # without its name: a container has another one at every start
     digest = hashlib.sha256(json.dumps([described, machine], sort_keys=True, default=str).encode()).hexdigest()
     try:
         return Path(folder).expanduser() / f"{digest[:24]}.json"
-    except RuntimeError as error:  # a user without a home
+    except RuntimeError as error:  # a user without a home folder
         progress(f"measurements cannot be kept ({error}); name a folder with --profile-cache")
         return None
 

@@ -31,7 +31,7 @@ from engine.sampling.noise import Purpose, uniform
 from engine.step.engine import Engine
 
 SIGNIFICANCE = 1e-5
-"""Below this p-value a rule fails (a right one fails once in 100,000 checks)."""
+"""p-value below which a rule fails (a right one fails once in 100,000 checks)."""
 
 _SMALLEST_CELL = 5.0
 _NUM_FIRST, _NUM_SECOND, _NUM_GROUPS = 12, 6, 8
@@ -56,7 +56,7 @@ class Check:
 
     @property
     def detectable_bias(self) -> float:
-        """Total variation that the test finds with probability 0.99, however it lies in the cells.
+        """Return the total variation that the test detects with probability 0.99, for any distribution over the cells.
 
         A bias d of the cells' law e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
         """
@@ -262,7 +262,7 @@ def check_power(engine: Engine, prompt: Sequence[int], num_answers: int, tempera
 
 
 def is_blind(power: Check) -> bool:
-    """Whether the test missed a bias that is clearly larger than what it should find."""
+    """Whether the test missed a bias that is clearly larger than the detectable one."""
     return not power.rejected and power.reported_bias > 3 * power.detectable_bias
 
 

@@ -65,7 +65,8 @@ def plan_memory(
         num_blocks = max(0, free) // sum(block_bytes)
         is_asked_for = config.cache.memory_bytes or config.cache.device_share
         if not (is_asked_for and config.cache.prefix_caching):
-            # Further blocks could only hold prefixes of requests that have ended: where the operator gave a size.
+            # Further blocks could only hold prefixes of ended requests, so they are used only if the operator has set a
+            # size.
             num_blocks = min(num_blocks, most_blocks * config.scheduler.max_num_seqs)
     if num_blocks < most_blocks:
         longest = num_blocks * block_size - lookahead(config)
@@ -80,13 +81,13 @@ def plan_memory(
 
 
 def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int:
-    """Memory for K/V; kept_back: what steps need besides."""
+    """Return the memory for K/V; kept_back: other memory that steps need."""
     if cache.device_share and device.type != "cuda":
         raise ConfigError("--gpu-memory-utilization is for CUDA devices; on a CPU give --kv-cache-memory-bytes")
     if cache.memory_bytes:
         return cache.memory_bytes
     if device.type == "cuda":
-        # An engine that is gone may still hold some, and so does torch of what probing has used.
+        # An engine that has ended may still hold some, and torch holds what probing has used.
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -97,8 +98,9 @@ def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int
 
 
 def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Laws of a full step of requests that name no shape: target and draft rows in float32, and the cumulative sums in
-    float64."""
+    """Return the memory for probabilities of a full step of requests that name no shape: target and draft rows in
+    float32, and the cumulative sums in float64.
+    """
     wanted = config.speculation
     drawn = sum(level_widths(wanted.tree)) if wanted.tree else wanted.num_drafts * wanted.draft_length
     nodes = 1 + (drawn if config.model.draft else 0)

@@ -25,7 +25,7 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
     are discarded.
     """
     seeded = with_kept_shape(speculation, engine.limits, engine.facts.device)
-    for times in (None, engine.scheduler.times):  # cold steps teach the model of step times nothing
+    for times in (None, engine.scheduler.times):  # cold steps are not informative for the model of step times
         rehearsed = _engine_around(engine, times)
         for number, one in enumerate((seeded, speculation)):
             began = time.perf_counter()

@@ -219,7 +219,9 @@ def _observed(block: int, share: float) -> dict[int, float]:
 def observe_gap(
     plan: Plan, draft: Draft, logits_NV: Tensor, verdict: StepVerdict, step: int, share: float
 ) -> StepVerdict:
-    """On a share of the steps, note how far one row's rule stays below the optimum. The step's number chooses both."""
+    """On a share of the steps, measure the distance of one row's rule from the optimum. The step's number chooses
+    both.
+    """
     choice = _observed(step // _STEPS, share).get(step)
     if choice is None:
         return verdict

@@ -119,7 +119,7 @@ class Overhead:
             before_s = stopwatch.started - self._last_stopped
             around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s - aside_s
             usual_s = around_s if self._usual_s is None else self._usual_s
-            # A very long wait was for something else: it counts as four usual ones at most.
+            # A very long wait had another cause: it counts as four usual ones at most.
             self._usual_s = usual_s + _NEW_WEIGHT * (min(around_s, 4 * usual_s) - usual_s)
         self._last_stopped = stopwatch.stopped if goes_on else None
         return HostTime(before_s, self._usual_s or 0.0)
@@ -149,7 +149,7 @@ class Telemetry:
         """End the step that began last. num_awaiting_grammar: requests whose grammars are being read."""
         wall_s, phases_s = self.stopwatch.stop(waits=not self._scheduler.last_plan.sampling_rows)
         self.num_steps += 1
-        # Planning and messages cost plain decoding the same; the controller does not run then.
+        # Plain decoding has the same planning and messages, without the controller.
         around_s = self.overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
         plain_s, prompt_s = self._learn(phases_s["draft"], self.stopwatch.parts_s - phases_s["draft"], around_s.usual)
         return self.stats(num_awaiting_grammar, wall_s + around_s.before, plain_s, prompt_s, phases_s)
@@ -199,7 +199,7 @@ class Telemetry:
             return None, 0.0
         work = StepWork.of(plan)
         plain_s = times.rest_s(work.plain) + around_s
-        # By chance below 0: over many steps it is the sum that counts.
+        # Noise may make it negative; sums over many steps are right.
         prompt_s = rest_s - times.rest_s(work.without_prompts) if work.prompt else 0.0
         times.host_s = around_s
         times.observe(work, draft_s, rest_s, self.stopwatch.started)

@@ -72,12 +72,12 @@ class StepShape(NamedTuple):
 
     @property
     def fanout(self) -> tuple[int, ...]:
-        """Children of every node by depth."""
+        """Return the children of every node by depth."""
         return (self.num_drafts, *(1,) * (self.draft_length - 1)) if self.num_drafts else ()
 
     @property
     def num_nodes(self) -> int:
-        """Drafted tokens of each request."""
+        """Return the number of drafted tokens of each request."""
         return self.num_drafts * self.draft_length
 
     @property
@@ -258,7 +258,7 @@ class Field(NamedTuple):
 
 
 class StepInputs:
-    """Makes the numbers of steps of one shape."""
+    """Prepares the numbers of steps of one shape."""
 
     def __init__(self, shape: StepShape, layout: Layout, block_size: int, most_pages: int, spare_block: int) -> None:
         """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;

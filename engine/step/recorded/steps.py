@@ -53,7 +53,7 @@ class VerifiedStep(NamedTuple):
     """Results of a step on the host."""
 
     draft: Draft
-    """With its tokens."""
+    """The draft with its tokens."""
     chains: list[int]
     accepted: list[int]
     next_tokens: list[int]
@@ -131,7 +131,7 @@ class RecordedStep:
         return StepVerdict(tuple(emissions), broken=broken_rows(plan, found.draft, found.largest_N))
 
     def _read(self, draft: Draft) -> VerifiedStep:
-        """Copy what the step has found to the host; waits for the device."""
+        """Copy the results of the step to the host; waits for the device."""
         shape, num_rows = self._shape, len(draft.trees)
         found = self._result.cpu().numpy()
         verdict_3S, tokens_C, largest = np.split(
@@ -280,7 +280,7 @@ class RecordedSteps:
 
     @property
     def num_recorded(self) -> int:
-        """Shapes that are replayed."""
+        """Return the number of recorded shapes."""
         return len(self._steps)
 
     def find(self, plan: Plan) -> RecordedStep | None:
