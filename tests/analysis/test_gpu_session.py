@@ -99,7 +99,7 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_sections.arms, "check_room", lambda *_: None)
     seen = []
 
-    def measure(engine: Any, names: Any, points: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
+    def measure(make: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
         seen.append(json.loads(output.read_text()).get("cells", []) if output.exists() else [])
         return {"concurrency": concurrency}
 
