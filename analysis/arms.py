@@ -200,6 +200,7 @@ def measure(
     seconds: float,
     progress: Any,
     warm_up_s: float = _WARM_UP_S,
+    turn_s: float = _TURN_S,
 ) -> dict[str, Any]:
     """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding.
 
@@ -214,7 +215,7 @@ def measure(
     plain_rate = float(rate(works(others[OFF].turns, of_read).sum(0)))
     # If a step does more than the work of one turn, use longer turns, as far as enough of them remain.
     most_work = max(step.work(of_read) for arm in others.values() for step in arm.turns)
-    turn_s = max(_TURN_S, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
+    turn_s = max(turn_s, min(most_work / plain_rate, seconds / (2 * _LEAST_TURNS)))
     arms = make()
     names = list(arms)
     order = random.Random(concurrency)
@@ -318,6 +319,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="seconds of plain decoding in a cell; the other arms do the same work (default 20)",
     )
+    parser.add_argument(
+        "--turn", type=float, default=_TURN_S, help=f"seconds of plain decoding in a turn (default {_TURN_S:g})"
+    )
+    parser.add_argument(
+        "--warm-up", type=float, default=_WARM_UP_S, help=f"seconds before what counts (default {_WARM_UP_S:g})"
+    )
     parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 
@@ -327,9 +334,9 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     names = list(dict.fromkeys([OFF, *options.arms.split(",")]))
     for name in names:
         speculation_of(name)
-    if options.seconds < _LEAST_TURNS * _TURN_S:
+    if options.seconds < _LEAST_TURNS * options.turn:
         raise ConfigError(
-            f"--seconds must be at least {_LEAST_TURNS * _TURN_S:g}: arms take turns of {_TURN_S:g} seconds"
+            f"--seconds must be at least {_LEAST_TURNS * options.turn:g}: arms take turns of {options.turn:g} seconds"
         )
     engine = load_arms_engine(options, len(names))
     kinds = options.prompts or ["dialogues"]
@@ -337,13 +344,13 @@ def analyze_arms(options: argparse.Namespace) -> dict[str, Any]:
     for load in loads.values():
         check_room(engine.facts, names, load, max(options.concurrency))
     points = measure_points(engine, speculation_of(ADAPTIVE))
-    total = (options.seconds + _WARM_UP_S) * len(loads) * len(options.concurrency)
+    total = (options.seconds + options.warm_up) * len(loads) * len(options.concurrency)
     cells = []
     with tqdm(total=total, desc="arms", unit="s", bar_format=_BAR) as progress:
         for kind, load in loads.items():
             for concurrency in options.concurrency:
                 make = partial(make_arms, engine, names, points, load)
-                cell = measure(make, load, concurrency, options.seconds, progress)
+                cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
                 cells.append({"prompts": kind if kind.startswith("random:") else Path(kind).stem, **cell})
     options.prompts = kinds
     result = document(

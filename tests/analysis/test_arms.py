@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from analysis import arms as module
 from analysis.__main__ import main
 from analysis.arms import (
     Arm,
@@ -187,11 +186,10 @@ def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TURN_S", 0.01)
-    monkeypatch.setattr(module, "_WARM_UP_S", 0.02)
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = write_pair(tmp_path)
     words = ["arms", "--target", str(pair.target), "--draft", str(pair.draft), "--seconds", "0.2", "--tokens", "4"]
+    words += ["--turn", "0.01", "--warm-up", "0.02"]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("Once upon a time", "Please")))
     words += ["--concurrency", "1,2", "--prompts", str(prompts), "--arms", "adaptive,again,block:1x2"]

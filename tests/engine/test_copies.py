@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,9 @@ from engine.models.loading import LoadedModel
 from engine.request import Request, Speculation
 from engine.sampling.noise import Purpose, uniform
 from engine.step.engine import Engine
+from tests.engine import test_output_law as output_law
 from tests.engine import tiny
-from tests.engine.test_output_law import ALPHA, PROMPT, SAMPLINGS, drafts, exact_law, g_test, pair, sample
+from tests.engine.test_output_law import ALPHA, SAMPLINGS, drafts, g_test, pair
 from tests.grid import grid
 from tests.scheduling.machine import Machine
 
@@ -42,9 +44,8 @@ REPEATING = (1, 3, 0, 2, 1, 3, 0, 2, 1, 3, 0)
 PREDICTION = (2, 0, 2, 1, 3)
 
 
-@pytest.fixture(autouse=True)
-def repeating_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.engine.test_output_law.PROMPT", REPEATING)
+sample = partial(output_law.sample, prompt=REPEATING)
+exact_law = partial(output_law.exact_law, prompt=REPEATING)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,6 @@ def repeating_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
 )
 def test_joint_law_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
-    assert PROMPT != REPEATING
     counts = sample(pair, SHAPES[name], SAMPLINGS[sampling], prediction=PREDICTION)
     assert g_test(counts, exact_law(pair[0], SAMPLINGS[sampling])) > ALPHA
 

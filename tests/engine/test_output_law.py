@@ -103,10 +103,12 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
     return target, tiny.llama(seed=22, vocabulary=VOCABULARY, layers=1, spread=0.25)
 
 
-def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int, ...], float]:
+def exact_law(
+    target: LoadedModel, sampling: dict[str, float], prompt: tuple[int, ...] = PROMPT
+) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of NUM_TOKENS tokens, by plain transformers."""
-    paths = list(itertools.product(range(VOCABULARY), repeat=NUM_TOKENS))
-    ids = torch.tensor([[*PROMPT, *path] for path in paths], device=tiny.DEVICE)
+    paths = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
+    ids = torch.tensor([[*prompt, *path] for path in paths], device=tiny.DEVICE)
     target.model.set_attn_implementation("eager")
     with torch.inference_mode():
         logits = target.model(input_ids=ids, use_cache=False).logits.float().cpu()
@@ -114,20 +116,22 @@ def exact_law(target: LoadedModel, sampling: dict[str, float]) -> dict[tuple[int
     parameters = LawParameters.of([Sampling(**sampling)] * len(paths), torch.device("cpu"), TORCH)
     result = torch.ones(len(paths), dtype=torch.float64)
     for depth in range(NUM_TOKENS):
-        rows = logits[:, len(PROMPT) - 1 + depth].clone()
+        rows = logits[:, len(prompt) - 1 + depth].clone()
         for row, path in zip(rows, paths, strict=True):
-            edited_by_hand(row, path[:depth], sampling)
+            edited_by_hand(row, path[:depth], sampling, prompt)
         rows = law(rows, parameters).double()
         result *= rows[torch.arange(len(paths)), torch.tensor([path[depth] for path in paths])]
     return dict(zip(paths, result.tolist(), strict=True))
 
 
-def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[str, Any]) -> None:
+def edited_by_hand(
+    row: torch.Tensor, answer: tuple[int, ...], sampling: dict[str, Any], prompt: tuple[int, ...]
+) -> None:
     """Bias, penalties and masks in the plainest way, token by token."""
     for token, added in sampling.get("logit_bias", ()):
         row[token] += added
-    for token in range(VOCABULARY):
-        if token in PROMPT or token in answer:
+    for token in range(len(row)):
+        if token in prompt or token in answer:
             factor = sampling.get("repetition_penalty", 1.0)
             row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
         row[token] -= sampling.get("frequency_penalty", 0.0) * answer.count(token)
@@ -136,7 +140,7 @@ def edited_by_hand(row: torch.Tensor, answer: tuple[int, ...], sampling: dict[st
             row[token] = -torch.inf
         if not may_follow_thoughts(token, answer, sampling):
             row[token] = -torch.inf
-        text = (*PROMPT, *answer, token)
+        text = (*prompt, *answer, token)
         if any(text[-len(word) :] == word for word in sampling.get("bad_words", ())):
             row[token] = -torch.inf
 
@@ -189,6 +193,7 @@ def sample(
     num_answers: int = NUM_ANSWERS,
     kind: DrafterKind | None = None,
     most_unmerged: int = 0,
+    prompt: tuple[int, ...] = PROMPT,
     **more: Any,
 ) -> Counter[tuple[int, ...]]:
     """First three tokens of longer answers; `more` are fields of the requests."""
@@ -200,7 +205,7 @@ def sample(
     # An end token that no answer has: a grammar needs one.
     engine.facts = msgspec.structs.replace(engine.facts, eos_token_ids=[VOCABULARY])
     requests = [
-        tiny.request(str(seed), PROMPT, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
+        tiny.request(str(seed), prompt, speculation, max_tokens=NUM_TOKENS + 3, **{**sampling, "seed": seed})
         for seed in range(num_answers)
     ]
     requests = [msgspec.structs.replace(one, **more) for one in requests]

@@ -24,13 +24,8 @@ from tests.engine import test_output_law, tiny
 from tests.engine.test_output_law import ALPHA, drafts, exact_law, g_test
 
 VOCABULARY = 8
+"""So many tokens that several drafts of a node differ."""
 ALL = ("model", "prompt_lookup", "prediction")
-
-
-@pytest.fixture(autouse=True)
-def more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vocabulary in which several drafts of a node differ."""
-    monkeypatch.setattr(test_output_law, "VOCABULARY", VOCABULARY)
 
 
 @pytest.fixture(scope="module")

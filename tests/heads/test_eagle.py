@@ -177,14 +177,14 @@ def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedMo
 
 
 def test_output_behind_shared_beginnings_has_the_target_s_distribution(
-    small: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+    small: tuple[LoadedModel, LoadedModel],
 ) -> None:
-    monkeypatch.setattr(output_law, "PROMPT", tuple(np.random.default_rng(1).integers(0, 4, 21).tolist()))
+    prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
     plain = output_law.SAMPLINGS["plain"]
     with patch.object(Scheduler, "check_invariants", autospec=True, side_effect=Scheduler.check_invariants) as checked:
-        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], plain)
+        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], plain, prompt=prompt)
     assert checked.call_args[0][0].num_cache_hits > 1000
-    assert output_law.g_test(counts, output_law.exact_law(small[0], plain)) > output_law.ALPHA
+    assert output_law.g_test(counts, output_law.exact_law(small[0], plain, prompt)) > output_law.ALPHA
 
 
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
