@@ -53,10 +53,7 @@ from loadtest.results import document
 
 _READING = "prompts"
 """"Shape" of a step in which no request drafts or gets a token."""
-_TURN_S = 0.25
-"""Approximate duration of a plain turn; the other arms do the same work. Longer if a step is longer."""
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-_WARM_UP_S = 8.0
 _ARM_BYTES = 1 << 29
 _GREEDY_ANSWERS = 8
 _LEAST_TURNS = 8
@@ -199,8 +196,8 @@ def measure(
     concurrency: int,
     seconds: float,
     progress: Any,
-    warm_up_s: float = _WARM_UP_S,
-    turn_s: float = _TURN_S,
+    warm_up_s: float,
+    turn_s: float = 0.25,
 ) -> dict[str, Any]:
     """Measure a cell: all arms at one concurrency, each doing the work of about `seconds` of plain decoding.
 
@@ -296,6 +293,14 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
     return {shape: seconds[shape] / sum(seconds.values()) for shape in sorted(seconds, key=seconds.__getitem__)[::-1]}
 
 
+def add_turn_arguments(parser: argparse.ArgumentParser, warm_up_s: float) -> None:
+    """Add the durations of a turn and of the warm-up."""
+    parser.add_argument("--turn", type=float, default=0.25, help="seconds of plain decoding in a turn (default 0.25)")
+    parser.add_argument(
+        "--warm-up", type=float, default=warm_up_s, help=f"seconds before the measured turns (default {warm_up_s:g})"
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_pair_arguments(parser)
@@ -319,12 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="seconds of plain decoding in a cell; the other arms do the same work (default 20)",
     )
-    parser.add_argument(
-        "--turn", type=float, default=_TURN_S, help=f"seconds of plain decoding in a turn (default {_TURN_S:g})"
-    )
-    parser.add_argument(
-        "--warm-up", type=float, default=_WARM_UP_S, help=f"seconds before what counts (default {_WARM_UP_S:g})"
-    )
+    add_turn_arguments(parser, warm_up_s=8.0)
     parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
     parser.add_argument("--chart", type=Path, help="also draw the result into this file (needs matplotlib)")
 

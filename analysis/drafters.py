@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from analysis.arms import Arm, make_arms, measure, speculation_of
+from analysis.arms import Arm, add_turn_arguments, make_arms, measure, speculation_of
 from analysis.load import Load, add_load_arguments
 from analysis.loading import config_of, integers, load_engine, names_of, prompts_of
 from engine.config import SchedulerConfig, SpeculationConfig
@@ -26,7 +26,6 @@ from loadtest.arms import ADAPTIVE, OFF
 from loadtest.results import document, shown_ratio, table
 
 _ARM_BYTES = 1 << 28
-_WARM_UP_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", default="dialogues", help="as of `arms` (default dialogues)")
     add_load_arguments(parser, num_tokens=48)
     parser.add_argument("--seconds", type=float, default=10.0, help="of plain decoding in a cell (default 10)")
+    add_turn_arguments(parser, warm_up_s=1.0)
     parser.add_argument("--concurrency", type=integers, default=[1, 4, 16], help="requests at once (default 1,4,16)")
 
 
@@ -68,11 +68,11 @@ def analyze_drafters(options: argparse.Namespace) -> dict[str, Any]:
     # Only reports of speedups depend on them, and these are left out.
     points = measure_points(next(iter(engines.values())), speculation_of(ADAPTIVE))
     cells = []
-    total = (options.seconds + _WARM_UP_S) * len(options.concurrency)
+    total = (options.seconds + options.warm_up) * len(options.concurrency)
     with tqdm(total=total, desc="drafters", unit="s") as progress:
         for concurrency in options.concurrency:
             make = partial(arms_of, engines, points, shapes, load)
-            cell = measure(make, load, concurrency, options.seconds, progress, _WARM_UP_S)
+            cell = measure(make, load, concurrency, options.seconds, progress, options.warm_up, options.turn)
             for arm in cell["arms"].values():
                 del arm["reported_speedup"]
             cells.append({"prompts": Path(options.prompts).stem, **cell})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from analysis import arms, drafters
 from analysis.__main__ import main
 from analysis.arms import speculation_of
 from analysis.drafters import arms_of, markdown
@@ -44,11 +43,10 @@ def test_each_drafter_has_its_own_arms_and_counts_its_drafts(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "_TURN_S", 0.01)
-    monkeypatch.setattr(drafters, "_WARM_UP_S", 0.02)
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = write_pair(tmp_path)
     words = ["drafters", "--target", str(pair.target), "--drafter", f"small={pair.draft}", "--seconds", "0.2"]
+    words += ["--turn", "0.01", "--warm-up", "0.02"]
     assert main([*words, "--concurrency", "1", "--tokens", "4", "--shapes", "block:1x2"]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)

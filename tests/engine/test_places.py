@@ -24,7 +24,7 @@ from tests.engine import test_output_law, tiny
 from tests.engine.test_output_law import ALPHA, drafts, exact_law, g_test
 
 VOCABULARY = 8
-"""So many tokens that several drafts of a node differ."""
+"""More tokens than usual: several drafts of a node then differ."""
 ALL = ("model", "prompt_lookup", "prediction")
 
 
