@@ -42,7 +42,7 @@ from engine.control.step_time import Point, StepTimes
 from engine.errors import ConfigError
 from engine.plan import level_widths
 from engine.request import Request, Speculation
-from engine.scheduling.admission import with_kept_shape
+from engine.scheduling.admission import with_fixed_shape
 from engine.scheduling.outcome import Outcome
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
@@ -167,7 +167,7 @@ def speculation_of(name: str) -> Speculation:
     if name not in (ADAPTIVE, SEEDED, SEED_STABLE):
         return SpeculationSetup.parse(name).speculation
     adaptive = Speculation(num_drafts=_LIMITS.num_drafts, draft_length=_LIMITS.draft_length, adaptive=True)
-    return with_kept_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
+    return with_fixed_shape(adaptive, _LIMITS, "cpu") if name == SEEDED else adaptive
 
 
 def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], load: Load) -> dict[str, Arm]:

@@ -181,7 +181,7 @@ def default_speculation(limits: SpeculationConfig, facts: EngineFacts) -> Specul
     )
 
 
-def with_kept_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
+def with_fixed_shape(speculation: Speculation, limits: SpeculationConfig, device: str) -> Speculation:
     """Return speculation with a fixed shape, for a request with a seed: a seed means the same answer under any load.
 
     On a CPU the shape is one short chain, which pays at any load; elsewhere it is the maximum.

@@ -22,7 +22,7 @@ from engine.models.loading import Progress
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation
 from engine.step.engine import Engine
-from engine.step.kept import NOWHERE, keep, kept_file, read_kept
+from engine.step.profile_cache import NOWHERE, profile_file, read_profile, write_profile
 
 _NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CONTEXTS = (32, 256, 1024, 4096, 16384)
@@ -79,7 +79,7 @@ def measure(engine: Engine, config: EngineConfig, speculation: Speculation, prog
     progress(f"measuring steps ({why})")
     points = measure_points(engine, speculation, _say_every(2.0, progress))
     times = StepTimes(points, window)
-    keep(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
+    write_profile(file, msgspec.to_builtins(Measured(points, times.rates.tolist())), progress)
     return times
 
 
@@ -109,7 +109,7 @@ def _file(engine: Engine, config: EngineConfig, speculation: Speculation, progre
         "runs on": [torch.get_num_threads(), str(model.device)],
         "versions": [_FORMAT, torch.__version__, version("transformers")],
     }
-    return kept_file(config.profile_cache, described, progress)
+    return profile_file(config.profile_cache, described, progress)
 
 
 def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | str:
@@ -117,7 +117,7 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
     if file is None or not file.exists():
         return "there are no measurements of this pair, these settings and this machine yet"
     try:
-        points, rates = msgspec.convert(read_kept(file), Measured)
+        points, rates = msgspec.convert(read_profile(file), Measured)
         shortest_s = {work.rows: draft_s + rest_s for work, draft_s, rest_s in reversed(points) if work == work.plain}
         are_usable = len(rates) == NUM_TERMS and all(rate >= 0 for rate in rates)
         if 1 not in shortest_s or not are_usable or not all(rest_s > 0 <= draft_s for _, draft_s, rest_s in points):

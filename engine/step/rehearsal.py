@@ -8,7 +8,7 @@ from engine.api import StepResults, encode
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.admission import with_kept_shape
+from engine.scheduling.admission import with_fixed_shape
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
 from engine.step.engine import Engine
@@ -24,7 +24,7 @@ def rehearse(engine: Engine, speculation: Speculation) -> None:
     which take longer than measured ones. The K/V pool holds nothing yet. Blocks, counts and what the controller learns
     are discarded.
     """
-    seeded = with_kept_shape(speculation, engine.limits, engine.facts.device)
+    seeded = with_fixed_shape(speculation, engine.limits, engine.facts.device)
     for times in (None, engine.scheduler.times):  # cold steps are not informative for the model of step times
         rehearsed = _engine_around(engine, times)
         for number, one in enumerate((seeded, speculation)):

@@ -24,7 +24,7 @@ from engine.api import (
     Thinking,
     default_speculation,
     unknown_rule,
-    with_kept_shape,
+    with_fixed_shape,
 )
 from server.openai.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.text.tokenizer import GenerationDefaults
@@ -223,7 +223,7 @@ def with_seed(
     """Return speculation with a fixed shape for a request with a seed, unless the shape cannot change the answer."""
     if not speculation.adaptive or sampling.is_certain:
         return speculation
-    return with_kept_shape(speculation, limits, facts.device)
+    return with_fixed_shape(speculation, limits, facts.device)
 
 
 def without_equal_chains(request: Request, facts: EngineFacts) -> Request:

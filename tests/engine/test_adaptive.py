@@ -19,7 +19,7 @@ from engine.control.step_time import StepTimes, StepWork
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation
-from engine.scheduling.admission import with_kept_shape
+from engine.scheduling.admission import with_fixed_shape
 from engine.scheduling.draft_prefill import draft_from
 from engine.scheduling.sequence import Sequence
 from engine.step.engine import Engine
@@ -148,7 +148,7 @@ def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() ->
         for one in wishes(12):
             sampling = replace(one.sampling, temperature=1.0, seed_stable=False)
             seeded = int(one.request_id) % 2 == 0
-            shape = with_kept_shape(one.speculation, limits, "cpu") if seeded and keeps_shape else one.speculation
+            shape = with_fixed_shape(one.speculation, limits, "cpu") if seeded and keeps_shape else one.speculation
             requests.append(replace(one, sampling=sampling, speculation=shape))
         return requests
 

@@ -17,7 +17,7 @@ from engine.request import Speculation
 from engine.step import calibration
 from engine.step.calibration import measure, measure_points, middle_steps
 from engine.step.engine import Engine
-from engine.step.kept import read_kept
+from engine.step.profile_cache import read_profile
 from engine.step.telemetry import Overhead, Stopwatch
 from tests.engine import tiny
 from tests.scheduling.machine import Machine
@@ -294,7 +294,7 @@ def test_measurements_that_cannot_be_used_are_made_again(engine: Engine, tmp_pat
     ):
         file.write_text(spoilt)
         assert "cannot be read" in measured(engine, tmp_path)[0][0]
-        assert len(read_kept(file)[0]) > 9
+        assert len(read_profile(file)[0]) > 9
 
 
 @pytest.mark.usefixtures("measures_once")
@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     (tmp_path / "file").write_text("")
     said, *_ = measured(engine, tmp_path / "file")
     assert "measuring steps (there are no measurements of this pair" in said[0]
-    assert f"measurements cannot be kept in {tmp_path / 'file'} (File exists)" in said[-1]
+    assert f"measurements cannot be stored in {tmp_path / 'file'} (File exists)" in said[-1]
     assert "--profile-cache" in said[-1]
     assert [line for line in measured(engine, "off")[0] if "%" not in line] == [
         "measuring steps (nothing is kept, as --profile-cache says)",
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 
     monkeypatch.setattr(Path, "expanduser", nobody)
     said, *_ = measured(engine, "~/somewhere")
-    assert said[0].startswith("measurements cannot be kept (Could not determine home directory.)")
+    assert said[0].startswith("measurements cannot be stored (Could not determine home directory.)")
     assert "measuring" in said[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.models import host
-from engine.step.kept import kept_file
+from engine.step.profile_cache import profile_file
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_passes_take_the_cores_that_are_left_to_them(
 
 def test_measurements_are_found_again_in_another_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another container has another name; a machine of another size measures again."""
-    found = kept_file(str(tmp_path), ["x"], print)
+    found = profile_file(str(tmp_path), ["x"], print)
     monkeypatch.setattr(platform, "node", lambda: "another")
-    assert kept_file(str(tmp_path), ["x"], print) == found
+    assert profile_file(str(tmp_path), ["x"], print) == found
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
-    assert kept_file(str(tmp_path), ["x"], print) != found
+    assert profile_file(str(tmp_path), ["x"], print) != found

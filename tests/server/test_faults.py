@@ -180,7 +180,7 @@ def test_counts_agree_if_requests_are_computed_again(crowded: Daemon) -> None:
 def test_a_disk_without_room_costs_only_the_profile(crowded: Daemon) -> None:
     """Measurements cannot be stored: the daemon serves, and its log says so."""
     assert ending(crowded, streams=True) == "whole"
-    assert re.search(r"measurements cannot be kept in \S+/file/folder", crowded.log)
+    assert re.search(r"measurements cannot be stored in \S+/file/folder", crowded.log)
 
 
 def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon) -> None:

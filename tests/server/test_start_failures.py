@@ -18,7 +18,7 @@ import pytest
 from engine.api import ConfigError
 from engine.models.files import read_object
 from engine.models.weight_files import _size_fault
-from engine.step.kept import read_kept
+from engine.step.profile_cache import read_profile
 from server.cli import main
 from server.config_file import read_config_file
 from server.openai.generation_defaults import generation_defaults
@@ -239,7 +239,7 @@ def test_files_that_no_reader_takes_are_named(tmp_path: Path, content: bytes) ->
     for name, read in readers:
         with pytest.raises(ConfigError, match=name):
             read()
-    assert read_kept(tmp_path / "settings.json") in (None, {"a": "\ud800"})
+    assert read_profile(tmp_path / "settings.json") in (None, {"a": "\ud800"})
     assert _size_fault(header)
 
 

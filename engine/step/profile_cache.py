@@ -17,7 +17,7 @@ NOWHERE = "off"
 """Value of the folder that stores nothing."""
 
 
-def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> Path | None:
+def profile_file(folder: str, described: Any, progress: Callable[[str], None]) -> Path | None:
     """Return the file for measurements of what is described, made on this machine; None if there is no place for it."""
     if folder == NOWHERE:
         return None
@@ -26,7 +26,7 @@ def kept_file(folder: str, described: Any, progress: Callable[[str], None]) -> P
     try:
         return Path(folder).expanduser() / f"{digest[:24]}.json"
     except RuntimeError as error:  # a user without a home folder
-        progress(f"measurements cannot be kept ({error}); name a folder with --profile-cache")
+        progress(f"measurements cannot be stored ({error}); name a folder with --profile-cache")
         return None
 
 
@@ -39,7 +39,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def read_kept(file: Path | None) -> Any:
+def read_profile(file: Path | None) -> Any:
     """Return the content of a file, unchecked; None if there is nothing that can be read."""
     try:
         return json.loads(file.read_text()) if file is not None else None
@@ -47,7 +47,7 @@ def read_kept(file: Path | None) -> Any:
         return None
 
 
-def keep(file: Path | None, measured: Any, progress: Callable[[str], None]) -> None:
+def write_profile(file: Path | None, measured: Any, progress: Callable[[str], None]) -> None:
     """Store measurements. If the folder cannot be written, report that the next start measures again."""
     if file is None:
         return
@@ -58,6 +58,6 @@ def keep(file: Path | None, measured: Any, progress: Callable[[str], None]) -> N
         partial.replace(file)
     except OSError as error:
         progress(
-            f"measurements cannot be kept in {file.parent} ({error.strerror}), so that the next start measures again; "
+            f"measurements cannot be stored in {file.parent} ({error.strerror}), and the next start measures again; "
             "name another folder with --profile-cache, or off"
         )
