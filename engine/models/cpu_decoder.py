@@ -1,8 +1,8 @@
-"""A decoder of the Llama kind on a CPU: its weights in blocks, and a pass as one call (`numba_decoder.py`).
+"""A decoder like Llama on a CPU: its weights in blocks, and a pass as one call (`numba_decoder.py`).
 
-Weights are kept as the checkpoint has them, and widened where they are used: the numbers are those of a float32 model,
-for half the memory traffic. Which models it takes is looked up in their modules; every start compares it with
-transformers (`probe.py`), and a model that it does not reproduce runs through transformers.
+Weights are stored in the checkpoint's type and widened when they are read: the numbers are those of a float32 model,
+with half the memory traffic. A model is accepted by its modules; every start compares the decoder with transformers
+(`probe.py`), and a model that it does not reproduce runs through transformers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from engine.models.numba_work import ROW, TEAM
 Array = npt.NDArray[Any]
 
 _LINE = 64
-"""Bytes of a line of the cache."""
+"""Bytes of a cache line."""
 _ROWS_TOGETHER = 16
 """Most rows of a sequence that attend together."""
 _MANY_ROWS = 16
-"""From so many rows on a pass may be worth more cores."""
+"""Number of rows from which on a pass may use more cores."""
 _TUNING_S = 0.15
-"""Seconds of measurements for a number of rows, at least; of a large model one turn takes longer."""
+"""Least duration of the measurements for a number of rows; a turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
 _CORE_COST = 0.1
 _NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
@@ -55,7 +55,7 @@ class _Product:
             self.scales = _aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
 
     def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
-        """Lay out the weight [N, K] of a layer, in every `step`-th block from `first` on."""
+        """Store the weight [N, K] of a layer in every `step`-th block from `first` on."""
         num_columns, depth = weight.shape
         num_blocks = -(-num_columns // BLOCK)
         padded = torch.zeros((num_blocks * BLOCK, self.weights.shape[2]), dtype=weight.dtype)
@@ -73,7 +73,7 @@ class _Product:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Return the memory of the weights."""
         return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
 
 
@@ -83,7 +83,7 @@ def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[
 
 
 def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
-    """The type of numpy under which weights of this type are kept."""
+    """Return the numpy type in which weights of this type are stored."""
     stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
     return np.dtype(stored.get(dtype, np.float32))
 
@@ -97,7 +97,7 @@ def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
 
 
 def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
-    """([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
+    """Return ([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
     num_blocks, depth, width = blocks.shape
     num_groups = -(-depth // GROUP)
     padded = torch.zeros((num_blocks, num_groups * GROUP, width))
@@ -109,14 +109,14 @@ def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
 
 
 def _dequantised(weight: Tensor) -> Tensor:
-    """The numbers that a weight [N, K] in 8 bits stands for."""
+    """Return the numbers that a weight [N, K] in 8 bits represents."""
     numbers, scales = _quantised(weight.t().unsqueeze(0))
     of_numbers = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
     return (numbers.float() * of_numbers)[0].t()
 
 
 def _aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
-    """Memory that begins at a line of the cache, and has a line behind it."""
+    """Return memory that begins at a cache line, with a spare line at its end."""
     size = int(np.prod(shape)) * numbers.itemsize
     piece = np.zeros(size + 2 * _LINE, dtype=np.uint8)
     start = -piece.ctypes.data % _LINE
@@ -138,7 +138,7 @@ class _Shape:
 
     @property
     def joined_dim(self) -> int:
-        """Columns of q, k and v together."""
+        """Return the columns of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
@@ -150,7 +150,7 @@ class CpuDecoder:
     def __init__(self, model: Any, bits: int = 16, kv_dtype: torch.dtype = torch.float32) -> None:
         """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
 
-        bits: 8 quantises them; else they are as the model has them.
+        bits: 8 quantises them; otherwise they keep the model's type.
         """
         self.kv_dtype = kv_dtype
         self._bits = bits
@@ -168,7 +168,7 @@ class CpuDecoder:
         )
         self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
-        """What the table points to, by field."""
+        """Arrays of the table, by field."""
         self._put_weights(model, bits)
         self._put_constants(model)
         weights, kv = stored_types(model.lm_head.weight.dtype, bits == 8, kv_dtype == torch.bfloat16)
@@ -236,30 +236,30 @@ class CpuDecoder:
         self._put(nt.COUNTERS, np.zeros((nd.num_phases(self._shape.num_layers), ROW), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
-        """Point the table's fields from this one on to arrays, which are kept."""
+        """Point the table's fields from this one on to arrays, and hold references to them."""
         for place, array in enumerate(arrays, field):
             assert array.flags.c_contiguous
             self._arrays[place] = array
             self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nt.COLUMNS - 1 - array.ndim)]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Give up the model's own weights."""
+        """Drop the model's own weights."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.data = module.weight.data.new_empty(0)
         return self.weight_bytes
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """The float32 numbers that stand for a weight [N, K] of the model."""
+        """Return the float32 numbers that represent a weight [N, K] of the model."""
         return weight.float() if self._bits != 8 else _dequantised(weight.float())
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes of few and of more rows are fastest, and use as many.
+        """Measure on how many cores passes of few and of more rows are fastest, and use that many.
 
-        run: makes a pass of so many rows.
+        run: runs a pass of this many rows.
         """
         counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < most_cores] + [most_cores]
-        # Cores that a system without helpers cannot give are not counted.
+        # Cores that a system without helpers cannot provide are not counted.
         counts = counts[: TEAM.grow(most_cores - 1) + 1]
         if len(counts) < 2:
             return
@@ -270,19 +270,19 @@ class CpuDecoder:
             while not taken_s[counts[-1]] or time.perf_counter() - started < _TUNING_S:
                 for count, runs_s in taken_s.items():
                     self.cores = count, count
-                    run(num_rows)  # helpers that slept are awake then
+                    run(num_rows)  # this wakes sleeping helpers
                     for _ in range(_RUNS_OF_TURN):
                         began = time.perf_counter()
                         run(num_rows)
                         runs_s.append(time.perf_counter() - began)
-            # The first quartile: another process may have had a core for most of this short time.
+            # The first quartile: another process may have occupied a core for most of this short time.
             usual_s = {count: statistics.quantiles(runs_s)[0] for count, runs_s in taken_s.items()}
-            # More cores take them from other processes, so they must bring something.
+            # More cores are taken from other processes, so they must be worth it.
             fastest.append(min(counts, key=lambda count: usual_s[count] * (1 + _CORE_COST * (count > 1))))
         self.cores = fastest[0], fastest[1]
 
     def _reserve(self, num_rows: int) -> None:
-        """Have room to work on so many rows."""
+        """Reserve buffers for this many rows."""
         if num_rows <= self._capacity:
             return
         shape, self._capacity = self._shape, max(64, 1 << (num_rows - 1).bit_length())
@@ -302,7 +302,7 @@ class CpuDecoder:
         self._put(nt.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        """[N, V] logits at the wanted tokens of a flat pass."""
+        """Return [N, V] logits at the wanted tokens of a flat pass."""
         pages = metadata.pages
         assert pages is not None, "the pages of a pass"
         assert isinstance(metadata.slots_T, Tensor)
@@ -328,7 +328,9 @@ class CpuDecoder:
         return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int) -> tuple[Array, int, Array]:
-        """Have room for passes of at most so many rows on this K/V; (words of the helpers, function, table)."""
+        """Reserve buffers for passes of at most this many rows on this K/V; return (words of the helpers, function,
+        table).
+        """
         self._reserve(num_rows)
         if self._storage is not storage:
             assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
@@ -342,23 +344,23 @@ class CpuDecoder:
         return TEAM.shared, self._function, self._table
 
     def room_for_logits(self, num_rows: int) -> Array:
-        """[N, at least V] where `run` writes logits."""
+        """Return [N, at least V] the buffer to which `run` writes logits."""
         return np.empty((num_rows, self._arrays[nt.HEAD + 2].shape[1]), dtype=np.float32)
 
     @property
     def vocab_size(self) -> int:
-        """V, tokens that it gives logits for."""
+        """Return V, the number of tokens with logits."""
         return self._shape.vocab_size
 
     def _place_of(self, number: int) -> int:
-        """Where the state of a layer's entry (of the end; of the norm behind it) is stored; -1 where it is not."""
+        """Return where the state of a layer's entry (of the end; after the norm) is stored; -1 if it is not."""
         assert self._storage is not None
         tap = NORMED if number == self._shape.num_layers + 1 else number
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
 def parts_of(pages: StepLayout) -> Array:
-    """[P, 3] (sequence, first row, end) of the rows that attend together."""
+    """Return [P, 3] (sequence, first row, end) of the rows that attend together."""
     found = []
     for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):
         for first in range(start, start + count, _ROWS_TOGETHER):

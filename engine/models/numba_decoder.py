@@ -1,4 +1,4 @@
-"""One pass of a decoder of the Llama kind in one Numba function: from tokens to logits, on any number of cores.
+"""One pass of a decoder like Llama in one Numba function: from tokens to logits, on any number of cores.
 
 The caller and its helpers (`numba_work.py`) run `_work` over one table of arrays, in phases: the rows of a norm, blocks
 of columns of a product, K/V heads of a sequence in attention. Weights have the checkpoint's type, all else is float32,
@@ -29,14 +29,14 @@ from engine.models.numba_work import together as share
 _ROWS = 8
 """Rows of a part of those phases that go row by row."""
 _PARTS = 2
-"""Parts of a product for each core."""
+"""Parts of a product per core."""
 _LAYER_PHASES = 8
 _OTHER_PHASES = 5
 
 
 @compiled_for_cpu(**FAST)
 def _embed(token, weights, scales, row):
-    """The embedding [D] of a token, out of blocks like those of a product."""
+    """Read the embedding [D] of a token from blocks like those of a product."""
     block, column = token // BLOCK, token % BLOCK
     for number in range(len(row)):
         row[number] = widened(weights[block, number, column])
@@ -47,7 +47,7 @@ def _embed(token, weights, scales, row):
 
 @compiled_for_cpu(**FAST)
 def _norm(row, weight, eps, normed):
-    """The RMS norm of a row, which may be written over it."""
+    """Compute the RMS norm of a row, in place if `normed` is the row."""
     width = len(row)
     squares = np.float32(0)
     for column in range(width):
@@ -59,7 +59,7 @@ def _norm(row, weight, eps, normed):
 
 @compiled_for_cpu(**FAST)
 def _turn(head, cosines, sines):
-    """Rotate a head [D] by halves: each number meets the one at its place in the other half."""
+    """Rotate a head [D] by halves: each number is paired with the one at its place in the other half."""
     half = len(head) // 2
     for column in range(half):
         first, second = head[column], head[half + column]
@@ -75,7 +75,7 @@ def _store(numbers, place):
 
 @compiled_for_cpu(**FAST)
 def _turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, keys, values):
-    """Norm and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D]."""
+    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D]."""
     num_kv_heads, width = keys.shape
     for number in range(num_heads + num_kv_heads):
         head = joined[number * width : (number + 1) * width]
@@ -91,7 +91,7 @@ def _turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, ke
 
 @compiled_for_cpu(**FAST)
 def _gate(inner, gated, first, last):
-    """silu(gate) * up of columns whose blocks of gate and up [T, 2 M] take turns."""
+    """Compute silu(gate) * up of columns whose blocks of gate and up [T, 2 M] alternate."""
     for row in range(len(gated)):
         for block in range(first, last):
             start = 2 * block * BLOCK
@@ -135,9 +135,9 @@ def _begin(address, phase, weight_type):
 
 @compiled_for_cpu(**FAST)
 def _add_and_norm(address, phase, number, has_summand, kv_type):
-    """Add the rows of a product to the hidden states if there is one, and norm them.
+    """Add the rows of a product to the hidden states if there is one, and normalise them.
 
-    number: of the norm, two for each layer and the last one; states that enter a layer or leave the last may be stored.
+    number: of the norm, two for each layer and the last one. States that enter a layer or leave the last may be stored.
     """
     table = table_at(address)
     counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
@@ -165,7 +165,7 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
 def _multiply(address, phase, layer, field, source, target, weight_type):
     """Write the product of the rows of one field with a layer's weight to another field, in parts of whole blocks.
 
-    Behind gate and up comes what they give.
+    The product of gate and up is followed by `_gate`.
     """
     table = table_at(address)
     counters, rows = array2(table, nt.COUNTERS, np.int64), array2(table, source, np.float32)
@@ -248,7 +248,7 @@ def _attend(address, phase, layer, kv_type):
 
 @compiled_for_cpu(**FAST)
 def _choose(address, phase):
-    """Copy the rows that are wanted."""
+    """Copy the wanted rows."""
     table = table_at(address)
     counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
     normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
@@ -287,28 +287,30 @@ def _work(address):
 
 
 def num_phases(num_layers: int) -> int:
-    """Phases of a pass."""
+    """Return the number of phases of a pass."""
     return num_layers * _LAYER_PHASES + _OTHER_PHASES
 
 
 def c_function(function, num_arguments):
-    """A function of integers as a C function, which is compiled once for a machine."""
+    """Return a function of integers as a C function, which is compiled once for a machine."""
     kind = types.void(*[types.int64] * num_arguments)
     try:
         return cfunc(kind, cache=True)(function)
-    except RuntimeError:  # neither the code's folder nor the user's can be written to
+    except RuntimeError:  # neither the code's folder nor the user's is writable
         return cfunc(kind)(function)
 
 
 @cache
 def work():
-    """The C function of a pass: it takes the address of a table."""
+    """Return the C function of a pass, which takes the address of a table."""
     return c_function(lambda address: _work(address), 1)
 
 
 @cache
 def functions_of_weights(weight_type):
-    """C functions of the phases that read weights of a type of numpy: they are compiled apart, once for each type."""
+    """Return C functions of the phases that read weights of a numpy type: they are compiled separately, once for
+    each type.
+    """
 
     def begin(address, phase, _1, _2, _3, _4):
         _begin(address, phase, weight_type)
@@ -321,7 +323,7 @@ def functions_of_weights(weight_type):
 
 @cache
 def functions_of_kv(kv_type):
-    """C functions of the phases that read or write K/V of a type of numpy."""
+    """Return C functions of the phases that read or write K/V of a numpy type."""
 
     def norm(address, phase, number, has_summand, _1, _2):
         _add_and_norm(address, phase, number, has_summand, kv_type)
@@ -336,7 +338,7 @@ def functions_of_kv(kv_type):
 
 
 def functions_for(weight_type: Any, kv_type: Any) -> npt.NDArray[np.int64]:
-    """[5] addresses of the functions of a pass with weights and K/V of these types of numpy."""
+    """Return [5] addresses of the functions of a pass with weights and K/V of these numpy types."""
     begin, multiply = functions_of_weights(weight_type)
     norm, rotate, attend = functions_of_kv(kv_type)
     return np.array([one.address for one in (begin, norm, multiply, rotate, attend)], dtype=np.int64)
