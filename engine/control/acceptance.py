@@ -81,7 +81,9 @@ class Acceptance:
     def log_std(self, num_drafts: int) -> float:
         """Return the standard deviation of the logarithm of a step's tokens with this number of chains."""
         tried = float(self._tried[num_drafts].sum()) if num_drafts in self._tried else 0.0
-        return _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
+        # Drafts that are seldom accepted add little, whatever their acceptance is.
+        share = min(1.0, float(self.by_position(num_drafts)[0]) / _BELIEF)
+        return share * _BELIEF_STD * math.sqrt(_BELIEF_WEIGHT / (_BELIEF_WEIGHT + tried))
 
     def by_position(self, num_drafts: int) -> Numbers:
         """Return [longest] estimates; with few observations, from other numbers of chains and the prior."""

@@ -40,8 +40,9 @@ _HOLD = 0.7
 """A request stops drafting if its drafts are worth less than this share of their time. It is below 1 because the
 worth is an estimate, and because the draft model must catch up on a request that has stopped.
 """
-_CHOOSE_EVERY = 8
-"""Steps between choices for the same requests."""
+_CHOOSE_EVERY, _SELDOM = 8, 32
+"""Steps between choices for the same requests: usually, and at most. The number doubles while plain decoding stays the
+best: a choice takes half as long as a plain step of a small model, and plain steps show nothing about drafts."""
 _FEW = 4
 """The controller chooses again if more than one in this many requests has arrived or left."""
 _TRIAL_STEPS, _PLAIN_TRIAL_STEPS, _TRIAL_SHARE = 4, 8, 1 / 32
@@ -139,6 +140,7 @@ class Controller:
         self._trial_share = trial_share
         self._random = np.random.default_rng(seed)
         self._step = self._learned = self._next = self._num_tried = self._num_plain_tried = 0
+        self._interval = _CHOOSE_EVERY
         self._trial: Shape | None = None
         """Shape of the present trial."""
         self._in_use = PLAIN
@@ -189,11 +191,13 @@ class Controller:
         if ids & self._chosen_for[0] and self._in_use in options.shapes:
             handicap[options.shapes.index(self._in_use)] = 1.0
         best = int((options.rates * handicap).argmax())
+        stays_plain = not best and self._in_use == PLAIN and bool(ids & self._chosen_for[0])
+        self._interval = min(2 * self._interval, _SELDOM) if stays_plain else _CHOOSE_EVERY
         self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
         self._resting = ids - self.choice.drafting
         if any(one.num_remaining > 1 for one in load.adaptive):  # else no request has room for a draft
             self.reads = self.choice.shape != PLAIN
-        self._next = self._step + _CHOOSE_EVERY
+        self._next = self._step + self._interval
         tried, num_steps = self._next_trial(options, best)
         self._trial = options.shapes[tried] if num_steps else None
         if num_steps:

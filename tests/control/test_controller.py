@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, with_chains
-from engine.control.controller import Controller, menu
+from engine.control.controller import Controller, ShapeChoice, menu
 from engine.control.step_time import PLAIN, Shape, StepTimes
 from tests.grid import grid
 from tests.scheduling.machine import Machine, Server, rate_of, sequence
@@ -189,6 +189,22 @@ def test_a_useful_one_is_kept_and_tried_again_after_a_long_while() -> None:
         drafted.append(sum(shape != PLAIN for shape in server.run(num_steps)))
     assert drafted[0] > 80
     assert drafted[2] > 1000
+
+
+def test_choices_are_few_while_plain_decoding_is_the_best() -> None:
+    """A choice takes time that plain decoding without a controller does not need."""
+    server = Server(Machine(node_s=0.002), {1: 0.0})
+    server.run(128)
+    choices = {id(choice): choice for choice in _choices(server, 320)}
+    assert len(choices) < 20  # ten, and trials
+    server.accepted = {1: 0.9}
+    server.run(1000)
+    assert len({id(choice): choice for choice in _choices(server, 320)}) >= 40
+
+
+def _choices(server: Server, num_steps: int) -> list[ShapeChoice]:
+    """Return the choice of each step."""
+    return [server.controller.choice for _ in range(num_steps) if server.step()]
 
 
 @pytest.mark.parametrize("acceptance", [0.65, 0.8])
