@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import growth, peers, reports, turns
+from analysis import drafters, growth, peers, reports, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -139,6 +139,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("reports", "reports-cpu", reports.markdown),
         ("arms-several", "arms-several-cpu", turns.markdown),
         ("arms-bf16", "arms-bf16-cpu", turns.markdown),
+        ("heads", "heads-cpu", drafters.markdown),
         ("reported", "arms-several-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
