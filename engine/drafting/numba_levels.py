@@ -112,7 +112,6 @@ def draw_levels(
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
                 entering[number] = tokens[level - 1, first_chains[first_law + number]]
-        table[numba_table.BEHIND, 0] = behind
         put2(table, _LAWS, laws[first_law:end_law])
         put1(table, _TEMPERATURES, temperatures[first_law:end_law])
         put1(table, _UNIFORMS, uniforms[level])
@@ -124,6 +123,7 @@ def draw_levels(
             shared,
             function,
             table,
+            behind,
             entering,
             slots[first_row:end_row],
             chosen,
@@ -139,4 +139,3 @@ def draw_levels(
             logits[: len(chosen)],
         )
         first_row, first_sequence, first_part, first_law = end_row, end_sequence, end_part, end_law
-    table[numba_table.BEHIND, 0] = 0

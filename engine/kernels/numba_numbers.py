@@ -13,8 +13,13 @@ from numba.extending import intrinsic, overload
 
 from engine.kernels import compiled_for_cpu
 
-FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy"}
-"""Sums may be reordered, and products fused with sums. Non-finite numbers stay non-finite."""
+FAST = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, "error_model": "numpy", "forceinline": True}
+"""Options of functions whose sums may be reordered. Non-finite numbers stay non-finite.
+
+The compiler chooses the order, and not always alike for two compiled copies of a function. The copy of its own library
+runs in the process that compiles it, and another one after it is loaded from the cache. Inlining leaves one copy in
+each kernel, so that every start computes the same numbers.
+"""
 EXACT = {"fastmath": {"contract"}, "error_model": "numpy"}
 """Sums keep their order."""
 _NAN = 0x7FC0

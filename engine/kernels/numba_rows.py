@@ -22,7 +22,7 @@ _TILE = 1024
 _LEAST_LOG = np.float32(-87)
 """Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
 # No reciprocals: that of a tiny temperature overflows.
-_DIVIDED = {"fastmath": {"contract", "reassoc", "nsz"}, "error_model": "numpy"}
+_DIVIDED = FAST | {"fastmath": {"contract", "reassoc", "nsz"}}
 
 
 @compiled_for_cpu(**_DIVIDED)

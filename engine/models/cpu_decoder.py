@@ -299,7 +299,7 @@ class CpuDecoder:
         }
         for field, width in widths.items():
             self._put(field, _aligned((rows, width), np.dtype(np.float32)))
-        self._put(nt.ROTATION, np.zeros((2, rows, shape.head_dim // 2), dtype=np.float32))
+        self._put(nt.ROTATION, _aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
@@ -309,6 +309,7 @@ class CpuDecoder:
         found = self.room_for_logits(len(wanted_N))
         nd.run(
             *self.ready(metadata.storage, metadata.page_size, len(token_ids_T)),
+            0,
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
             wanted_N.numpy(),

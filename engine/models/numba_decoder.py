@@ -349,6 +349,7 @@ def run(
     shared,
     function,
     table,
+    behind,
     tokens,
     slots,
     wanted,
@@ -363,7 +364,14 @@ def run(
     positions,
     logits,
 ):
-    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores."""
+    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
+
+    behind: address of a function that runs after the logits, or 0. Raises IndexError for a token without an embedding.
+    """
+    for token in tokens:
+        if token < 0 or token >= table[nt.EMBEDDING, 2] * BLOCK:
+            raise IndexError("a token is outside the vocabulary")
+    table[nt.BEHIND, 0] = behind
     put1(table, nt.TOKENS, tokens)
     put1(table, nt.SLOTS, slots)
     put1(table, nt.WANTED, wanted)

@@ -39,8 +39,9 @@ _VECTORS = 2
 """Vectors of a row's sums: each number of a row is used in this many multiplications."""
 BLOCK = _VECTORS * LANES
 """B, columns of a block."""
-MOST_ROWS = 6 if LANES == 8 else 12
-"""Rows whose sums, with a block's vectors, fit the registers: 16 of eight numbers, else 32."""
+_HAS_FEW_REGISTERS = LANES < 16 and any(feature.startswith(("+sse", "+avx")) for feature in _FEATURES)
+MOST_ROWS = 6 if _HAS_FEW_REGISTERS else 12
+"""Rows whose sums, with a block's vectors, fit the registers: 16 of SSE and AVX2, 32 of AVX-512 and of ARM."""
 MOST_BLOCKS = 4
 """Blocks that few rows process at once: sums of a single block would wait for each other."""
 GROUP = 32

@@ -38,8 +38,6 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # Alternatively, in units in the last place of the largest logit.
 _LAST_PLACES = 1.5
 _BLOCK_SIZE = 16
-# Numbers of a vector: on processors without AVX2 the CPU's decoder has given wrong numbers now and then.
-_LEAST_LANES = 8
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
 
@@ -61,11 +59,7 @@ class _BackendOption(NamedTuple):
 
 
 def _is_cpu_decoder(model: Any) -> bool:
-    if torch.device(model.device).type != "cpu" or not is_decoder(model) or find_spec("numba") is None:
-        return False
-    from engine.models.numba_product import LANES  # Numba is installed
-
-    return LANES >= _LEAST_LANES
+    return torch.device(model.device).type == "cpu" and is_decoder(model) and find_spec("numba") is not None
 
 
 def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
+import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.attention.inputs import StepLayout
+from engine.attention.inputs import NO_NODES, SequenceInput, StepLayout
 from engine.attention.tensors import NORMED
 from engine.config import ModelConfig
 from engine.errors import ConfigError
@@ -114,7 +118,7 @@ def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
     plain = numbers(loaded, CpuDecoder(loaded.model))
     for small, large in zip(found[1:], plain[1:], strict=True):
         assert small.dtype == torch.bfloat16
-        # Two compiled functions: float32 numbers may differ in their last place, and round differently then.
+        # Two kernels, which may sum in another order and round differently then.
         assert torch.allclose(small[0].float(), large[0], rtol=2**-7, atol=1e-6)
     assert 0 < probe.distance(found[0], plain[0], torch.bfloat16) < 1
 
@@ -132,7 +136,8 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
 
 def test_results_depend_on_nothing_else_in_a_pass() -> None:
     """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do not divide."""
-    sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 7 * BLOCK}
+    # 13 blocks hold all tokens of `passes`, whatever a block's width.
+    sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 13 * BLOCK}
     loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
     decoder = CpuDecoder(loaded.model)
     together = numbers(loaded, decoder, [EVERY_STEP])
@@ -144,6 +149,50 @@ def test_results_depend_on_nothing_else_in_a_pass() -> None:
     for _ in range(20):
         shared = numbers(loaded, decoder, [EVERY_STEP])
         assert all(torch.equal(one, other) for one, other in zip(together, shared, strict=True))
+
+
+def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
+    """`cpu_decoder._aligned` for numbers that end `shift` numbers before memory that must not be read, all bytes 255.
+
+    As float32 and bfloat16 these bytes are NaN.
+    """
+    pieces = []
+
+    def piece(shape: tuple[int, ...], numbers: Any) -> Any:
+        size = math.prod(shape) * numbers.itemsize
+        end = -(-(size + shift * numbers.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+        pieces.append(memory)
+        of_bytes = np.frombuffer(memory, np.uint8)
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(of_bytes.ctypes.data + end), mmap.PAGESIZE, 0) == 0
+        of_bytes[:end] = 255
+        start = end - size - shift * numbers.itemsize
+        return of_bytes[start : start + size].view(numbers).reshape(shape)
+
+    return piece
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages of memory")
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llama, odd sizes"])
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_results_do_not_depend_on_memory(name: str, bits: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and working memory at any alignment, filled with NaN before, and beside memory that is not there."""
+    loaded = randomised(MODELS[name], seed=5)
+    if bits == 16:
+        loaded.model.to(torch.bfloat16)
+    expected = numbers(loaded, CpuDecoder(loaded.model, bits))
+    monkeypatch.setattr(cpu_decoder, "_aligned", _at_the_end_of_a_page(shift))
+    found = numbers(loaded, CpuDecoder(loaded.model, bits))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("token", [-1, 101 + BLOCK])
+def test_tokens_without_an_embedding_are_refused(token: int) -> None:
+    loaded = randomised(MODELS["llama"], seed=5)
+    runs = ModelRunner(loaded.model, find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, CpuDecoder(loaded.model))
+    with pytest.raises(IndexError, match="vocabulary"):
+        runs.forward([SequenceInput([token], 0, [0], NO_NODES, slice(0, 1))])
 
 
 def test_helpers_take_part() -> None:
