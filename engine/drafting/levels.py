@@ -74,11 +74,11 @@ class Levels:
         self._runner, self._decoder = runner, decoder
 
     def takes(self, plan: Plan, layout: Layout, parameters: LawParameters, vocab_size: int) -> bool:
-        """Whether all laws depend on logits and temperature alone, and all draws are independent ones."""
+        """Whether all distributions depend on logits, temperature and top_p alone, and all draws are independent."""
         rows = plan.sampling_rows
         return (
             layout.max_length > 0
-            and not parameters.values
+            and set(parameters.values) <= {"top_p"}
             and min(self._decoder.vocab_size, self._runner.num_embeddings) >= vocab_size
             and not any(row.text or row.sampling.seed_stable for row in rows)
             and _chains_of(layout).are_alone
@@ -102,6 +102,8 @@ class Levels:
         parts, part_ends = _parts(whole, sequence_ends, row_ends)
         of_layout = _chains_of(layout)
         tokens_LC = np.zeros((layout.max_length, layout.num_chains), dtype=np.int64)
+        of_laws = parameters.select(layout.law_row_of_N)
+        top_p_N = of_laws.values.get("top_p", torch.ones_like(of_laws.temperature_N))
         most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
         numba_levels.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, int(np.diff(row_ends, prepend=0).max())),
@@ -119,7 +121,8 @@ class Levels:
             whole.node_positions,
             whole.limits,
             whole.positions_T,
-            parameters.select(layout.law_row_of_N).temperature_N.numpy(),
+            of_laws.temperature_N.numpy(),
+            top_p_N.numpy(),
             uniform_LC.numpy(),
             of_layout.first_chains,
             of_layout.num_chains,

@@ -23,6 +23,11 @@ class NumbaKernels(TorchKernels):
             return numba_rows.softmax(logits_NV, temperature_N, law_NV)
         return super().softmax(logits_NV, temperature_N, law_NV)
 
+    def nucleus(self, law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+        if _is_taken(law_NV):
+            return numba_rows.nucleus(law_NV, top_p_N)
+        return super().nucleus(law_NV, top_p_N)
+
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         if _is_taken(law_NV):
             return numba_rows.draw(law_NV, row_C, uniform_C)

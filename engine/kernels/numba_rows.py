@@ -19,6 +19,9 @@ from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import EXACT, FAST, exponential, from_order, order
 
 _TILE = 1024
+_DIGIT = 10
+"""Bits of a probability by which tokens are sorted at a time; three times are all bits of a number up to 1."""
+_MOST_ROUGH = 0.999
 _LEAST_LOG = np.float32(-87)
 """Tokens whose logit over temperature is this far below the largest have probability 0: it would be below 2e-38."""
 # No reciprocals: that of a tiny temperature overflows.
@@ -69,6 +72,46 @@ def likeliest(logits):
     while token < len(logits) - 1 and logits[token] != most:
         token += 1
     return token, math.nan if has_nan else np.float64(most)
+
+
+@compiled_for_cpu(**EXACT)
+def keep_nucleus(law, top_p):
+    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and normalise it.
+
+    The probability at the set's edge is found ten bits at a time, from the mass of each group with equal leading bits.
+    """
+    sums = np.empty(1 << _DIGIT)
+    # Tokens below share less than half of what may be left out; rounding of the others stays within the other half.
+    least = np.float32(0.5 * (1 - top_p) / len(law)) if top_p < _MOST_ROUGH else np.float32(0)
+    edge, mass = np.int64(0), 0.0
+    for shift in (2 * _DIGIT, _DIGIT, 0):
+        sums[:] = 0
+        for column in range(len(law)):
+            place = np.int64(order(law[column])) >> shift
+            if law[column] >= least and place >> _DIGIT == edge:
+                sums[place & ((1 << _DIGIT) - 1)] += np.float64(law[column])
+        chosen = 0
+        for digit in range((1 << _DIGIT) - 1, -1, -1):
+            if sums[digit] > 0:
+                chosen = digit
+                if mass + sums[digit] >= top_p:
+                    break
+                mass += sums[digit]
+        edge = (edge << _DIGIT) | chosen
+    lowest, total = from_order(np.int32(edge)), 0.0
+    for column in range(len(law)):
+        law[column] = law[column] if law[column] >= lowest else np.float32(0)
+        total += np.float64(law[column])
+    scale = np.float32(1 / total)
+    for column in range(len(law)):
+        law[column] *= scale
+
+
+@compiled_for_cpu(**EXACT)
+def _nucleus(law, top_ps):
+    for row in range(len(law)):
+        if top_ps[row] < 1:
+            keep_nucleus(law[row], top_ps[row])
 
 
 @compiled_for_cpu(**FAST)
@@ -142,6 +185,14 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = No
     assert temperature_N.shape == logits_NV.shape[:1], "one temperature for each row"
     assert law_NV.shape == logits_NV.shape, "one law for each row"
     _softmax(logits_NV.contiguous().numpy(), temperature_N.contiguous().numpy(), law_NV.numpy())
+    return law_NV
+
+
+def nucleus(law_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """Return `Kernels.nucleus` of float32 rows."""
+    assert top_p_N.shape == law_NV.shape[:1], "one top_p for each row"
+    law_NV = law_NV.clone()
+    _nucleus(law_NV.numpy(), top_p_N.contiguous().numpy())
     return law_NV
 
 

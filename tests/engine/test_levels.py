@@ -32,15 +32,21 @@ SHAPES = {
 
 
 def requests() -> list[Request]:
-    """Every shape, warm and at temperature 0, behind texts of several lengths."""
+    """Every shape, warm and at temperature 0, with and without top_p, after texts of several lengths."""
     made = []
     prompts = tiny.prompts(101, [3, 30, 9, 21, 60], seed=1)
     for number, (name, speculation) in enumerate(SHAPES.items()):
-        for temperature in (1.0, 0.7, 0.0):
-            one = f"{name} {temperature}"
-            seed = 10 * number
+        for temperature, top_p in ((1.0, 1.0), (0.7, 0.9), (1.0, 0.4), (0.0, 0.5)):
             made.append(
-                tiny.request(one, prompts[number], speculation, max_tokens=25, temperature=temperature, seed=seed)
+                tiny.request(
+                    f"{name} {temperature} {top_p}",
+                    prompts[number],
+                    speculation,
+                    max_tokens=25,
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=10 * number,
+                )
             )
     return made
 
@@ -96,6 +102,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "another chain's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 1)),
     "another level's number": lambda a: a.update(uniforms=np.roll(a["uniforms"], 1, 0)),
     "the temperature of another node": lambda a: a.update(temperatures=np.roll(a["temperatures"], 1)),
+    "the top_p of another node": lambda a: a.update(top_ps=np.roll(a["top_ps"], 1)),
+    "no top_p": lambda a: a.update(top_ps=np.ones_like(a["top_ps"])),
     "the token of another chain enters": lambda a: a.update(
         first_chains=np.minimum(a["first_chains"] + 1, a["tokens"].shape[1] - 1)
     ),
@@ -128,7 +136,7 @@ def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], wrong: str, monkeypatc
         ({}, SHAPES["chains"], True),
         ({"temperature": 0.0}, SHAPES["chain"], True),
         ({"temperature": 0.0}, SHAPES["chains"], True),
-        ({"top_p": 0.9}, SHAPES["chains"], False),
+        ({"top_p": 0.9}, SHAPES["chains"], True),
         ({"top_k": 5}, SHAPES["chains"], False),
         ({"min_p": 0.1}, SHAPES["chains"], False),
         ({"presence_penalty": 1.0}, SHAPES["chains"], False),

@@ -22,7 +22,7 @@ from tests.grid import grid
 DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
-    "Numba": ("softmax", "draw", "race", "decide"),
+    "Numba": ("softmax", "draw", "nucleus", "race", "decide"),
     "Triton": ("softmax", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]

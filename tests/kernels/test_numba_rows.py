@@ -140,3 +140,41 @@ def test_what_does_not_lie_in_one_piece_takes_the_plain_path() -> None:
         for one, count in ((laws, 1), (laws.double(), 1), (laws.T.contiguous().T, 1)):
             assert torch.equal(KERNELS.draw(one, rows, uniform), expected)
             assert kernel.call_count == count
+
+
+def rows_of_nucleus() -> Tensor:
+    """Flat and steep rows, ties, a certain token, tokens without mass, tokens with next to none, half in one token."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [(spread * torch.randn(WIDTH, generator=generator)).softmax(0) for spread in (0.1, 3.0, 9.0)]
+    rows.append(torch.randint(1, 4, (WIDTH,), generator=generator).float())
+    rows.append(torch.zeros(WIDTH).index_fill_(0, torch.tensor([WIDTH - 1]), 1.0))
+    rows.append(torch.where(torch.arange(WIDTH) % 3 == 0, rows[1], 0.0))
+    rows.append((rows[1] * 1e-30).index_fill_(0, torch.tensor([7]), 1.0))
+    rows.append(torch.full((WIDTH,), 0.5 / (WIDTH - 1)).index_fill_(0, torch.tensor([100]), 0.5))
+    law_NV = torch.stack(rows)
+    return law_NV / law_NV.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.5, 0.9, 0.95, 0.998, 0.9999])
+def test_a_nucleus_is_what_sorting_keeps(top_p: float) -> None:
+    law_NV = rows_of_nucleus()
+    before_NV, top_p_N = law_NV.clone(), torch.full((len(law_NV),), top_p)
+    found, expected = numba_rows.nucleus(law_NV, top_p_N), TORCH.nucleus(law_NV, top_p_N)
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=1e-6)
+    assert torch.equal(law_NV, before_NV)
+
+
+def test_every_row_has_its_own_nucleus() -> None:
+    law_NV = rows_of_nucleus()
+    top_p_N = torch.linspace(0.2, 1, len(law_NV))
+    whole = numba_rows.nucleus(law_NV, top_p_N)
+    assert torch.equal(whole[-1], law_NV[-1])
+    for row in (1, 5):
+        assert torch.equal(numba_rows.nucleus(law_NV[row : row + 1], top_p_N[row : row + 1])[0], whole[row])
+    assert not torch.equal(numba_rows.nucleus(law_NV, top_p_N.roll(1)) > 0, whole > 0)
+
+
+def test_a_row_that_is_not_finite_has_no_nucleus() -> None:
+    law_NV = torch.full((1, WIDTH), torch.nan)
+    assert numba_rows.nucleus(law_NV, torch.tensor([0.9])).isnan().all()

@@ -177,7 +177,7 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "llama, odd sizes"])
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_results_do_not_depend_on_memory(name: str, bits: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and working memory at any alignment, filled with NaN before, and beside memory that is not there."""
+    """Weights and working memory at any alignment, filled with NaN before, and next to memory that is not there."""
     loaded = randomised(MODELS[name], seed=5)
     if bits == 16:
         loaded.model.to(torch.bfloat16)
