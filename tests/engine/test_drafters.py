@@ -144,9 +144,9 @@ def test_hidden_states_that_stay_where_they_were_drafted_are_found_out(
     keep = KVTensors.keep
 
     def without_hidden(self: KVTensors, moves: Sequence[KVMoves]) -> None:
-        hidden, self.hidden = self.hidden, None
+        moved, self._moved = self._moved, [self.keys, self.values]
         keep(self, moves)
-        self.hidden = hidden
+        self._moved = moved
 
     with patch.object(KVTensors, "keep", without_hidden):
         engine, texts = drafted(pair, SPECULATIONS["chains"])
