@@ -17,6 +17,7 @@ import msgspec
 from engine.config import (
     DRAFTERS,
     MODEL,
+    MTP,
     PREDICTION,
     CacheConfig,
     Device,
@@ -227,6 +228,7 @@ __all__ = [
     "DRAFTERS",
     "GRAMMAR",
     "MODEL",
+    "MTP",
     "PHASES",
     "PREDICTION",
     "SERVER_FAULTS",

@@ -18,13 +18,17 @@ Weights = Literal["auto", "int8"]
 KVDtype = Literal["auto", "float32", "bfloat16"]
 
 
+MTP = "mtp"
+"""Name of the MTP module inside the target, as a draft model."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Models to load, and options for loading them."""
 
     target: str
     """Folder (or hub name) of the target model in transformers format."""
     draft: str | None = None
-    """Folder (or hub name) of the draft model; None serves without a draft model."""
+    """Folder (or hub name) of the draft model; `MTP` is the module inside the target; None serves without one."""
     tokenizer: str = ""
     """Folder (or hub name) of the tokenizer, for grammars; empty uses the target's."""
     revision: str | None = None
@@ -42,6 +46,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32 weights."""
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
+
+    @property
+    def draft_source(self) -> tuple[str, str | None] | None:
+        """Return name and revision of the model that holds the draft model; None without a draft model."""
+        if self.draft is None:
+            return None
+        return (self.target, self.revision) if self.draft == MTP else (self.draft, self.draft_revision)
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import MODEL, EngineConfig, EngineFacts
+from engine.config import MODEL, MTP, EngineConfig, EngineFacts
 from engine.errors import ConfigError
 from engine.scheduling.admission import check_defaults
 from engine.scheduling.text_drafters import TEXT_DRAFTERS, most_copied
@@ -25,6 +25,8 @@ def check_settings(config: EngineConfig) -> None:
     usable = [MODEL, *(name for name, source in TEXT_DRAFTERS.items() if source.for_every_request)]
     if not wanted.drafters or not set(wanted.drafters) <= set(usable):
         raise ConfigError(f"--spec-drafters {','.join(wanted.drafters)}: choose from {', '.join(usable)}")
+    if config.model.draft == MTP and config.model.draft_revision is not None:
+        raise ConfigError("--draft-model mtp: the module has the target's revision; leave out --draft-revision")
     if not 1 <= wanted.num_drafts <= wanted.max_num_drafts:
         raise ConfigError(
             f"--num-drafts {wanted.num_drafts}: must be between 1 and {wanted.max_num_drafts}, or raise "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.api import ConfigError
+from engine.api import MTP, ConfigError
 from server.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
@@ -174,6 +174,8 @@ SWITCHES = frozenset({*OPPOSITE, "log_requests", *(name for name, foreign in FOR
 
 _HEAD_METHODS = ("eagle3", "peagle", "dflash", "dflash2", "dspark")
 """Methods of trained heads: the head's own config.json says what it is."""
+_MTP_METHODS = ("mtp", "glm4_moe_mtp", "nextn")
+"""Methods of the MTP module inside the target."""
 _EXACT_METHODS = ("rejection_sampler", "strict", "probabilistic", "standard")
 _SPECULATION_IGNORED = frozenset(
     "prompt_lookup_max prompt_lookup_min draft_tensor_parallel_size disable_by_batch_size max_model_len enforce_eager "
@@ -258,6 +260,11 @@ def _speculation(wanted: dict[str, Any], name: str) -> dict[str, Any]:
     tokens = wanted.get("num_speculative_tokens")
     if method in ("ngram", "ngram_gpu") or (method is None and model in ("ngram", "[ngram]")):
         result = {"spec_drafters": "prompt_lookup", "max_copied_tokens": tokens}
+    elif method in _MTP_METHODS:
+        for key in ("model", "revision"):
+            if wanted.get(key) is not None:
+                raise ConfigError(f"{name} method {method}: the module is inside the target; leave out {key}")
+        result = {"draft_model": MTP, "draft_length": tokens}
     elif method in (None, "draft_model", "standalone", *_HEAD_METHODS):
         if model is None and not (name.endswith("algorithm") and method in ("standalone", *_HEAD_METHODS)):
             raise ConfigError(f'{name}: names no draft model; add "model", or "method": "ngram"')
@@ -265,6 +272,6 @@ def _speculation(wanted: dict[str, Any], name: str) -> dict[str, Any]:
     else:
         raise ConfigError(
             f"{name} method {method}: not served; draft by a small model of the same tokens (draft_model), by a head "
-            f"({', '.join(_HEAD_METHODS)}), or by ngram"
+            f"({', '.join(_HEAD_METHODS)}), by the target's mtp module, or by ngram"
         )
     return {setting: value for setting, value in result.items() if value is not None}

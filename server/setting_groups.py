@@ -137,7 +137,9 @@ class ModelSettings(BaseModel):
 class SpeculationSettings(BaseModel):
     """speculation"""
 
-    draft_model: str | None = Field(None, description="draft model: a folder or a hub name; default: plain decoding")
+    draft_model: str | None = Field(
+        None, description="draft model: a folder, a hub name, or mtp; default: plain decoding"
+    )
     draft_revision: str | None = Field(None, description="hub revision of the draft model", json_schema_extra=RARE)
     spec_drafters: Words = Field(["model"], description="sources of drafts: model, prompt_lookup, or both")
     num_drafts: Positive = Field(4, description="chains drafted per step (K)")

@@ -18,8 +18,8 @@ def check_sources(config: EngineConfig) -> None:
             # One log line per request to the hub would hide the important one.
             logging.getLogger(client).setLevel(logging.WARNING)
     check_source(config.model.target, config.model.revision)
-    if config.model.draft is not None:
-        check_source(config.model.draft, config.model.draft_revision)
+    if config.model.draft_source is not None:
+        check_source(*config.model.draft_source)
 
 
 def check_quantization(config: EngineConfig, wanted: str | None) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from engine.attention.attention import HOOK, register
-from engine.config import ModelConfig
+from engine.config import MTP, ModelConfig
 from engine.errors import ConfigError, LoadError, first_line
 from engine.models.checkpoint import Source, context_length, length_remark, read_tokenizer, token_roles
 from engine.models.files import check_source
 from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
-from engine.models.heads.loading import head_config, load_head
+from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.kinds import may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.unplaced import check_unplaced
@@ -214,10 +214,10 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
 def find_head(config: ModelConfig) -> HeadConfig | None:
     """Return the configuration of a draft model that is a trained head; None if it is a language model."""
-    if config.draft is None:
+    if config.draft_source is None:
         return None
-    check_source(config.draft, config.draft_revision)
-    return head_config(config.draft, config.draft_revision)
+    check_source(*config.draft_source)
+    return (mtp_config if config.draft == MTP else head_config)(*config.draft_source)
 
 
 def _outline_of_head(head: HeadConfig, target: Outline) -> Outline:
@@ -310,8 +310,9 @@ def load_pair(config: ModelConfig, progress: Progress) -> tuple[LoadedModel, Loa
         return target, None
     head = find_head(config)
     if head is not None:
-        progress(f"loading the {head.kind} head {config.draft}")
-        return target, adopt_head(load_head(head, config.draft_revision, target.model), target)
+        name, revision = config.draft_source or (config.draft, None)
+        progress(f"loading the {head.kind} head of {name}")
+        return target, adopt_head(load_head(head, revision, target.model), target)
     progress(f"loading draft {config.draft}")
     return target, load(config.draft, config.draft_revision, config.dtype, device)
 

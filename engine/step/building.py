@@ -45,7 +45,11 @@ log = logging.getLogger("polydraft")
 
 _CPU_PROMPT_TOKENS = 512
 """Larger prompt chunks delay decoding requests, and do not speed up prefill on a CPU."""
-_HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {"eagle3": EagleDrafter, "peagle": MaskDrafter}
+_HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {
+    "eagle3": EagleDrafter,
+    "mtp": EagleDrafter,
+    "peagle": MaskDrafter,
+}
 """Drafters of heads, by type; `BlockDrafter` drafts with the others."""
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.attention.tensors import NORMED
 from engine.models.heads.config import check_target
-from engine.models.heads.loading import head_config, load_head
+from engine.models.heads.loading import head_config, load_head, mtp_config
 from engine.models.loading import LoadedModel, adopt_head
+from engine.models.loading import load as load_model
 from tests.engine import tiny
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 4, 2, 8, 40
@@ -239,9 +241,67 @@ def write_block(
     return Written(folder, tensors, flags, taps, {"kind": kind, "layers": layers, **fields, **inner})
 
 
+def write_mtp(
+    folder: Path, vocabulary: int = 97, layers: int = 3, experts: int = 4, copies: bool = True, shards: bool = False
+) -> Written:
+    """Write a random GLM-4.5 with an MTP module, as it is published: the layer behind the last.
+
+    copies: whether the module has (wrong) copies of the target's embeddings and output head.
+    """
+    import transformers
+
+    config = transformers.Glm4MoeConfig(
+        **sizes("glm4_moe", vocabulary, TARGET_WIDTH, layers, True) | {"max_position_embeddings": 256},
+        use_qk_norm=True,
+        moe_intermediate_size=16,
+        n_routed_experts=experts,
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        initializer_range=0.3,
+        architectures=["Glm4MoeForCausalLM"],
+    )
+    torch.manual_seed(31)
+    model, random, width = transformers.AutoModelForCausalLM.from_config(config), Random(), TARGET_WIDTH
+    model.model.norm.weight.data = random.norm(width)  # else the module's norm would hide what the target's does
+    model.save_pretrained(folder)
+    random.layer(0, width, width, True, True)
+    tensors = {
+        name.removeprefix("layers.0."): one
+        for name, one in random.tensors.items()
+        if ".mlp." not in name and not name.endswith("o_proj.bias")
+    }
+    tensors |= {f"{name}.weight": random.norm(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors["eh_proj.weight"] = random.normal(width, 2 * width)
+    tensors["mlp.gate.weight"] = random.normal(experts, width)
+    tensors["mlp.gate.e_score_correction_bias"] = random.normal(experts, spread=0.2)
+    for place in (*(f"experts.{number}" for number in range(experts)), "shared_experts"):
+        for one, shape in (("gate", (16, width)), ("up", (16, width)), ("down", (width, 16))):
+            tensors[f"mlp.{place}.{one}_proj.weight"] = random.normal(*shape)
+    for name in ("embed_tokens.weight", "shared_head.head.weight") if copies else ():
+        tensors[name] = random.normal(vocabulary, width)
+    tensors = {f"model.layers.{layers}.{name}": tensor for name, tensor in tensors.items()}
+    whole = folder / "model.safetensors"
+    parts = {"b.safetensors": tensors, "a.safetensors": load_file(whole)}
+    if shards:
+        whole.unlink()
+        for name, part in parts.items():
+            save_file(part, folder / name, {"format": "pt"})
+        places = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+    else:
+        save_file({name: one for part in parts.values() for name, one in part.items()}, whole, {"format": "pt"})
+    return Written(folder, tensors, {}, (NORMED,))
+
+
+def load_target(written: Written) -> LoadedModel:
+    """The target that holds an MTP module."""
+    return load_model(str(written.folder), None, "float32", tiny.DEVICE)
+
+
 def load(written: Written, of: LoadedModel) -> LoadedModel:
     """The head behind a target, as a start loads it."""
-    config = head_config(str(written.folder), None)
+    config = (mtp_config if written.taps == (NORMED,) else head_config)(str(written.folder), None)
     assert config is not None
     check_target(config, of.model.config, of.name)
     return adopt_head(load_head(config, None, of.model), of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,6 +252,34 @@ class Masked(Eagle):
         masks = [self.mask_token] * len(path)
         mask = self.weights["mask_hidden"].view(1, -1)
         return super().logits([*text, *masks], torch.cat([states[: len(text) - 1], *[mask] * len(path)]), ())
+
+
+class Module:
+    """An MTP module as transformers runs it, from the beginning of the text at every node."""
+
+    def __init__(self, written: Written, of: LoadedModel) -> None:
+        import transformers
+        from transformers.modeling_layers import MtpModel
+
+        folder = str(written.folder)
+        main = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        # Its list names the layers of two published sizes.
+        main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}\..*"]
+        self.module: Any = MtpModel.from_pretrained(main).eval()
+        assert of.vocab_size == main.config.vocab_size
+
+    @torch.inference_mode()
+    def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """[V] below a path; states: [>= text - 1, D] the target's normed ones at the text's tokens."""
+        tokens, state_TD = list(text[1:]), states[: len(text) - 1]
+        for token in [*path, None]:
+            places = torch.arange(1, len(tokens) + 1)[None]
+            output_TD = self.module.forward_layer(0, state_TD[None], places, None, torch.tensor([tokens]))[0]
+            if token is not None:
+                tokens, state_TD = [*tokens, token], torch.cat([state_TD, output_TD[-1:]])
+        return self.module._project_to_logits(output_TD[-1])
 
 
 def largest_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

@@ -90,6 +90,11 @@ DRAFT = '{"model": "d", "method": "draft_model", "num_speculative_tokens": 3}'
         ),
         ("m --speculative-algorithm EAGLE3 --speculative-draft-model-path d", "m --draft-model d"),
         (
+            'm --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\'',
+            "m --draft-model mtp --draft-length 3",
+        ),
+        ("m --speculative-algorithm NEXTN --speculative-num-steps 3", "m --draft-model mtp --draft-length 3"),
+        (
             'm --speculative-config \'{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}\'',
             "m --spec-drafters prompt_lookup --max-copied-tokens 8",
         ),
@@ -138,6 +143,8 @@ def test_flags_of_other_servers_become_settings(pasted: str, ours: str) -> None:
         (["--top-p", "0.9"], "send it in requests"),
         (["--speculative-config", '{"method": "medusa", "model": "d"}'], "method medusa: not served; draft by a small"),
         (["--speculative-config", '{"method": "eagle3"}'], "names no draft model"),
+        (["--speculative-config", '{"method": "mtp", "model": "d"}'], "inside the target; leave out model"),
+        (["--speculative-config", '{"method": "mtp", "revision": "r"}'], "inside the target; leave out revision"),
         (["--speculative-config", '{"num_speculative_tokens": 5}'], 'names no draft model; add "model"'),
         (["--speculative-config", "{model: d}"], "not valid JSON"),
         (["--speculative-config", '{"modle": "d"}'], "unknown key 'modle' (did you mean model?)"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.attention.tensors import NORMED
 from engine.errors import ConfigError, first_line
 
 Raw = Mapping[str, Any]
@@ -56,7 +57,7 @@ class HeadConfig:
 
     name: str
     kind: str
-    """Type of the head: one of `READERS`."""
+    """Type of the head: one of `READERS`, or mtp."""
     layers: Any
     """transformers config of its decoder layers."""
     vocab_size: int
@@ -267,14 +268,20 @@ def _flag(name: str, given: Raw, flag: str) -> bool:
 
 def _layers(name: str, stored: Any, defaults: Raw) -> Any:
     """Return the transformers config of a head's decoder layers."""
-    import transformers
-
     stored = {**defaults, **stored}
-    kind = stored.pop("model_type", "llama")
+    kind = stored.get("model_type", "llama")
     if kind not in _LAYER_TYPES:
         raise ConfigError(f"{name}: layers of type {kind!r} are not served in heads; only {', '.join(_LAYER_TYPES)}")
+    return layers_config(name, kind, stored)
+
+
+def layers_config(name: str, kind: str, stored: Raw) -> Any:
+    """Return the transformers config of decoder layers of a type; raise ConfigError."""
+    import transformers
+
+    fields = {field: value for field, value in stored.items() if field != "model_type"}
     try:
-        layers = transformers.AutoConfig.for_model(kind, **stored)
+        layers = transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:  # transformers raises exceptions of many types
         raise ConfigError(f"{name}: no readable config of its layers: {first_line(error)}") from error
     rope = layers.rope_parameters.get("rope_type")
@@ -310,7 +317,7 @@ def check_target(head: HeadConfig, target: Any, target_name: str) -> None:
                 f"{head.name} was trained for a target of {what} {of_head}, and {target_name} has {of_target}; choose "
                 "a head of this target"
             )
-    taps = head.taps_of(text.num_hidden_layers)
+    taps = set(head.taps_of(text.num_hidden_layers)) - {NORMED}
     if bad := [tap for tap in taps if not 0 <= tap <= text.num_hidden_layers]:
         raise ConfigError(
             f"{head.name} reads the state at layer {bad[0]}, and {target_name} has {text.num_hidden_layers} layers; "

@@ -1,0 +1,199 @@
+"""MTP modules inside targets: logits of transformers' module at every node, and the distribution of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.attention.tensors import NORMED
+from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from engine.drafting import eagle, reading
+from engine.drafting.eagle import EagleDrafter
+from engine.errors import ConfigError, LoadError
+from engine.models import taps
+from engine.models.heads.mtp import Mtp
+from engine.models.loading import LoadedModel
+from engine.scheduling.scheduler import Scheduler
+from engine.step.building import build_engine
+from server.start_checks import check_sources
+from tests.engine import test_output_law as output_law
+from tests.engine import tiny
+from tests.grid import grid
+from tests.heads import folders, oracles
+from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
+from tests.heads.test_eagle import keeping_drafts, of_another_token
+
+Pair = tuple[LoadedModel, folders.Written]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and where it is with its module."""
+    written = folders.write_mtp(tmp_path_factory.mktemp("mtp") / "target", VOCABULARY)
+    return folders.load_target(written), written
+
+
+def errors(pair: Pair, recorder: Recorder, texts: list[list[int]], most: int = 40) -> float:
+    return largest_error(*pair, oracles.Module(pair[1], pair[0]), recorder, texts, most)
+
+
+@pytest.mark.parametrize("name", grid(SPECULATIONS, {"chains", "tree"}))
+def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name: str) -> None:
+    """At roots and drafted nodes, after chunks of prompts, shared beginnings, accepted and rejected drafts, or
+    preemption.
+    """
+    recorder, texts = served(*pair, SPECULATIONS[name])
+    assert any(node.path for node in recorder.nodes)
+    assert errors(pair, recorder, texts) < 1e-3
+
+
+def before_the_norm(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model, tap, observe: hook(model, len(taps.layers_of(model)) if tap == NORMED else tap, observe)
+
+
+def joined_the_other_way(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrong(self: Mtp, *rows: Any) -> Tensor:
+        cat = torch.cat
+        with patch.object(torch, "cat", lambda parts, dim=0: cat(parts[::-1] if dim == -1 else parts, dim)):
+            return forward(self, *rows)
+
+    return wrong
+
+
+def without_norm(_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Feed back and read the state before the module's norm."""
+
+    def wrong(self: Mtp, *rows: Any) -> Tensor:
+        with patch.object(self.norm, "forward", lambda state: state):
+            return _forward(self, *rows)
+
+    return wrong
+
+
+WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "states before the final norm": (taps, "_hook", before_the_norm),
+    "states of another token": (reading, "_slots_before", of_another_token),
+    "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
+    "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
+    "state before embedding": (Mtp, "forward", joined_the_other_way),
+    "states without the module's norm": (Mtp, "forward", without_norm),
+}
+
+
+@pytest.mark.parametrize("name", grid(WRONG, {"states before the final norm", "states of another token"}))
+def test_wrong_variants_are_found_out(pair: Pair, name: str) -> None:
+    owner, attribute, wrong = WRONG[name]
+    with patch.object(owner, attribute, wrong(getattr(owner, attribute))):
+        recorder, texts = served(*pair, SPECULATIONS["chains"])
+    assert errors(pair, recorder, texts) > 1e-2
+
+
+# -- the output ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
+    """A target whose output can be enumerated, and its module."""
+    written = folders.write_mtp(tmp_path_factory.mktemp("small") / "target", output_law.VOCABULARY, layers=2)
+    target = folders.load_target(written)
+    return target, folders.load(written, target)
+
+
+CASES = [("bv_race 4", "plain"), ("bv_race 4", "filtered"), ("traversal tree", "filtered"), ("rrs 4", "plain")]
+
+
+@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "plain")}))
+def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
+    counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
+    expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])
+    assert output_law.g_test(counts, expected) > output_law.ALPHA
+
+
+def test_drafts_of_another_distribution_are_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
+    with tiny.with_drafts_of_another_law():
+        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
+    expected = output_law.exact_law(small[0], output_law.SAMPLINGS["plain"])
+    assert output_law.g_test(counts, expected) < output_law.ALPHA
+
+
+# -- the start ----------------------------------------------------------------------------------------------------
+
+
+def config_of(written: folders.Written, **parts: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(target=str(written.folder), draft=MTP, device="cpu", **parts),
+        cache=CacheConfig(num_blocks=60),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        speculation=SpeculationConfig(draft_length=3),
+    )
+
+
+def edit(written: folders.Written, **changed: Any) -> None:
+    path = written.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
+    """Only the files that hold the module are read for it, and copies of the target's weights are left out."""
+    written = folders.write_mtp(tmp_path / "target", shards=shards)
+    config = config_of(written)
+    check_sources(config)
+    engine = build_engine(config)
+    assert isinstance(engine.drafter, EagleDrafter)
+    assert engine.target.storage.taps == (NORMED,)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    of_tensors = sum(one.nbytes for name, one in written.tensors.items() if not name.endswith(copies))
+    of_rotation, of_packed_output = 2 * 4 * folders.HEAD_DIM // 4, 97 * folders.TARGET_WIDTH * 4
+    assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation + of_packed_output
+    run = tiny.run(engine, [tiny.request("a", [1, 2, 3], SPECULATIONS["chains"], temperature=1.0)])
+    assert max(outcome.draft_length for outcome in run.outcomes["a"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("edits", "reason"),
+    [
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; only one MTP module is served"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; only one"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "of quantised checkpoints are not served"),
+        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, not in qwen3"),
+    ],
+)
+def test_targets_without_a_served_module_are_refused_before_weights_are_read(
+    tmp_path: Path, edits: dict[str, Any], reason: str
+) -> None:
+    written = folders.write_mtp(tmp_path / "target")
+    with patch("engine.step.building.load_pair", side_effect=AssertionError("weights are read")):
+        with pytest.raises(AssertionError, match="weights are read"):
+            build_engine(config_of(written))
+        with pytest.raises(ConfigError, match="leave out --draft-revision"):
+            build_engine(config_of(written, draft_revision="main"))
+        edit(written, **edits)
+        with pytest.raises(ConfigError, match=reason) as refusal:
+            build_engine(config_of(written))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("", r"no weights of the head .model.layers.3.\* in "),
+        ("mlp.experts.2.up_proj", r"the MTP module has 3 of 4 experts .up_proj"),
+        ("eh_proj", "lacks tensors .eh_proj.weight"),
+    ],
+)
+def test_modules_that_are_not_whole_are_refused(tmp_path: Path, lost: str, reason: str) -> None:
+    written = folders.write_mtp(tmp_path / "target")
+    path = written.folder / "model.safetensors"
+    kept = {name: one for name, one in load_file(path).items() if not name.startswith(f"model.layers.3.{lost}")}
+    save_file(kept, path, {"format": "pt"})
+    with pytest.raises(LoadError, match=reason):
+        build_engine(config_of(written))
