@@ -183,7 +183,10 @@ class Controller:
             self._trial == PLAIN
         ):  # it continues until the caches are warm; requests that arrive meanwhile decode plainly, too
             return others != beside or len(ids) > 2 * len(chosen_for)
-        return others != beside or len(ids ^ chosen_for) > min(len(ids), len(chosen_for)) // _FEW
+        few = min(len(ids), len(chosen_for)) // _FEW
+        if self._trial is None and self._in_use == PLAIN:  # which requests they are matters to drafts only
+            return others != beside or abs(len(ids) - len(chosen_for)) > few
+        return others != beside or len(ids ^ chosen_for) > few
 
     def _choose(self, load: _Load, ids: frozenset[int]) -> None:
         options = self._options(load)
@@ -191,7 +194,7 @@ class Controller:
         if ids & self._chosen_for[0] and self._in_use in options.shapes:
             handicap[options.shapes.index(self._in_use)] = 1.0
         best = int((options.rates * handicap).argmax())
-        stays_plain = not best and self._in_use == PLAIN and bool(ids & self._chosen_for[0])
+        stays_plain = not best and self._in_use == PLAIN
         self._interval = min(2 * self._interval, _SELDOM) if stays_plain else _CHOOSE_EVERY
         self.choice, self._in_use = _choice(load.adaptive, options, best), options.shapes[best]
         self._resting = ids - self.choice.drafting

@@ -413,6 +413,21 @@ def test_few_that_come_or_go_wait_for_the_next_choice() -> None:
     assert all(choose(requests[:number]) for number in (4, 3, 4)), "one more of four is as much as one less"
 
 
+def test_requests_that_replace_others_wait_for_the_next_choice_while_all_decode_plainly() -> None:
+    """Short answers follow each other; more requests are another load."""
+    controller = controller_of(**DEAR)
+    kept = []
+    for number in range(64):
+        before = controller.choice
+        controller.choose([sequence(number // 8)])
+        kept.append(controller.choice is before)
+    assert controller.choice.shape == PLAIN
+    assert kept.count(False) < 64 // 8, "fewer choices than answers"
+    before = controller.choice
+    controller.choose([sequence(7), sequence(100)])
+    assert controller.choice is not before
+
+
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
