@@ -144,7 +144,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
         ("peers", "peers-cpu", peers.markdown),
-        ("peers-bf16", "peers-bf16-cpu", peers.markdown),
+        ("peers-embedded", "peers-embedded-cpu", peers.markdown),
         ("peers-batches", "peers-batches-cpu", peers.markdown),
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),
