@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.control.acceptance import SUREST, Acceptance
-from engine.control.step_time import MIXED, PLAIN, Shape, StepTimes, StepWork, draft_passes
+from engine.control.step_time import StepTimes
+from engine.control.step_work import MIXED, PLAIN, Shape, StepWork, draft_passes
 from engine.plan import level_widths
 from engine.request import Request
 

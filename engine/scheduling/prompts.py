@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from engine.control.step_time import StepTimes, StepWork
+from engine.control.step_time import StepTimes
+from engine.control.step_work import StepWork
 from engine.scheduling.sequence import Sequence
 
 MOST_SHARING = 8

@@ -7,8 +7,7 @@ to the queue and is recomputed later, with the same output (its noise depends on
 
 The number of tokens that a row drafts is fixed by its request, or chosen by the controller once the emitting rows are
 known. It never depends on the drafted tokens, which keeps the output exact. If the request fixes it, the answer does
-not depend on the load.
-"""
+not depend on the load."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Scheduler:
         self._read_along = 0
         """Number of tokens beyond the target's chunk that the draft model may compute of an adaptive prompt in this
         step; 0: it computes none. It is set before the controller chooses, because by then `_publish` has promised
-        other requests the draft K/V of these blocks.
-        """
+        other requests the draft K/V of these blocks."""
         self._next_id = self._step = 0
 
     @property
@@ -91,8 +89,7 @@ class Scheduler:
     def submit(self, request: Request, grammar: Grammar | None = None, fixed_draft_law: bool = False) -> None:
         """Queue a request whose length has been checked (`Engine.submit`), with its grammar.
 
-        fixed_draft_law: as in `Sequence`.
-        """
+        fixed_draft_law: as in `Sequence`."""
         assert request.request_id not in self._sequence_ids, request.request_id
         window, by_head = self.draft_prefill.draft_window, self.draft_prefill.by_head
         now_s, ends = time.monotonic(), self.eos_token_ids
@@ -114,9 +111,7 @@ class Scheduler:
         return True
 
     def plan(self) -> Plan:
-        """Plan this step's rows within the token budget and the pool: first which sequences take part, then their
-        drafts.
-        """
+        """Plan this step's rows within the token budget and the pool: first sequences, then their drafts."""
         self._step += 1
         self.draft_prefill.share_among(s for s in self._running.values() if s.request.speculation.adaptive)
         reads = self.controller is not None and self.controller.reads
@@ -134,8 +129,7 @@ class Scheduler:
 
     def _plan_texts(self, parts: dict[int, PlannedRow]) -> int:
         """Plan the known tokens of decoding rows, running prompts and newly admitted requests, and drafts of
-        requests with a fixed shape. Return the tokens left for drafts that the controller chooses.
-        """
+        requests with a fixed shape. Return the tokens left for drafts that the controller chooses."""
         total = budget = self.config.max_num_batched_tokens
         decoding = self._in_turn(s for s in self._running.values() if s.num_missing == 1)
         prompts_wait = bool(self._waiting) or len(decoding) < len(self._running)
@@ -208,15 +202,12 @@ class Scheduler:
         return num_drafts * length * sum(s.request.speculation.adaptive for s in decoding)
 
     def _in_place(self, parts: dict[int, PlannedRow]) -> list[PlannedRow]:
-        """Return the parts whose sequences still hold their blocks: a more urgent sequence may have taken them
-        since.
-        """
+        """Return the parts whose sequences still hold their blocks, which a more urgent one may have taken."""
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
         """Append emitted tokens, cut them where the answer ends, and free ended sequences. Broken sequences are
-        skipped.
-        """
+        skipped."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -266,9 +257,7 @@ class Scheduler:
         return part
 
     def _lag(self, sequence: Sequence) -> int:
-        """Return the number of tokens that the draft model must catch up on before it drafts (at most
-        `DraftPrefill.most_lag`).
-        """
+        """Return how far the draft model lags before it drafts (at most `DraftPrefill.most_lag`)."""
         is_bounded = not sequence.by_head and self._controller_of(sequence) is None
         return self.draft_prefill.lag(sequence) if is_bounded else 0
 
@@ -313,8 +302,7 @@ class Scheduler:
 
     def _reserve(self, part: PlannedRow) -> bool:
         """Allocate the blocks of a part, preempting sequences if none are free; False if its own sequence was
-        preempted.
-        """
+        preempted."""
         while part.sequence.sequence_id in self._running:
             if self._find_blocks(part):
                 return True

@@ -17,7 +17,7 @@ from engine.attention.tensors import KVShape
 from engine.config import EngineConfig, EngineFacts
 from engine.config_check import check_settings, early_facts
 from engine.control.controller import menu
-from engine.control.step_time import PLAIN, Shape
+from engine.control.step_work import PLAIN, Shape
 from engine.drafting.drafter import DrafterKind
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter

@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.control.step_time import NUM_TERMS, Point, StepTimes, StepWork
+from engine.control.step_time import NUM_TERMS, Point, StepTimes
+from engine.control.step_work import StepWork
 from engine.models.loading import Progress
 from engine.plan import Plan, Row, level_widths
 from engine.request import Sampling, Speculation

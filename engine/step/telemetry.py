@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.control.step_time import StepWork
+from engine.control.step_work import StepWork
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 

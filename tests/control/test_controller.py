@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, with_chains
 from engine.control.controller import Controller, ShapeChoice, menu
-from engine.control.step_time import PLAIN, Shape, StepTimes
+from engine.control.step_time import StepTimes
+from engine.control.step_work import PLAIN, Shape
 from tests.grid import grid
 from tests.scheduling.machine import Machine, Server, rate_of, sequence
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from engine.control.step_time import MIXED, PLAIN, Point, StepTimes, StepWork, draft_passes
+from engine.control.step_time import Point, StepTimes
+from engine.control.step_work import MIXED, PLAIN, StepWork, draft_passes
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation, TextDraft
 from tests.scheduling.machine import Machine, chains

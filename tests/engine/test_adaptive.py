@@ -15,7 +15,8 @@ from msgspec.structs import replace
 import engine.step.verify as verifying
 from engine.config import SpeculationConfig
 from engine.control.controller import Controller
-from engine.control.step_time import StepTimes, StepWork
+from engine.control.step_time import StepTimes
+from engine.control.step_work import StepWork
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Limits, Request, Sampling, Speculation

@@ -11,7 +11,8 @@ import pytest
 
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
-from engine.control.step_time import Point, StepTimes, StepWork
+from engine.control.step_time import Point, StepTimes
+from engine.control.step_work import StepWork
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.step import calibration

@@ -9,7 +9,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from engine.control.controller import Controller
-from engine.control.step_time import PLAIN, Point, Shape, StepTimes, StepWork
+from engine.control.step_time import Point, StepTimes
+from engine.control.step_work import PLAIN, Shape, StepWork
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.sequence import Sequence
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.control.step_time import StepTimes, StepWork
+from engine.control.step_time import StepTimes
+from engine.control.step_work import StepWork
 from engine.plan import Plan
 from engine.scheduling.prompts import PromptLimit, shares_of
 from engine.scheduling.scheduler import Scheduler

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.config import SchedulerConfig
 from engine.control.controller import Controller, ShapeChoice
-from engine.control.step_time import PLAIN, StepTimes
+from engine.control.step_time import StepTimes
+from engine.control.step_work import PLAIN
 from engine.plan import Emission, Plan, Row, StepVerdict
 from engine.request import Limits, Request, Speculation
 from engine.scheduling.scheduler import Scheduler

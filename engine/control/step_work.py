@@ -1,0 +1,92 @@
+"""Work of a step: the sizes on which its duration depends, and the shapes of drafts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from engine.plan import Plan, level_widths
+
+Shape = tuple[int, int]
+"""(chains, tokens in a chain)."""
+
+PLAIN: Shape = (0, 0)
+MIXED: Shape = (0, 1)
+"""Placeholder for steps whose requests draft different shapes, trees or text drafts."""
+
+
+class StepWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of a step, in the sizes on which its duration depends."""
+
+    rows: int
+    """Requests that emit."""
+    text: int
+    """Tokens of their texts together."""
+    nodes: int = 0
+    """Drafted tokens that the target verifies."""
+    drafting: int = 0
+    """Requests that have drafted tokens."""
+    passes: tuple[int, ...] = ()
+    """Rows of each pass of the draft model."""
+    prompt: int = 0
+    """Prompt tokens that the target computes."""
+    prompt_text: int = 0
+    """Tokens before each prompt token, summed over them."""
+    read: int = 0
+    """Tokens that the draft model computes, without the last one of each request that drafts."""
+    shape: Shape = PLAIN
+
+    @staticmethod
+    def of(plan: Plan) -> StepWork:
+        """Return the work of a plan."""
+        rows = plan.sampling_rows
+        prompt = prompt_text = read = 0
+        for row in plan.rows:
+            read += len(row.draft_input_ids)
+            if chunk := len(row.input_ids) - row.emits:
+                prompt += chunk
+                prompt_text += chunk * (row.first_index + chunk // 2)
+        drafting = [row for row in rows if row.fanout or row.copies]
+        fanouts = {() if row.copies else row.fanout for row in drafting}
+        (fanout,) = fanouts if len(fanouts) == 1 else ((),)
+        if fanout:  # all draft alike
+            widths: tuple[tuple[int, ...], ...] = (level_widths(fanout),) * len(drafting)
+            nodes = sum(widths[0]) * len(drafting)
+        else:
+            widths = tuple([row.widths for row in drafting if row.fanout])
+            nodes = sum([row.num_nodes for row in drafting])
+        shape = (fanout[0], len(fanout)) if fanout and set(fanout[1:]) <= {1} else MIXED
+        return StepWork(
+            rows=len(rows),
+            text=sum([row.first_index + len(row.input_ids) for row in rows]),
+            nodes=nodes,
+            drafting=len(drafting),
+            passes=draft_passes(widths),
+            prompt=prompt,
+            prompt_text=prompt_text,
+            read=read - len(widths),
+            shape=shape if drafting else PLAIN,
+        )
+
+    @property
+    def plain(self) -> StepWork:
+        """Return the work of the same requests decoded plainly, without prompts."""
+        return StepWork(rows=self.rows, text=self.text)
+
+    @property
+    def without_prompts(self) -> StepWork:
+        """Return the same work without prompts."""
+        return msgspec.structs.replace(self, prompt=0, prompt_text=0)
+
+
+@lru_cache(maxsize=1024)
+def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Return the rows of each pass of the draft model, for requests with these nodes by depth: one row per request
+    first, then the nodes of each depth but the last, from which nothing is drawn.
+    """
+    longest = max(map(len, widths), default=0)
+    first = (len(widths),) if widths else ()
+    return first + tuple(
+        sum(of_row[depth] for of_row in widths if depth + 1 < len(of_row)) for depth in range(longest - 1)
+    )
