@@ -77,6 +77,9 @@ class Arm:
     num_accepted: int = 0
     num_drafting: int = 0
     """Passes of the target that verified drafts."""
+    num_steps: int = 0
+    num_recorded: int = 0
+    """Steps that ran as recorded steps (on a device)."""
     draft_s: float = 0.0
     """Time of drafting."""
     plain_s: float = 0.0
@@ -106,6 +109,8 @@ class Arm:
         self._tell(step)
         plan = self.engine.scheduler.last_plan
         rows = plan.sampling_rows
+        self.num_steps += 1
+        self.num_recorded += self.engine.recorded.find(plan) is not None
         self.num_passes += len(rows)
         self.num_drafting += sum(bool(row.fanout) for row in rows)
         self.num_accepted += sum(outcome.num_accepted for outcome in step.outcomes)
@@ -146,7 +151,7 @@ class Arm:
         """Reset all totals."""
         self.turns.clear()
         self.shapes.clear()
-        self.num_passes = self.num_accepted = self.num_drafting = 0
+        self.num_passes = self.num_accepted = self.num_drafting = self.num_steps = self.num_recorded = 0
         self.draft_s = 0.0
         self.plain_s = self.told_s = 0.0
 
@@ -182,6 +187,7 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
         scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
+        own.recorded = engine.recorded
         speculation = speculation_of(name)
         own.scheduler.times = StepTimes(points) if speculation.adaptive else shared
         if speculation.adaptive:
@@ -272,6 +278,7 @@ def compared(arms: dict[str, Arm], of_read: float) -> dict[str, Any]:
                 "tokens_per_pass": _num_tokens(arm) / arm.num_passes,
                 "ratio_to_off": ratio(turns[name], turns[OFF]),
                 "accepted_per_drafting_pass": arm.num_accepted / max(1, arm.num_drafting),
+                "share_of_recorded_steps": arm.num_recorded / max(1, arm.num_steps),
                 "share_of_drafting": arm.draft_s / sum(turn.seconds for turn in arm.turns),
                 "reported_speedup": arm.reported_speedup,
                 "share_of_time": _shares(arm.shapes),

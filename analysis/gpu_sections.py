@@ -37,6 +37,8 @@ from loadtest.statistics import median_of_ratios
 _SHAPES = ("off", "block:1x2", "block:1x5", "bv_race:4x5", "adaptive")
 _CACHE_BYTES = 48 << 30
 _ACCEPTANCE = 0.75
+_LEAST_RECORDED = 0.5
+"""Least share of a lone request's steps that are recorded; the others read its prompt, or a plan that has no room."""
 
 
 def has_cuda() -> bool:
@@ -289,6 +291,10 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
                 cell = arms.measure(make, load, concurrency, 6 * options.scale, progress, 2 * options.scale)
             cells.append({"context": length, **cell})
             findings.add("cells", cells)
+            for name, arm in cell["arms"].items():
+                # With more requests most steps also read a prompt, and such steps are not recorded.
+                slow = on_cuda and concurrency == 1 and arm["share_of_recorded_steps"] < _LEAST_RECORDED
+                findings.require(not slow, f"{name}, one request behind {length}: few of its steps were recorded")
 
 
 def add_setting(parser: argparse.ArgumentParser) -> None:

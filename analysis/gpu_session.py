@@ -16,24 +16,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from analysis import gpu_sections
 from loadtest.environment import environment
 
-_TESTS = (
-    "attention/test_paged_attention",
-    "models/test_triton_layer",
-    "kernels/test_choosing",
-    "kernels/test_triton_rows",
-    "kernels/test_triton_nucleus",
-    "kernels/test_block_kernels",
-    "speculation/test_longest_match",
-    "kernels/test_triton_keep",
-    "engine/test_host_reads",
-    "engine/test_recorded_steps",
-)
+NEEDED = ("msgspec", "numpy", "safetensors", "scipy", "torch", "tqdm", "transformers", "triton", "pytest")
+"""Modules that a machine with a device must have; the others that Polydraft depends on are not imported."""
+_LEFT_S = 15
+"""Time of the tests' limit in which they are stopped and their results are written."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, A
     found = folder / f"{section.name}.json"
     found.unlink(missing_ok=True)
     if section.name == "tests":
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in _TESTS)]
+        command = ["-m", "analysis.gpu_tests", str(found), str(section.limit_s - _LEFT_S)]
     else:
         command = ["-m", "analysis.gpu_sections", section.name, str(found), *setting.arguments()]
     surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -111,7 +103,14 @@ def run_section(section: Section, setting: Setting, folder: Path) -> dict[str, A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without the device."""
+    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without the device or the
+    modules.
+    """
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        print(f"gpu-check: {sys.executable} has no {', '.join(missing)}; install them first", file=sys.stderr)
+        return 2
+    from analysis import gpu_sections
+
     options = parser().parse_args(arguments)
     setting = Setting(options.device, options.target, options.draft, options.vocabulary, options.scale)
     if setting.device == "cuda" and not gpu_sections.has_cuda():
@@ -141,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
+    from analysis import gpu_sections
+
     result = argparse.ArgumentParser(prog="python -m analysis.gpu_session", description=__doc__.split("\n\n")[0])
     result.add_argument("--part", type=int, action="append", choices=sorted(PARTS), help="may be repeated; default all")
     result.add_argument("--output", type=Path, default=Path("docs/results/gpu"), help="folder of results and logs")

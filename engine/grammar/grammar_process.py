@@ -25,12 +25,15 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import GRAMMAR_UNAVAILABLE
 from engine.models.files import model_file
+
+if TYPE_CHECKING:  # the engine imports this module for its messages; only the process needs the library
+    from llguidance import LLMatcher, LLTokenizer
 
 START, KILL = b"s", b"k"
 _LONGEST_MESSAGE = 1 << 16
@@ -115,6 +118,8 @@ class Follower:
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        from llguidance import LLMatcher
+
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._ends = frozenset(tokenizer.eos_tokens)
         only_ends = bytearray(-(-tokenizer.vocab_size // 8))
@@ -177,6 +182,8 @@ def _first_line(text: str) -> str:
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
     """Read the tokens that masks refer to; raise whatever llguidance raises."""
+    from llguidance import LLTokenizer
+
     file = model_file(vocabulary.tokenizer, "tokenizer.json", vocabulary.revision)
     if file is None:
         raise FileNotFoundError("there is none")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 
-from analysis import gpu_sections, gpu_session
+from analysis import arms, gpu_sections, gpu_session, gpu_tests
 from analysis.gpu_sections import SectionResults
 from analysis.gpu_session import PARTS, Section, Setting, run_section
+from analysis.load import Load
 from loadtest import environment
+from tests.engine import tiny
 
 DRY = Setting("cpu", "tiny", "tiny", 256, 0.01)
 TINY = ["--device", "cpu", "--target", "tiny", "--draft", "tiny", "--vocabulary", "256"]
@@ -28,10 +33,60 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_session_imports_only_what_it_names() -> None:
+    """The other dependencies cannot be imported in this process; those of its own dependencies can."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {re.split(r"[>=<\[]", one)[0].replace("-", "_") for one in document["project"]["dependencies"]}
+    missing = sorted(names - set(gpu_session.NEEDED) - {"huggingface_hub", "tokenizers", "regex"} | {"zmq"})
+    assert {"llguidance", "fastapi", "numba"} <= set(missing)
+    program = (
+        "import sys\nclass Missing:\n"
+        " def find_spec(self, name, *_):\n"
+        "  if name.split('.')[0] in sys.argv[1:]: raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import analysis.gpu_sections, analysis.gpu_tests, analysis.gpu_session"
+    )
+    subprocess.run([sys.executable, "-c", program, *missing], check=True, cwd=ROOT)
+
+
+def test_all_missing_modules_are_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(gpu_session, "find_spec", lambda name: None if name in ("msgspec", "tqdm") else True)
+    assert gpu_session.main([]) == 2
+    assert "has no msgspec, tqdm;" in capsys.readouterr().err
+
+
+def test_the_tests_of_a_session_name_what_failed_and_what_was_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_bad.py").write_text(
+        "import os\ndef test_good(): pass\ndef test_bad(): assert False\ndef test_dies(): os._exit(3)"
+    )
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(gpu_tests, "_ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "FILES", ("test_bad",))
+    assert gpu_tests.main([str(tmp_path / "tests.json"), "500"]) == 0
+    found = json.loads((tmp_path / "tests.json").read_text())
+    assert found["failures"] == [
+        "test_bad ended with 3: tests/test_bad.py::test_bad, tests/test_bad.py::test_dies (running)"
+    ]
+    assert found["files"]["test_bad"]["passed"] == 1
+
+
+def test_tests_that_are_stopped_leave_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout, b"a.py::test_one PASSED [ 3%]\na.py::test_two[x y] ")
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    found = gpu_tests.run_file("a", 7)
+    assert (found["ended"], found["passed"], found["running"]) == ("stopped after 7 s", 1, ["a.py::test_two[x y]"])
+
+
 def test_each_part_fits_a_call_of_ten_minutes_and_its_tests_are_there() -> None:
     for sections in PARTS.values():
         assert sum(section.limit_s for section in sections) <= 540
-    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in gpu_session._TESTS)
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in gpu_tests.FILES)
     assert "analysis.gpu_session" in (ROOT / "Makefile").read_text()
 
 
@@ -76,6 +131,21 @@ def test_a_fall_back_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert document["setting"]["target"] == "tiny"
 
 
+def test_recorded_steps_serve_the_arms() -> None:
+    """An arm is an engine around the models of one that has recorded steps; without them it would be a slow one."""
+    pytest.importorskip("triton")
+    target = tiny.llama(1, layers=1)
+    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: [(0, 0), (1, 2)]):
+        engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_num_seqs=2)
+    with patch.object(arms, "StepTimes", MagicMock()):  # there is no time to measure
+        made = arms.make_arms(engine, ["off", "block:1x2"], [], Load([tuple(range(5, 20))], 8, 1.0))
+    for arm in made.values():
+        for _ in range(4):
+            arm.step(1)
+        assert arm.num_steps == 4
+        assert 0 < arm.num_recorded < 4, "the prompt is read as it is"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trace", "variants", "law"])
 def test_sections_run_dry(name: str, tmp_path: Path) -> None:
@@ -101,7 +171,7 @@ def test_a_record_is_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.Mo
 
     def measure(make: Any, load: Any, concurrency: int, *_: Any) -> dict[str, Any]:
         seen.append(json.loads(output.read_text()).get("cells", []) if output.exists() else [])
-        return {"concurrency": concurrency}
+        return {"concurrency": concurrency, "arms": {"off": {"share_of_recorded_steps": 0.1}}}
 
     monkeypatch.setattr(gpu_sections.arms, "measure", measure)
     output = tmp_path / "record.json"

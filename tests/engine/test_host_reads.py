@@ -69,6 +69,7 @@ def running(
     target = tiny.llama(1)
     engine = tiny.build(target, tiny.perturbed(target, 2, 0.05), max_over_acceptance=0.3)
     engine.eager.most_unmerged = most_unmerged
+    engine.recorded.serves = False  # on a device it has some
     engine.limits = msgspec.structs.replace(engine.limits, observed_share=0.0)
     for i in range(3):
         one = tiny.request(str(i), range(5 + i, 20 + i), speculation, 40, **{"temperature": 1.0, "seed": i, **sampling})
