@@ -127,12 +127,14 @@ def _kept_times(engine: Engine, file: Path | None, window: int) -> StepTimes | s
         return f"{file} cannot be read"
     middle = sorted(shortest_s)[len(shortest_s) // 2]
     factors = {rows: _plain_s_now(engine, rows) / shortest_s[rows] for rows in (1, middle)}
-    said = ", ".join(f"{factor:.2f} times as long for {rows} at once" for rows, factor in factors.items())
+    said = ", ".join(
+        f"{factor:.2f} times as long with {rows} request{'s'[: rows > 1]}" for rows, factor in factors.items()
+    )
     fewest, most = min(factors.values()), max(factors.values())
     if most > (1 + _SAME) * fewest:
-        return f"by number of requests plain steps have changed differently: {said}"
+        return f"stored measurements do not fit, plain steps changed unequally: {said}"
     if not 1 / _MOST_CHANGED <= fewest <= most <= _MOST_CHANGED:
-        return f"plain steps have changed too much: {said}"
+        return f"stored measurements do not fit, plain steps changed too much: {said}"
     times = StepTimes(points, window, rates=rates)
     times.scale(sum(factors.values()) / len(factors))
     return times
