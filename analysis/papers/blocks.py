@@ -15,17 +15,13 @@ import numpy as np
 from analysis.load import SpeculationSetup
 from analysis.pair import answers_of
 from analysis.papers import lengths
-from analysis.papers.cases import TASKS, Progress, ServedPair
+from analysis.papers.cases import Progress, ServedPair
+from analysis.papers.grid import ONE_CHAIN, SEVERAL, BlocksGrid
 from engine.request import Speculation
 from engine.step.calibration import made_up_plan, middle_steps
 from engine.step.law_check import check_law, make_prompt
 from loadtest.statistics import ratio_of_sums
 
-TEMPERATURES = (0.4, 1.0)
-LENGTHS = (4, 8, 12)
-CHAINS = (2, 3, 4, 6, 8)
-ONE_CHAIN = ("token", "block", "greedy_block")
-SEVERAL = ("kseq", "spectr_gbv", "bv_race", "traversal")
 NAMES = {
     "token": "SD (token)",
     "kseq": "SpecTr (K-SEQ)",
@@ -35,29 +31,18 @@ NAMES = {
     "bv_race": "score race",
     "traversal": "traversal",
 }
-_CONTEXT, _CHECKED = 128, 1200
+_CONTEXT = 128
 
 
-def shapes() -> list[SpeculationSetup]:
-    """Return every rule with i.i.d. chains."""
-    found = [SpeculationSetup(rule, "iid", 1, length) for length in LENGTHS for rule in ONE_CHAIN]
-    found += [
-        SpeculationSetup(rule, "iid", count, length) for length in LENGTHS for rule in SEVERAL for count in CHAINS
-    ]
-    return found
-
-
-def measure(
-    pair: ServedPair, progress: Progress, tasks: Sequence[str] = TASKS, wanted: Sequence[SpeculationSetup] | None = None
-) -> dict[str, Any]:
+def measure(pair: ServedPair, grid: BlocksGrid, progress: Progress) -> dict[str, Any]:
     """Return a cell per task, temperature and shape; the pooled ones; times; and a test of each rule's output
     distribution.
     """
-    wanted = list(wanted or shapes())
+    wanted = grid.shapes()
     cells = []
-    for task in tasks:
+    for task in grid.tasks:
         prompts = pair.prompts(task)
-        for temperature in TEMPERATURES:
+        for temperature in grid.temperatures:
             for shape in wanted:
                 answers = answers_of(pair.engine, prompts, shape.speculation, temperature, pair.tokens)
                 answers = [answer for answer in answers if answer.tokens]
@@ -78,8 +63,8 @@ def measure(
         "cells": cells,
         "pooled": pooled(cells, times),
         "times": times,
-        "closed_forms": lengths.compare(pair, pair.dialogues(lengths.TIMES), progress),
-        "laws": _laws(pair, progress),
+        "closed_forms": lengths.compare(pair, pair.dialogues(lengths.TIMES), grid.compared_length, progress),
+        "laws": _laws(pair, grid.checked, progress),
     }
 
 
@@ -124,13 +109,13 @@ def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) 
     return rows
 
 
-def _laws(pair: ServedPair, progress: Progress) -> list[dict[str, Any]]:
+def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[str, Any]]:
     """Compare each rule's output distribution with the target's, by a test with answers of two steps and more."""
     prompt = make_prompt(pair.engine, 1)
     checks = []
     for rule in (*ONE_CHAIN, *SEVERAL):
         shape = SpeculationSetup(rule, "iid", 1 if rule in ONE_CHAIN else 4, 3)
-        check = check_law(pair.engine, rule, shape.speculation, prompt, _CHECKED, 1.0)
+        check = check_law(pair.engine, rule, shape.speculation, prompt, num_answers, 1.0)
         checks.append({"rule": rule, "p_value": check.p_value, "answers": check.num_answers, "cells": check.num_cells})
         progress(f"law of {rule}")
     return checks

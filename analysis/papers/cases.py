@@ -16,9 +16,6 @@ from engine.speculation.theory import Law
 from engine.step.engine import Engine
 from engine.step.law_check import CheckedAnswer, run_to_end
 
-TASKS = ("dialogues", "gsm8k", "humaneval", "mgsm", "alpaca")
-"""Task sets of SpecTr-GBV, with held-out dialogues in place of LM1B."""
-
 Progress = Callable[[str], None]
 """Callback with the name of each completed piece of work."""
 Text = tuple[tuple[int, ...], list[int]]

@@ -19,7 +19,7 @@ from analysis.papers.cases import Progress, ServedPair, followed
 from engine.step.law_check import CheckedAnswer
 from loadtest.statistics import ratio_of_sums
 
-_LENGTH, _CHAINS, _SEEDS = 8, 4, 3
+_CHAINS, _SEEDS = 4, 3
 TIMES = 4
 """Repetitions of a task's prompts."""
 CASES: tuple[tuple[str, int, Verification, bool], ...] = (
@@ -32,21 +32,25 @@ CASES: tuple[tuple[str, int, Verification, bool], ...] = (
 """(rule, chains, its closed form, whether that only holds in an answer's first block)."""
 
 
-def compare(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
-    """Return accepted tokens and the sum of the closed form, over the same steps of every rule."""
+def compare(
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Return accepted tokens and the sum of the closed form, over the same steps of every rule with chains of a
+    length.
+    """
     rows = []
     for rule, chains, verification, is_first in CASES:
-        shape = SpeculationSetup(rule, "iid", chains, _LENGTH)
+        shape = SpeculationSetup(rule, "iid", chains, length)
         counted, predicted, num_steps = [], [], 0
         every = list(prompts) * (_SEEDS if is_first else 1)
-        num_tokens = _LENGTH + 2 if is_first else max(pair.tokens, 2 * _LENGTH)
+        num_tokens = length + 2 if is_first else max(pair.tokens, 2 * length)
         for prompt, answer in zip(every, followed(pair, every, shape.speculation, num_tokens), strict=True):
             lengths = _lengths(pair, prompt, answer, shape, verification, is_first)
             counted.append(sum(accepted for accepted, _ in lengths))
             predicted.append(sum(expected for _, expected in lengths))
             num_steps += len(lengths)
         found = ratio_of_sums(counted, predicted)
-        row = {"rule": rule, "chains": chains, "length": _LENGTH, "first": is_first, "steps": num_steps}
+        row = {"rule": rule, "chains": chains, "length": length, "first": is_first, "steps": num_steps}
         row |= {"accepted": sum(counted) / num_steps, "predicted": sum(predicted) / num_steps}
         rows.append(row | {"ratio": found.ratio, "low": found.low, "high": found.high})
         progress(f"closed form of {rule}")

@@ -18,11 +18,9 @@ import numpy as np
 from analysis.load import SpeculationSetup
 from analysis.pair import measure_position
 from analysis.papers.cases import Progress, ServedPair, made_up_laws, recorded_laws, texts_of
+from analysis.papers.grid import OptimalGrid
 from engine.speculation.theory import Law
 
-TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2, 1.4)
-DRAFTS = (2, 3, 4, 6, 8)
-VOCABULARIES = (32_000, 152_000)
 RULES = (
     ("nss", "iid"),
     ("rrs", "iid"),
@@ -43,19 +41,19 @@ _NOISE = 0.005
 Row = dict[str, Any]
 
 
-def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
+def measure(pair: ServedPair, grid: OptimalGrid, positions: int, progress: Progress) -> dict[str, Any]:
     """Return rows by temperature and number of drafts, for the pair's and for synthetic distributions; and the
     findings.
     """
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []
-    for temperature in TEMPERATURES:
+    for temperature in grid.temperatures:
         laws = recorded_laws(pair, texts, temperature, positions)
-        for count in DRAFTS:
+        for count in grid.drafts:
             rows.append({"temperature": temperature, **_row(laws, count)})
             progress(f"T = {temperature}, {count} drafts")
     large: list[Row] = []
-    for vocabulary in VOCABULARIES:
+    for vocabulary in grid.vocabularies:
         large.append({"vocabulary": vocabulary, **_row(made_up_laws(vocabulary, 3), 3)})
         progress(f"{vocabulary} tokens")
     return {"rows": rows, "vocabularies": large, "findings": findings(rows)}

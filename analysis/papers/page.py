@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.papers.blocks import CHAINS, LENGTHS, NAMES, ONE_CHAIN, SEVERAL, TEMPERATURES, by_task, falls
-from analysis.papers.cases import TASKS
+from analysis.papers.blocks import NAMES, by_task, falls
+from analysis.papers.grid import ONE_CHAIN, SEVERAL
 from loadtest.results import table
 
 _TITLES = {
@@ -147,14 +147,18 @@ def _efficiency(row: dict[str, Any]) -> str:
 
 def _blocks(result: dict[str, Any]) -> str:
     pooled = {(row["temperature"], row["rule"], row["chains"], row["length"]): row for row in result["pooled"]}
+    temperatures, counts, lengths = (
+        list(dict.fromkeys(row[name] for row in result["pooled"])) for name in ("temperature", "chains", "length")
+    )
+    tasks = list(dict.fromkeys(cell["task"] for cell in result["cells"]))
     parts = [_OF_BLOCKS]
-    for temperature in TEMPERATURES:
-        titles = ["rule", "chains", *(f"L = {length}" for length in LENGTHS)]
-        titles += [f"speedup, L = {length}" for length in LENGTHS] + ["verification, L = 8"]
+    for temperature in temperatures:
+        titles = ["rule", "chains", *(f"L = {length}" for length in lengths)]
+        titles += [f"speedup, L = {length}" for length in lengths] + ["verification, L = 8"]
         rows = []
         for rule in (*ONE_CHAIN, *SEVERAL):
-            for chains in (1,) if rule in ONE_CHAIN else CHAINS:
-                found = [pooled[temperature, rule, chains, length] for length in LENGTHS]
+            for chains in (1,) if rule in ONE_CHAIN else counts[1:]:
+                found = [pooled[temperature, rule, chains, length] for length in lengths]
                 speedups = [f"{row['speedup']:.2f}x" for row in found]
                 share = f"{100 * pooled[temperature, rule, chains, 8]['verify_share']:.0f} %"
                 rows.append([NAMES[rule], chains, *map(_efficiency, found), *speedups, share])
@@ -162,11 +166,11 @@ def _blocks(result: dict[str, Any]) -> str:
     names = [(rule, 1 if rule in ONE_CHAIN else 3) for rule in (*ONE_CHAIN, *SEVERAL)]
     rows = []
     for rule, chains in names:
-        each = by_task(result["cells"], rule, chains, 8, TEMPERATURES[0])
-        rows.append([NAMES[rule], chains, *(f"{each[task]:.2f}" for task in TASKS)])
+        each = by_task(result["cells"], rule, chains, 8, temperatures[0])
+        rows.append([NAMES[rule], chains, *(f"{each[task]:.2f}" for task in tasks)])
     parts.append(
-        f"By task, with the paper's L = 8, K = 3 and T = {TEMPERATURES[0]:g}:\n\n"
-        + table(["rule", "chains", *TASKS], rows)
+        f"By task, with the paper's L = 8, K = 3 and T = {temperatures[0]:g}:\n\n"
+        + table(["rule", "chains", *tasks], rows)
     )
     less = falls(result["pooled"])
     parts.append(

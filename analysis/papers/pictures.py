@@ -56,7 +56,7 @@ def _optimal(axes: Sequence[Any], result: dict[str, Any]) -> None:
 
 
 def _blocks(axes: Sequence[Any], result: dict[str, Any]) -> None:
-    for axis, temperature in zip(axes, (0.4, 1.0), strict=True):
+    for axis, temperature in zip(axes, dict.fromkeys(row["temperature"] for row in result["pooled"]), strict=False):
         rows = [row for row in result["pooled"] if row["temperature"] == temperature and row["length"] == 8]
         single = {row["rule"]: row["block_efficiency"] for row in rows if row["chains"] == 1}
         start = {"kseq": "token", "spectr_gbv": "greedy_block", "bv_race": "block", "traversal": "block"}

@@ -14,36 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from analysis.bounds import Verification, expected_block_length
+from analysis.bounds import expected_block_length
 from analysis.load import SpeculationSetup
 from analysis.pair import answers_of, laws_along, measure_position
 from analysis.papers.cases import Progress, ServedPair, Text, recorded_laws, texts_of
+from analysis.papers.grid import RacesGrid
 from loadtest.statistics import ratio_of_sums
 
-TEMPERATURES = (0.6, 1.0)
-SHAPES = (
-    "block:1x12", "bv_race:2x6", "bv_race:3x4", "bv_race:4x3", "weighted_race:3x4", "weighted_race:4x3", "kseq:3x4",
-    "rrs:3x4", "spectr_gbv:3x4", "traversal/iid:3x4", "traversal/without_replacement:3x4",
-    "rrs_without_replacement/without_replacement:3x4", "greedy/greedy:3x4", "spechub/spechub:2x6",
-)  # fmt: skip
-"""Shapes of twelve drafted tokens; equal tokens below the same parent are one node."""
-OF_BLOCKS: tuple[tuple[str, Verification], ...] = (
-    ("token:1x12", "token"),
-    ("block:1x12", "block"),
-    *((f"bv_race:{size}", "block") for size in ("2x6", "3x4", "4x3")),
-    ("greedy_block:1x12", "greedy"),
-    *((f"spectr_gbv:{size}", "greedy") for size in ("2x6", "3x4", "4x3")),
-)
-"""Shapes whose expected length has a closed form, with the form; for greedy rules it holds in an answer's first
-block.
-"""
 OF_TOKENS = ("nss:12x1", "rrs:12x1", "kseq:12x1", "bv_race:12x1", "weighted_race:12x1")
 LONGEST = 12
 """Tokens of the longest of these chains: all are evaluated at positions followed by that many tokens."""
 TIMES = 3
 """Repetitions of a task's prompts."""
-SECOND_PAIR = ("draft", "tiny", 4096, 0.65, 512)
-"""Sizes of target and draft, vocabulary, acceptance of a single draft, longest text."""
 
 
 def random_prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -52,11 +34,13 @@ def random_prompts(count: int, vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(random.integers(0, vocabulary, 8).tolist()) for _ in range(count)]
 
 
-def measure(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+def measure(
+    pair: ServedPair, grid: RacesGrid, prompts: Sequence[tuple[int, ...]], progress: Progress
+) -> list[dict[str, Any]]:
     """Return tokens per pass of every shape, with the interval over answers."""
     rows = []
-    for temperature in TEMPERATURES:
-        for text in SHAPES:
+    for temperature in grid.temperatures:
+        for text in grid.shapes:
             shape = SpeculationSetup.parse(text)
             answers = answers_of(pair.engine, list(prompts), shape.speculation, temperature, pair.tokens)
             answers = [answer for answer in answers if answer.tokens]
@@ -74,16 +58,16 @@ def measure(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Prog
 
 
 def recorded(
-    pair: ServedPair, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
+    pair: ServedPair, grid: RacesGrid, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """Return expected tokens per pass on the distributions along the target's texts; intervals over texts or
     positions.
     """
     rows = []
-    for temperature in TEMPERATURES:
+    for temperature in grid.temperatures:
         texts = texts_of(pair, prompts, temperature)
         chances = [_log_chances(pair, text, temperature) for text in texts]
-        for shape_text, verification in OF_BLOCKS:
+        for shape_text, verification in grid.of_blocks:
             shape = SpeculationSetup.parse(shape_text)
             lengths = []
             for of_text in chances:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from analysis.loading import add_pair_arguments, load_pair, names_of
 from analysis.papers import blocks, lengths, optimal, races, theoretical
-from analysis.papers.cases import TASKS, Progress, ServedPair
+from analysis.papers.cases import Progress, ServedPair
+from analysis.papers.grid import ONE_CHAIN, SEVERAL, Grids, RacesGrid
 from analysis.papers.page import write_page
 from analysis.papers.pictures import draw
 from demo import bench_pair
@@ -41,44 +42,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="discard and repeat existing measurements")
 
 
-def _optimal(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
-    return optimal.measure(pair, options.positions, progress)
+@dataclass(frozen=True)
+class PaperSection:
+    """One paper."""
+
+    pieces: Callable[[Grids], int]
+    """Pieces of its work: how often it reports progress."""
+    measure: Callable[[ServedPair, Grids, argparse.Namespace, Progress], Any]
 
 
-def _blocks(pair: ServedPair, _: argparse.Namespace, progress: Progress) -> Any:
-    return blocks.measure(pair, progress)
-
-
-def _theoretical(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
-    return theoretical.measure(pair, options.positions, progress)
-
-
-def _races(pair: ServedPair, options: argparse.Namespace, progress: Progress) -> Any:
-    rows = races.measure(pair, pair.dialogues(races.TIMES), progress)
-    recorded = races.recorded(pair, pair.dialogues(races.TIMES), options.positions, progress)
-    with _second_pair(options) as second:
+def _races(pair: ServedPair, grids: Grids, options: argparse.Namespace, progress: Progress) -> Any:
+    grid = grids.races
+    rows = races.measure(pair, grid, pair.dialogues(races.TIMES), progress)
+    recorded = races.recorded(pair, grid, pair.dialogues(races.TIMES), options.positions, progress)
+    with _second_pair(options, grid) as second:
         prompts = races.random_prompts(races.TIMES * options.prompts_per_task, second.engine.facts.vocab_size)
-        return {"runs": rows + races.measure(second, prompts, progress), "recorded": recorded}
+        return {"runs": rows + races.measure(second, grid, prompts, progress), "recorded": recorded}
 
 
-SECTIONS: dict[str, tuple[int, Callable[[ServedPair, argparse.Namespace, Progress], Any]]] = {
-    "optimal": (len(optimal.TEMPERATURES) * len(optimal.DRAFTS) + len(optimal.VOCABULARIES), _optimal),
-    "blocks": (
-        len(TASKS) * len(blocks.TEMPERATURES) * len(blocks.shapes())
-        + len(("times", *lengths.CASES, *blocks.ONE_CHAIN, *blocks.SEVERAL)),
-        _blocks,
+SECTIONS = {
+    "optimal": PaperSection(
+        lambda grids: len(grids.optimal.temperatures) * len(grids.optimal.drafts) + len(grids.optimal.vocabularies),
+        lambda pair, grids, options, progress: optimal.measure(pair, grids.optimal, options.positions, progress),
     ),
-    "theoretical": (
-        len(theoretical.LOOKAHEADS) + len(theoretical.BATCHES) + 2 * len(theoretical.EPSILONS),
-        _theoretical,
+    "blocks": PaperSection(
+        lambda grids: (
+            len(grids.blocks.tasks) * len(grids.blocks.temperatures) * len(grids.blocks.shapes())
+            + len(("times", *lengths.CASES, *ONE_CHAIN, *SEVERAL))
+        ),
+        lambda pair, grids, _, progress: blocks.measure(pair, grids.blocks, progress),
     ),
-    "races": (len(races.TEMPERATURES) * (2 * len(races.SHAPES) + 1), _races),
+    "theoretical": PaperSection(
+        lambda grids: (
+            len(grids.theoretical.lookaheads) + len(grids.theoretical.batches) + 2 * len(grids.theoretical.epsilons)
+        ),
+        lambda pair, grids, options, progress: theoretical.measure(
+            pair, grids.theoretical, options.positions, progress
+        ),
+    ),
+    "races": PaperSection(lambda grids: len(grids.races.temperatures) * (2 * len(grids.races.shapes) + 1), _races),
 }
-"""Pieces of work of each section, and its function."""
 
 
-def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write, and report the written files."""
+def analyze_papers(options: argparse.Namespace, grids: Grids | None = None) -> dict[str, Any]:
+    """Measure, write, and report the written files; grids: those of docs/results if None."""
+    grids = grids or Grids()
     # Nothing else runs meanwhile, so all cores are used, unless fewer are requested.
     options.threads = options.threads or usable_cores()
     target, draft = names_of(options)
@@ -93,9 +101,9 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
     known = {name: _saved(options, name, settings) for name in SECTIONS}
     missing = [name for name in names if known[name] is None]
     if missing:
-        pair = _pair(options)
+        pair = served_pair(options)
         measured_on = environment()  # before the files that git keeps are written again
-        with tqdm(total=sum(SECTIONS[name][0] for name in missing), unit="piece") as bar:
+        with tqdm(total=sum(SECTIONS[name].pieces(grids) for name in missing), unit="piece") as bar:
 
             def progress(done: str) -> None:
                 bar.set_description(done)
@@ -103,7 +111,7 @@ def analyze_papers(options: argparse.Namespace) -> dict[str, Any]:
 
             for name in missing:
                 began = time.monotonic()
-                result = SECTIONS[name][1](pair, options, progress)
+                result = SECTIONS[name].measure(pair, grids, options, progress)
                 took_s = round(time.monotonic() - began)
                 known[name] = {"settings": settings, "environment": measured_on, "took_s": took_s, "result": result}
                 write(known[name], _file(options, name))
@@ -129,19 +137,20 @@ def _saved(options: argparse.Namespace, name: str, settings: dict[str, Any]) -> 
     return content
 
 
-def _pair(options: argparse.Namespace) -> ServedPair:
+def served_pair(options: argparse.Namespace) -> ServedPair:
+    """Load the pair that the options name."""
     target, _ = names_of(options)
     engine = load_pair(options, _SEATS, _MOST_CHAINS, _MOST_LENGTH)
     return ServedPair(engine, target, Path(target).name, options.prompts_per_task, options.tokens)
 
 
 @contextmanager
-def _second_pair(options: argparse.Namespace) -> Iterator[ServedPair]:
+def _second_pair(options: argparse.Namespace, grid: RacesGrid) -> Iterator[ServedPair]:
     """Create a pair of another size with chosen distributions, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         random_state = torch.get_rng_state()
-        bench_pair.write(Path(folder), *races.SECOND_PAIR)
+        bench_pair.write(Path(folder), *grid.second_pair)
         torch.set_rng_state(random_state)
         of_bench = argparse.Namespace(**vars(options))
         of_bench.target, of_bench.draft = f"{folder}/target", f"{folder}/draft"
-        yield replace(_pair(of_bench), name="made-up laws")
+        yield replace(served_pair(of_bench), name="made-up laws")

@@ -18,15 +18,13 @@ import torch
 from analysis import bounds
 from analysis.pair import answers_of, laws_along
 from analysis.papers.cases import Progress, ServedPair, followed, recorded_laws, texts_of
+from analysis.papers.grid import TheoreticalGrid
 from engine.request import Speculation
 from engine.speculation.theory import Law
 from engine.step.law_check import CheckedAnswer
 from loadtest.statistics import interval, ratio_of_sums
 
-EPSILONS = (0.1, 0.2, 0.4, 0.8)
-BATCHES = (1, 2, 4, 5, 8, 16, 32, 64)
-LOOKAHEADS = (4, 8, 16)
-_STATES, _HORIZON, _RUNS = 7, 50, 20_000
+_STATES, _HORIZON = 7, 50
 _TIMES, _SEEDS = 4, 8
 """Repetitions of a task's prompts, and seeds of each: the comparison with a formula needs more answers than a table
 of ratios.
@@ -36,14 +34,14 @@ Laws = npt.NDArray[np.float64]
 """[T, S, S] distribution of the next state by position and state."""
 
 
-def measure(pair: ServedPair, positions: int, progress: Progress) -> dict[str, Any]:
+def measure(pair: ServedPair, grid: TheoreticalGrid, positions: int, progress: Progress) -> dict[str, Any]:
     """Return all tables of the paper."""
     prompts = pair.dialogues(_TIMES)
     return {
-        "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in LOOKAHEADS],
-        "batches": batches(progress),
-        "front": front(recorded_laws(pair, texts_of(pair, pair.dialogues(), 1.0), 1.0, positions)),
-        "answers": _answers(pair, prompts, progress),
+        "rejections": [_rejections(pair, prompts * _SEEDS, length, progress) for length in grid.lookaheads],
+        "batches": batches(grid, progress),
+        "front": front(recorded_laws(pair, texts_of(pair, pair.dialogues(), 1.0), 1.0, positions), grid.epsilons),
+        "answers": _answers(pair, prompts, grid.epsilons, progress),
     }
 
 
@@ -97,7 +95,7 @@ def markov_chain(seed: int) -> tuple[Laws, Laws]:
     return p, 0.5 * p + 0.5 * q
 
 
-def batches(progress: Progress) -> list[dict[str, Any]]:
+def batches(grid: TheoreticalGrid, progress: Progress) -> list[dict[str, Any]]:
     """Check Theorem 3 and its limit: rejections of a text by the number of drafts at the first position after each
     rejection.
     """
@@ -108,8 +106,8 @@ def batches(progress: Progress) -> list[dict[str, Any]]:
         return p[position, last], q[position, last]
 
     rows = []
-    for size in BATCHES:
-        simulated = simulate(p, q, size, _RUNS, seed=size)
+    for size in grid.batches:
+        simulated = simulate(p, q, size, grid.runs, seed=size)
         found = interval(lambda sample, axis: sample.mean(axis), simulated)
         predicted = bounds.expected_rejections(laws, _HORIZON, size, merged)
         rows.append(
@@ -159,10 +157,10 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
     return rejections
 
 
-def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
+def front(laws: Sequence[tuple[Law, Law]], epsilons: Sequence[float]) -> list[dict[str, float]]:
     """Return means over positions: rejection, and the distance from the target for OPT and UNO, by epsilon."""
     rows = []
-    for epsilon in (0.0, *EPSILONS):
+    for epsilon in (0.0, *epsilons):
         points = []
         for p, q in laws:
             accept = bounds.over_acceptance(p, q, epsilon)
@@ -177,7 +175,9 @@ def front(laws: Sequence[tuple[Law, Law]]) -> list[dict[str, float]]:
     return rows
 
 
-def _answers(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Progress) -> list[dict[str, Any]]:
+def _answers(
+    pair: ServedPair, prompts: Sequence[tuple[int, ...]], epsilons: Sequence[float], progress: Progress
+) -> list[dict[str, Any]]:
     """Return whole answers of the engine: tokens per pass, and their quality as judged by the target.
 
     The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier answer to the same
@@ -185,7 +185,7 @@ def _answers(pair: ServedPair, prompts: Sequence[tuple[int, ...]], progress: Pro
     """
     exact = answers_of(pair.engine, list(prompts), _lossy(0.0, "optimal"), 1.0, pair.tokens)
     rows = [{"epsilon": 0.0, "opt": _quality(pair, prompts, exact)[0]}]
-    for epsilon in EPSILONS:
+    for epsilon in epsilons:
         row: dict[str, Any] = {"epsilon": epsilon}
         judged = {}
         for name, residual in (("opt", "optimal"), ("uno", "target")):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from analysis import bounds
-from analysis.__main__ import main
 from analysis.papers import blocks, cases, lengths, optimal, races, run, theoretical
+from analysis.papers.grid import TASKS, BlocksGrid, Grids, OptimalGrid, RacesGrid, TheoreticalGrid
+from engine.errors import ConfigError
 from engine.request import Speculation
 from tests.engine import tiny
 from tests.server.tiny_models import TinyModels, write_pair
@@ -26,83 +27,57 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every section, with the fewest cells that its page can show."""
-    monkeypatch.setattr(optimal, "TEMPERATURES", (0.4, 1.0))
-    monkeypatch.setattr(optimal, "DRAFTS", (2, 3))
-    monkeypatch.setattr(optimal, "VOCABULARIES", (500,))
-    monkeypatch.setattr(theoretical, "LOOKAHEADS", (4,))
-    monkeypatch.setattr(theoretical, "BATCHES", (1, 2))
-    monkeypatch.setattr(theoretical, "_RUNS", 500)
-    monkeypatch.setattr(theoretical, "EPSILONS", (0.2,))
-    monkeypatch.setattr(races, "TEMPERATURES", (1.0,))
-    monkeypatch.setattr(races, "SHAPES", ("block:1x4", "bv_race:2x2"))
-    monkeypatch.setattr(races, "OF_BLOCKS", (("block:1x4", "block"), ("bv_race:2x2", "block"), ("block:1x12", "block")))
-    monkeypatch.setattr(races, "SECOND_PAIR", ("tiny", "tiny", 256, 0.65, 128))
-    monkeypatch.setattr(blocks, "_CHECKED", 60)
-    monkeypatch.setattr(blocks, "TEMPERATURES", (1.0,))
-    monkeypatch.setattr("analysis.papers.page.TEMPERATURES", (1.0,))
+SMALL = Grids(
+    OptimalGrid(temperatures=(0.4, 1.0), drafts=(2, 3), vocabularies=(500,)),
+    BlocksGrid(("alpaca",), temperatures=(1.0,), lengths=(8,), chains=(3,), checked=60),
+    TheoreticalGrid(epsilons=(0.2,), batches=(1, 2), lookaheads=(4,), runs=500),
+    RacesGrid(
+        temperatures=(1.0,),
+        shapes=("block:1x4", "bv_race:2x2"),
+        of_blocks=(("block:1x4", "block"), ("bv_race:2x2", "block"), ("block:1x12", "block")),
+        second_pair=("tiny", "tiny", 256, 0.65, 128),
+    ),
+)
+"""The fewest cells that a page can show."""
 
 
 @pytest.mark.slow
-def test_the_command_writes_all_and_goes_on_where_it_was(
-    small: None, models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del small
-    # The plots and tables of blocks have all lengths and chains; the run has them on two prompts of few tokens.
-    words = ["papers", "--target", str(models.target), "--draft", str(models.draft), "--output", str(tmp_path)]
-    words += ["--prompts-per-task", "2", "--tokens", "6", "--positions", "4"]
-    assert main([*words, "--only", "optimal", "--only", "theoretical"]) == 0
-    monkeypatch.setattr("analysis.papers.pictures._blocks", lambda axes, result: None)
-    with (
-        patch.object(optimal, "measure", side_effect=AssertionError("measured again")),
-        patch.object(blocks, "measure", wraps=lambda pair, progress: _few_blocks(pair, progress)),
-    ):
-        assert main(words) == 0
-    files = json.loads(capsys.readouterr().out.splitlines()[-1])["files"]
-    assert [Path(file).name for file in files] == [f"papers-{name}.json" for name in run.SECTIONS]
+def test_the_command_writes_all_and_goes_on_where_it_was(models: TinyModels, tmp_path: Path) -> None:
+    def files(*words: str) -> list[str]:
+        found: list[str] = run.analyze_papers(run_options(models, "--output", str(tmp_path), *words), SMALL)["files"]
+        return found
+
+    first = tmp_path / "papers-optimal.json"
+    assert files("--only", "optimal", "--only", "theoretical") == [
+        str(first),
+        str(tmp_path / "papers-theoretical.json"),
+    ]
+    written = first.stat().st_mtime_ns
+    assert files() == [str(tmp_path / f"papers-{name}.json") for name in run.SECTIONS]
+    assert first.stat().st_mtime_ns == written
     page = (tmp_path / "papers.md").read_text()
     for title in ("Towards Optimal", "SpecTr-GBV", "A Theoretical Perspective", "Beyond"):
         assert title in page
     for name in run.SECTIONS:
         assert (tmp_path / f"papers-{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*words, "--tokens", "7"]) == 2
-    assert "other settings" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="other settings"):
+        files("--tokens", "7")
 
 
-_measure_blocks = blocks.measure
+@pytest.mark.parametrize("name", ["optimal", "theoretical"])
+def test_progress_is_reported_once_for_each_piece(name: str, models: TinyModels) -> None:
+    options, reported = run_options(models), list[str]()
+    section = run.SECTIONS[name]
+    section.measure(run.served_pair(options), SMALL, options, reported.append)
+    assert len(reported) == section.pieces(SMALL)
 
 
-def _few_blocks(pair: cases.ServedPair, progress: Any) -> Any:
-    """One task, its cells under the names of all tasks."""
-    result = _measure_blocks(pair, progress, tasks=("alpaca",))
-    result["cells"] = [{**cell, "task": task} for cell in result["cells"] for task in cases.TASKS]
-    return result
-
-
-def test_the_pieces_of_every_section_are_counted(small: None, models: TinyModels) -> None:
-    """The bar ends where it says."""
-    del small
-    options = run_options(models)
-    pair = run._pair(options)
-    told: list[str] = []
-    for name, count in (
-        ("optimal", len(optimal.TEMPERATURES) * len(optimal.DRAFTS) + len(optimal.VOCABULARIES)),
-        ("theoretical", len(theoretical.LOOKAHEADS) + len(theoretical.BATCHES) + 2 * len(theoretical.EPSILONS)),
-    ):
-        told.clear()
-        run.SECTIONS[name][1](pair, options, told.append)
-        assert len(told) == count
-
-
-def run_options(models: TinyModels) -> Any:
-    import argparse
+def run_options(models: TinyModels, *words: str) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    words = ["--target", str(models.target), "--draft", str(models.draft), "--prompts-per-task", "2", "--tokens", "6"]
-    return parser.parse_args([*words, "--positions", "4"])
+    sizes = ["--prompts-per-task", "2", "--tokens", "6", "--positions", "4"]
+    return parser.parse_args(["--target", str(models.target), "--draft", str(models.draft), *sizes, *words])
 
 
 def test_findings_say_no_where_the_numbers_do() -> None:
@@ -165,14 +140,13 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
         assert rejects or runs == [4, 4, 4, 4]
 
 
-def test_closed_forms_are_those_of_the_steps_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_forms_are_those_of_the_steps_that_were_served() -> None:
     """With laws that differ: every rule's accepted tokens lie where its own closed form has them, not another's."""
     pair = cases.ServedPair(tiny.build(tiny.llama(1), tiny.llama(9)), "", "tiny", 1, 24)
     prompts = [tuple(range(5 + i, 9 + i)) for i in range(15)]
-    monkeypatch.setattr(lengths, "_LENGTH", 3)
 
     def compared() -> dict[str, dict[str, Any]]:
-        rows = lengths.compare(pair, prompts, lambda _: None)
+        rows = lengths.compare(pair, prompts, 3, lambda _: None)
         return {row["rule"]: row for row in rows}
 
     rows = compared()
@@ -191,7 +165,7 @@ def test_closed_forms_are_those_of_the_steps_that_were_served(monkeypatch: pytes
 def test_the_front_lies_on_the_line_for_opt_alone() -> None:
     random = np.random.default_rng(0)
     laws = [(random.dirichlet(np.ones(30)), random.dirichlet(np.ones(30))) for _ in range(6)]
-    rows = theoretical.front(laws)
+    rows = theoretical.front(laws, (0.1, 0.2, 0.4, 0.8))
     assert rows[0]["opt"] == pytest.approx(0, abs=1e-12)
     assert rows[0]["rejection"] == pytest.approx(np.mean([1 - np.minimum(p, q).sum() for p, q in laws]))
     for row in rows:
@@ -208,7 +182,7 @@ def test_fewer_tokens_with_more_chains_are_told() -> None:
 
 
 def test_recorded_laws_are_laws(models: TinyModels) -> None:
-    pair = run._pair(run_options(models))
+    pair = run.served_pair(run_options(models))
     texts = cases.texts_of(pair, pair.prompts("mgsm"), 1.0)
     laws, hotter = (cases.recorded_laws(pair, texts, temperature, 5) for temperature in (0.7, 1.4))
     assert len(laws) == len(hotter) == 5
@@ -224,19 +198,19 @@ def test_recorded_laws_are_laws(models: TinyModels) -> None:
 
 def test_recorded_lengths_of_equal_and_of_different_models() -> None:
     """A draft that is the target is always kept; of others the weighted race keeps most of a single token."""
-    prompts = [(5, 6, 7), (8, 9)]
+    prompts, grid = [(5, 6, 7), (8, 9)], RacesGrid()
     for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):
         pair = cases.ServedPair(tiny.build(tiny.llama(1), draft), "", "tiny", 1, 16)
-        rows = races.recorded(pair, prompts, 8, lambda _: None)
-        assert len(rows) == len(races.TEMPERATURES) * (len(races.OF_BLOCKS) + len(races.OF_TOKENS))
-        for temperature in races.TEMPERATURES:
+        rows = races.recorded(pair, grid, prompts, 8, lambda _: None)
+        assert len(rows) == len(grid.temperatures) * (len(grid.of_blocks) + len(races.OF_TOKENS))
+        for temperature in grid.temperatures:
             found = {
                 f"{row['rule']}:{row['size']}": row["tokens_per_pass"]
                 for row in rows
                 if row["temperature"] == temperature
             }
             if is_equal:
-                of_blocks = {text: 1 + int(text.rpartition("x")[2]) for text, _ in races.OF_BLOCKS}
+                of_blocks = {text: 1 + int(text.rpartition("x")[2]) for text, _ in grid.of_blocks}
                 # nss draws its token apart from the drafts.
                 kept = of_blocks | dict.fromkeys(races.OF_TOKENS, 2) | {"nss:12x1": found["nss:12x1"]}
                 assert found == pytest.approx(kept, abs=1e-3)
@@ -245,7 +219,7 @@ def test_recorded_lengths_of_equal_and_of_different_models() -> None:
                 assert found["weighted_race:12x1"] == max(found[text] for text in races.OF_TOKENS) < 2
 
 
-@pytest.mark.parametrize("task", cases.TASKS)
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_prompts(task: str, models: TinyModels) -> None:
     pair = cases.ServedPair(None, str(models.target), "", 32, 8)  # type: ignore[arg-type]
     prompts = pair.prompts(task)
