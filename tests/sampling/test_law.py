@@ -138,3 +138,20 @@ def test_draws_follow_the_weights() -> None:
     uniform = (torch.arange(8000, dtype=torch.float64) + 0.5) / 8000
     drawn = categorical(weights.expand(8000, 4), uniform)
     assert torch.bincount(drawn, minlength=4).tolist() == [1000, 0, 3000, 4000]
+
+
+def test_sums_of_float32_weights_are_computed_in_float64() -> None:
+    """A float32 sum would stay at 2^24, and the last tokens would never be drawn."""
+    weights = torch.tensor([[2.0**24, 1.0, 1.0, 1.0]]).expand(3, 4)
+    uniform = (2**24 + 0.5 + torch.arange(3, dtype=torch.float64)) / (2**24 + 3)
+    assert categorical(weights, uniform).tolist() == [1, 2, 3]
+
+
+def test_a_number_rounded_to_1_draws_the_last_token_that_has_weight() -> None:
+    assert categorical(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), torch.ones(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_draw_some_token(weight: float) -> None:
+    drawn = categorical(torch.tensor([[0.5, weight, 0.5]]), torch.tensor([0.5], dtype=torch.float64))
+    assert 0 <= int(drawn) < 3
