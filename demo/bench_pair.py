@@ -155,10 +155,16 @@ def make(
 
 
 def write(
-    folder: Path, size: str, draft_size: str, vocabulary: int, agreement: float, positions: int
+    folder: Path,
+    size: str,
+    draft_size: str,
+    vocabulary: int,
+    agreement: float,
+    positions: int,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Write target and draft with tokenizers into `folder`; return their description, as written to pair.json."""
-    target, draft, about = make(size, draft_size, vocabulary, agreement, positions)
+    target, draft, about = make(size, draft_size, vocabulary, agreement, positions, dtype=dtype)
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(folder / name)
         _write_tokenizer(folder / name, vocabulary)
@@ -187,9 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens (default 16384)")
     parser.add_argument("--acceptance", type=float, default=0.75, help="of a single draft at temperature 1")
     parser.add_argument("--positions", type=int, default=32768, help="longest text")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the weights")
     options = parser.parse_args(arguments)
     about = write(
-        options.folder, options.size, options.draft_size, options.vocabulary, options.acceptance, options.positions
+        options.folder,
+        options.size,
+        options.draft_size,
+        options.vocabulary,
+        options.acceptance,
+        options.positions,
+        getattr(torch, options.dtype),
     )
     print(json.dumps(about))
     return 0

@@ -2,12 +2,14 @@
 
 The arms differ only in the request's `speculation` object: they share the process, the weights, the prompts and the
 seeds. In a cell (task x temperature x context x concurrency) every repeat has separate prompts and runs the arms in
-turn, in alternating order (A B B A ...). Every ratio compares paired runs.
+turn, in alternating order (A B B A ...). Every ratio compares paired runs. Every arm may run on the daemon of another
+version of the project too (`before ARM`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import statistics
 import uuid
 from collections.abc import Sequence
@@ -46,6 +48,8 @@ class BenchOptions:
         return self.repeats * _prompts_per_run(max(self.concurrency))
 
 
+_BEFORE = "before "
+"""Prefix of an arm that runs on the daemon of another version."""
 # Rules that verify one chain or two.
 _MAX_DRAFTS = {"token": 1, "block": 1, "greedy_block": 1, "spechub": 2}
 
@@ -71,29 +75,38 @@ def _arm(name: str, num_drafts: int, draft_length: int) -> dict[str, Any]:
     return {"rule": arm.rule, "num_drafts": num_drafts, "draft_length": draft_length, **method}
 
 
-def run(url: str, options: BenchOptions) -> dict[str, Any]:
-    """Measure all cells on the daemon at `url` and return the result as a JSON document."""
-    model = httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"]
+def of_both_versions(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return every arm followed by the same arm of the version before."""
+    return {name: arm for own, arm in arms.items() for name in (own, _BEFORE + own)}
+
+
+def run(url: str, options: BenchOptions, before_url: str = "") -> dict[str, Any]:
+    """Measure all cells on the daemon at `url` and return the result as a JSON document.
+
+    before_url: daemon of the version that arms `before ARM` measure.
+    """
     cells = []
     kinds = [(task, 0) for task in options.tasks if 0 in options.contexts]
     kinds += [("random", context) for context in options.contexts if context]
     num_cells = len(kinds) * len(options.temperatures) * len(options.concurrency)
     with tqdm(total=num_cells * options.repeats * len(options.arms), desc="runs", unit="run") as progress:
-        exactness = asyncio.run(_greedy_equality(url, model, options))
+        first = _Bench(url, before_url, options, options.temperatures[0])
+        exactness = asyncio.run(first.greedy_equality())
         for task, context in kinds:
             prompts = random_prompts(context, options.num_prompts) if context else load(task)
             for temperature in options.temperatures:
-                bench = _Bench(url, model, options, temperature)
+                bench = _Bench(url, before_url, options, temperature)
                 acceptance = asyncio.run(bench.single_draft_acceptance(prompts))
                 for concurrency in options.concurrency:
                     described = {"task": task, "temperature": temperature, "context": context}
                     described["single_draft_acceptance"] = acceptance
                     cells.append(described | bench.cell(prompts, concurrency, progress))
-    ramp = _Bench(url, model, options, options.temperatures[0]).ramp(load(options.tasks[0])) if options.ramp else None
+    ramp = first.ramp(load(options.tasks[0])) if options.ramp else None
     return {
         "what": "speculation on against off, closed loop over HTTP",
         "options": asdict(options),
         "environment": environment(url),
+        **({"environment_before": environment(before_url)} if before_url else {}),
         "exactness": exactness,
         "cells": cells,
         **({"ramp": ramp} if ramp else {}),
@@ -102,10 +115,10 @@ def run(url: str, options: BenchOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Bench:
-    """Runs of arms against one daemon, at one temperature."""
+    """Runs of arms at one temperature."""
 
     url: str
-    model: str
+    before_url: str
     options: BenchOptions
     temperature: float
 
@@ -149,17 +162,36 @@ class _Bench:
     def run_arm(self, prompts: list[Prompt], concurrency: int, arm: str) -> RunResult:
         """Run one closed loop without cached prefixes of other runs."""
         body = {**self._body(self.options.arms[arm]), "cache_salt": uuid.uuid4().hex}
-        if arm == ADAPTIVE:
+        if arm.removeprefix(_BEFORE) == ADAPTIVE:
             body["seed"] = None  # a seed would fix the shape
-        return asyncio.run(closed_loop(self.url, self.model, prompts, concurrency, body))
+        return asyncio.run(closed_loop(*self._served(arm), prompts, concurrency, body))
 
     async def single_draft_acceptance(self, prompts: list[Prompt]) -> float:
         """Measure the share of single drafted tokens that token verification accepts: sum min(p, q)."""
         body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
-        result = await closed_loop(self.url, self.model, _take(prompts, 0, 16), 8, body)
+        result = await closed_loop(*self._served(OFF), _take(prompts, 0, 16), 8, body)
         counted = [sample.speculation for sample in result.samples if sample.speculation is not None]
         accepted = sum(part["num_accepted_draft_tokens"] for part in counted)
         return float(accepted / sum(part["num_draft_tokens"] for part in counted))
+
+    async def greedy_equality(self) -> dict[str, int]:
+        """Count greedy answers that are the same in every arm (in float32 all are)."""
+        options = self.options
+        prompts = load(options.tasks[0])[:6] if 0 in options.contexts else random_prompts(options.contexts[0], 6)
+        body = {"max_tokens": options.max_tokens, "temperature": 0}
+        equal = 0
+        for prompt in prompts:
+            texts = {
+                await whole_text(*self._served(arm), prompt, {**body, "speculation": speculation})
+                for arm, speculation in options.arms.items()
+            }
+            equal += len(texts) == 1
+        return {"greedy_answers": len(prompts), "equal_in_all_arms": equal}
+
+    def _served(self, arm: str) -> tuple[str, str]:
+        """Return the URL and the model's name of the daemon that an arm measures."""
+        url = self.before_url if arm.startswith(_BEFORE) else self.url
+        return url, _model_of(url)
 
     def _body(self, speculation: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -170,8 +202,15 @@ class _Bench:
         }
 
 
+@functools.cache
+def _model_of(url: str) -> str:
+    return str(httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"])
+
+
 def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
-    """Return every arm's rate relative to plain decoding in the same repeat, and adaptive's to the best fixed shape."""
+    """Return every arm's rate relative to plain decoding in the same repeat and to the version before, and adaptive's
+    to the best fixed shape.
+    """
     rates = {arm: [result.tokens_per_second for result in runs] for arm, runs in results.items()}
     compared: dict[str, Any] = {
         "arms": {
@@ -184,7 +223,10 @@ def compared(results: dict[str, list[RunResult]]) -> dict[str, Any]:
             for arm in results
         }
     }
-    fixed = [arm for arm in results if arm not in (ADAPTIVE, AGAIN)]
+    for arm, found in compared["arms"].items():
+        if (before := _BEFORE + arm) in rates:
+            found["ratio_to_before"] = median_of_ratios(rates[arm], rates[before])._asdict()
+    fixed = [arm for arm in results if arm not in (ADAPTIVE, AGAIN) and not arm.startswith(_BEFORE)]
     if ADAPTIVE in results and len(fixed) > 1:
         best = max(fixed, key=lambda arm: statistics.median(rates[arm]))
         compared["adaptive_to_best_fixed"] = {"arm": best, **median_of_ratios(rates[ADAPTIVE], rates[best])._asdict()}
@@ -219,21 +261,6 @@ def _speculation(runs: Sequence[RunResult]) -> dict[str, Any]:
         reported = [part["speedup"] for part in counted if part["speedup"] is not None]
         summary["reported_speedup"] = statistics.median(reported) if reported else None
     return summary
-
-
-async def _greedy_equality(url: str, model: str, options: BenchOptions) -> dict[str, int]:
-    """Count greedy answers that are the same in every arm (in float32 all are)."""
-    prompts = load(options.tasks[0])[:6] if 0 in options.contexts else random_prompts(options.contexts[0], 6)
-    equal = 0
-    for prompt in prompts:
-        texts = {
-            await whole_text(
-                url, model, prompt, {"max_tokens": options.max_tokens, "temperature": 0, "speculation": arm}
-            )
-            for arm in options.arms.values()
-        }
-        equal += len(texts) == 1
-    return {"greedy_answers": len(prompts), "equal_in_all_arms": equal}
 
 
 def environment(url: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,12 +106,20 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="arguments of `polydraft serve` in one string (default: the embedded pair)",
     )
+    result.add_argument(
+        "--before",
+        type=Path,
+        metavar="FOLDER",
+        help="checkout of another version of Polydraft: every arm also runs on a daemon of that version, in turns",
+    )
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench and return the exit code: 1 if the daemon failed, 2 if a package is missing."""
     options = parser().parse_args(arguments)
+    if options.url and options.before is not None:
+        parser().error("--before starts the daemons itself: leave out --url")
     for package in ("httpx", "matplotlib") if options.plot else ("httpx",):
         try:
             importlib.import_module(package)
@@ -123,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> int:
     import httpx
 
-    from loadtest.bench import BenchOptions, arms_of, run
-    from loadtest.daemon import running_daemon
+    from loadtest.bench import BenchOptions, arms_of, of_both_versions, run
+    from loadtest.daemon import in_folder, running_daemon
 
     usual = _SHORT if options.short else _FULL
     wanted = BenchOptions(
@@ -142,8 +152,16 @@ def _measure(options: argparse.Namespace) -> int:
             result = run(options.url.rstrip("/"), wanted)
         else:
             print(f"starting a daemon: polydraft serve {options.serve_args}".rstrip(), file=sys.stderr)
-            with running_daemon(shlex.split(options.serve_args)) as url:
-                result = run(url, wanted)
+            words = shlex.split(options.serve_args)
+            # Versions must not read each other's measurements of steps.
+            words += ["--profile-cache", "off"] if options.before else []
+            with ExitStack() as daemons:
+                url = daemons.enter_context(running_daemon(words))
+                before_url = ""
+                if options.before is not None:
+                    before_url = daemons.enter_context(running_daemon(words, in_folder(options.before)))
+                    wanted = replace(wanted, arms=of_both_versions(wanted.arms))
+                result = run(url, wanted, before_url)
     except (RuntimeError, httpx.HTTPError) as error:
         of_daemon = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
         print(f"polydraft bench: {error}{of_daemon}", file=sys.stderr)
@@ -156,7 +174,10 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
     write(result, output)
     if plot is not None:
         plots.plot(result, plot)
-    print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))
+    if "environment_before" in result:
+        print(report.versions_markdown(result))
+    else:
+        print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))
     exactness = result["exactness"]
     print(f"\n{exactness['equal_in_all_arms']} of {exactness['greedy_answers']} greedy answers equal in all arms\n")
     print(json.dumps(result))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 
@@ -46,6 +47,12 @@ def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iter
         finally:
             _stop(process)
             reader.join()
+
+
+def in_folder(folder: Path) -> list[str]:
+    """Return the prefix of a daemon of another version of the project, from its checkout."""
+    folder = folder.resolve()
+    return ["env", "--chdir", str(folder), f"PYTHONPATH={folder}"]
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -54,3 +54,19 @@ def rules_markdown(result: dict[str, Any]) -> str:
             row = [prompts_of(cell, result), cell["concurrency"], arm, num_drafts, tokens]
             rows.append([*row, f"{measured['nodes_per_pass']:.1f}", shown_ratio(measured["ratio_to_off"])])
     return table(head, rows)
+
+
+def versions_markdown(result: dict[str, Any]) -> str:
+    """Return one row per cell and arm: tokens per second and reported speedup before and now, and their ratio."""
+    head = ["prompts", "c", "arm", "before tok/s", "now tok/s", "now over before (95 % interval)", "speedup reported"]
+    rows = []
+    for cell in result["cells"]:
+        for arm, now in cell["arms"].items():
+            if "ratio_to_before" not in now:
+                continue
+            both = (cell["arms"][f"before {arm}"], now)
+            rates = [f"{one['tokens_per_second']:.0f}" for one in both]
+            reported = [f"{one['reported_speedup']:.2f}x" if one.get("reported_speedup") else "-" for one in both]
+            ratio = shown_ratio(now["ratio_to_before"])
+            rows.append([prompts_of(cell, result), cell["concurrency"], arm, *rates, ratio, ", ".join(reported)])
+    return table(head, rows)

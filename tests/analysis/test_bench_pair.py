@@ -53,6 +53,16 @@ def test_acceptance_is_a_dial(folder: Path) -> None:
     assert bench_pair.acceptance(*models) == pytest.approx(about["single_draft_acceptance"], abs=0.02)
 
 
+def test_acceptance_is_that_of_rounded_weights_too(tmp_path: Path) -> None:
+    """Served in float32 arithmetic, as the engine and llama.cpp read a checkpoint in bfloat16."""
+    about = bench_pair.write(tmp_path, "tiny", "tiny", 1024, 0.7, 64, torch.bfloat16)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert load(tmp_path / "target", dtype="auto").dtype == torch.bfloat16
+    models = [load(tmp_path / name, dtype=torch.float32) for name in ("target", "draft")]
+    assert about["single_draft_acceptance"] == pytest.approx(0.7, abs=0.05)
+    assert bench_pair.acceptance(*models) == pytest.approx(about["single_draft_acceptance"], abs=0.02)
+
+
 def test_successors_are_spread_over_the_vocabulary() -> None:
     tokens_VS, below_VS = bench_pair.successors(50, seed=3)
     assert all(sorted(column.tolist()) == list(range(50)) for column in tokens_VS.T)

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from loadtest import bench
 from loadtest.client import RunResult
+from loadtest.report import versions_markdown
 from loadtest.workload import Prompt, random_prompts
 
 
@@ -37,3 +38,30 @@ def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
     assert len(set(asked["off"])) == len(asked["off"]) == 3 * 8
     assert num_prompts or len({prompt for prompt, _ in asked["off"]}) == 3 * 8
     assert sorted(asked["off"]) == sorted(asked["block:1x2"])
+
+
+def test_the_version_before_is_compared_with_its_own_runs() -> None:
+    """The version before is half as fast in every pair of runs, on a machine whose speed drifts."""
+    arms = bench.of_both_versions(bench.arms_of(["adaptive", "block:1x2"], 1, 2))
+    assert list(arms) == [name for arm in ("off", "adaptive", "block:1x2") for name in (arm, f"before {arm}")]
+    results = {
+        arm: [RunResult(1.0 + arm.startswith("before "), tokens, ()) for tokens in (100, 200, 400)] for arm in arms
+    }
+    with patch.object(bench, "_speculation", lambda _: {}):
+        found = bench.compared(results)
+    for arm in ("off", "adaptive", "block:1x2"):
+        assert found["arms"][arm]["ratio_to_before"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+        assert "ratio_to_before" not in found["arms"][f"before {arm}"]
+    assert found["adaptive_to_best_fixed"]["arm"] in ("off", "block:1x2")
+    cell = {"task": "dialogues", "concurrency": 4, **found}
+    shown = versions_markdown({"options": {}, "cells": [cell]}).splitlines()
+    assert shown[3] == "| dialogues | 4 | adaptive | 100 | 200 | 2.00x (2.00-2.00) | -, - |"
+    assert len(shown) == 2 + 3
+
+
+def test_an_arm_of_the_version_before_runs_on_its_daemon() -> None:
+    options = bench.BenchOptions(["dialogues"], [1], 1, 8, [1.0], [0], bench.of_both_versions(bench.arms_of([], 1, 2)))
+    with patch.object(bench, "_model_of", lambda url: f"model of {url}"):
+        one = bench._Bench("now", "then", options, 1.0)
+        assert one._served("off") == ("now", "model of now")
+        assert one._served("before off") == ("then", "model of then")
