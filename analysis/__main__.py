@@ -19,6 +19,7 @@ from analysis import (
     heads,
     laws,
     pair,
+    quality,
     reports,
     selfcheck,
     times,
@@ -67,6 +68,12 @@ ANALYSES = {
         arms.add_arguments,
         arms.analyze_arms,
         turns.markdown,
+    ),
+    "quality": Analysis(
+        "How much worse do the models predict text with --weights int8? Compares perplexities, also on your text.",
+        quality.add_arguments,
+        quality.analyze_quality,
+        quality.markdown,
     ),
     "reports": Analysis(
         "Is the speedup that each answer reports true? Compares it with answers without drafts.",
