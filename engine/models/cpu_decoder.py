@@ -243,10 +243,12 @@ class CpuDecoder:
             self._table[place] = [array.ctypes.data, *array.shape, *[0] * (nt.COLUMNS - 1 - array.ndim)]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the model's own weights."""
+        """Drop the model's own weights; copy the others, which are part of the checkpoint's mapped file."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.data = module.weight.data.new_empty(0)
+        for weight in self._model.parameters():
+            weight.data = weight.data.clone()
         return self.weight_bytes
 
     def weight_used(self, weight: Tensor) -> Tensor:

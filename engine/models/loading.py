@@ -24,6 +24,7 @@ from engine.models.files import check_source
 from engine.models.heads.config import HeadConfig, check_target
 from engine.models.heads.head import Head
 from engine.models.heads.loading import head_config, load_head, mtp_config
+from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.unplaced import check_unplaced
@@ -137,8 +138,7 @@ def load(name: str, revision: str | None, dtype: str, device: torch.device, spli
 
     dtype: `ModelConfig.dtype`; split: only this rank's share of it (`parallel.py`).
     """
-    import transformers
-
+    transformers = import_transformers()
     register()
     config = _read_config(name, revision)
     check_config(name, config)
@@ -234,11 +234,9 @@ def _outlined(name: str, revision: str | None) -> Outline:
 
 
 def _read_config(name: str, revision: str | None) -> Any:
-    import transformers
-
     check_source(name, revision)
     try:
-        return transformers.AutoConfig.from_pretrained(name, revision=revision)
+        return import_transformers().AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
 

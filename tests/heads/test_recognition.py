@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from engine.drafting.eagle import EagleDrafter
 from engine.drafting.one_pass import BlockDrafter
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.models.heads.config import read_head
+from engine.models.heads.head import TargetWeights
 from engine.request import Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import measure_points
@@ -262,3 +264,15 @@ def test_memory_for_spare_blocks_is_planned(target: Path, tmp_path: Path) -> Non
     assert (plan["kv_cache"], plan["draft_kv_cache"]) == (target_bytes, head_bytes)
     assert head_bytes == 2 * block_bytes * (engine.facts.num_blocks + 40)
     assert given - block_bytes * 32 < target_bytes + head_bytes <= given
+
+
+def test_tied_weights_are_converted_once() -> None:
+    embedding, head = torch.nn.Embedding(7, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 7, dtype=torch.bfloat16)
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: head)
+    apart = TargetWeights.of(model, torch.float32)
+    assert torch.equal(apart.embedding_VD, embedding.weight.float())
+    assert torch.equal(apart.head_VD, head.weight.float())
+    head.weight = embedding.weight
+    tied = TargetWeights.of(model, torch.float32)
+    assert tied.head_VD is tied.embedding_VD
+    assert torch.equal(tied.head_VD, embedding.weight.float())

@@ -219,8 +219,12 @@ def test_the_model_may_lose_its_own_weights() -> None:
     plain_bytes = loaded.weight_bytes
     decoder = CpuDecoder(loaded.model)
     before = numbers(loaded, decoder)
+    mapped = [weight.data for weight in loaded.model.parameters()]
     assert decoder.prepare(lambda: True) < 1.7 * plain_bytes  # blocks are padded, which matters where all is small
     assert loaded.weight_bytes < 0.1 * plain_bytes
+    # One remaining view of a mapped file would keep the whole file in memory.
+    for own, before_it in zip(loaded.model.parameters(), mapped, strict=True):
+        assert not own.numel() or own.data_ptr() != before_it.data_ptr()
     shape = find_kv_shape(randomised(MODELS["llama"], seed=5))
     runs = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, decoder)
     prompts, sequences = passes()

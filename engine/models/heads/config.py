@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.attention.tensors import NORMED
 from engine.errors import ConfigError, first_line
+from engine.models.importing import import_transformers
 
 Raw = Mapping[str, Any]
 
@@ -277,11 +278,9 @@ def _layers(name: str, stored: Any, defaults: Raw) -> Any:
 
 def layers_config(name: str, kind: str, stored: Raw) -> Any:
     """Return the transformers config of decoder layers of a type; raise ConfigError."""
-    import transformers
-
     fields = {field: value for field, value in stored.items() if field != "model_type"}
     try:
-        layers = transformers.AutoConfig.for_model(kind, **fields)
+        layers = import_transformers().AutoConfig.for_model(kind, **fields)
     except Exception as error:  # transformers raises exceptions of many types
         raise ConfigError(f"{name}: no readable config of its layers: {first_line(error)}") from error
     rope = layers.rope_parameters.get("rope_type")

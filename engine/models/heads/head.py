@@ -26,10 +26,12 @@ class TargetWeights:
 
     @staticmethod
     def of(model: Any, dtype: torch.dtype) -> TargetWeights:
-        """Return those of a transformers model, before anything packs them, in a head's type."""
-        return TargetWeights(
-            *(one().weight.detach().to(dtype) for one in (model.get_input_embeddings, model.get_output_embeddings))
-        )
+        """Return those of a transformers model, before anything packs them, in a head's type; tied ones are converted
+        once.
+        """
+        embedding_VD, head_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        converted_VD = embedding_VD.detach().to(dtype)
+        return TargetWeights(converted_VD, converted_VD if head_VD is embedding_VD else head_VD.detach().to(dtype))
 
 
 class Head(nn.Module):

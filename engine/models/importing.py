@@ -1,0 +1,40 @@
+"""Imports transformers without packages that no served model uses, which take memory and time at every start.
+
+Transformers imports what it finds: SciPy for losses of object detection, and torch's compiler, which imports Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def import_transformers() -> Any:
+    """Return transformers, with what its models import; call it before other imports from it.
+
+    Triton is used on CUDA devices only.
+    """
+    unused = ["scipy"] if torch.cuda.is_available() else ["scipy", "triton"]
+    with _absent(unused):
+        import transformers.modeling_utils
+    return transformers
+
+
+@contextmanager
+def _absent(names: list[str]) -> Iterator[None]:
+    """Let packages appear as not installed."""
+    hidden = {name: module for name, module in sys.modules.items() if name in names}
+    # Python's own mark of a module that cannot be imported.
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(hidden)
