@@ -28,21 +28,14 @@ from engine.request import DrafterCount
 from engine.sampling.node_laws import NodePaths, node_laws
 from engine.sampling.noise import Purpose, uniform
 from engine.speculation.topology import Tree
-from engine.speculation.verification import RULES, OverAcceptance, Verify
 from engine.speculation.verification.copies import Walk, below, refuse, walk
-from engine.speculation.verification.longest_match import verify_certain
+from engine.step.parts import verified_together
 from engine.step.report import HostVerdict, broken_rows, largest_numbers, read_verdicts
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-_VERIFY_BYTES = 64 << 20
-"""Working memory of a verification."""
-_CHAIN_BYTES = 32
-"""Bytes of it that a rule needs for each chain and token of the vocabulary, about."""
-# Rules that on CUDA store a sum for each tile of the vocabulary, instead of arrays [chains, vocabulary].
-_BY_TILES = frozenset(rule.verify for rule in RULES.values() if rule.by_tiles)
 _BY_LOGITS = ("block", "bv_race")
 """Rules that `Kernels.decide` follows."""
 
@@ -155,7 +148,7 @@ class _Part:
 def _verdicts(rows: Sequence[Row], draft: Draft, task: _Task) -> Iterator[_Part]:
     """Apply every rule to the rows that ask for it."""
     law_NV, request_C = task.target.law_NV, draft.layout.request_C[task.copied.origin_C]
-    parts = list(_parts(rows, task.copied.goes_on_R, law_NV.shape[1], task.target.kernels.by_tiles))
+    parts = list(verified_together(rows, task.copied.goes_on_R, law_NV.shape[1], task.target.kernels.by_tiles))
     for verify, numbers in parts:
         if len(parts) == 1:
             yield _Part(numbers, np.arange(len(request_C)), verify(task.chains, task.target, task.noise))
@@ -248,48 +241,6 @@ def _walks(rows: Sequence[Row], draft: Draft, law_NV: Tensor, starts: Sequence[i
         uniform_L = uniform(row.sampling.seed, row.end, Purpose.COPY, 0, np.arange(row.longest_chain))
         walks[number] = walk(draft.trees[number], row.first_copy, probability, uniform_L.tolist())
     return walks
-
-
-def _parts(
-    rows: Sequence[Row], goes_on_R: Bools, vocab_size: int, by_tiles: bool
-) -> Iterator[tuple[Verify, list[int]]]:
-    """Yield (rule, row numbers) of rows that are verified together: they share a rule, and fit into its memory."""
-    by_rule: dict[Verify, list[int]] = {}
-    going_on = [row for row, goes_on in zip(rows, goes_on_R, strict=True) if goes_on and not row.sampling.is_certain]
-    races = any(row.num_drafts > 1 and row.speculation.rule == "bv_race" for row in going_on)
-    of_one_chain = RULES["bv_race" if races else "block"].verify
-    for number, row in enumerate(rows):
-        by_rule.setdefault(_rule_of(row, bool(goes_on_R[number]), of_one_chain), []).append(number)
-    for verify, numbers in by_rule.items():
-        part: list[int] = []
-        size = 0
-        token_bytes = 1 if by_tiles and verify in _BY_TILES else _CHAIN_BYTES
-        for number in numbers:
-            chains_bytes = max(1, rows[number].num_drafts) * vocab_size * token_bytes
-            if part and size + chains_bytes > _VERIFY_BYTES:
-                yield verify, part
-                part, size = [], 0
-            part.append(number)
-            size += chains_bytes
-        yield verify, part
-
-
-def _rule_of(row: Row, goes_on: bool, of_one_chain: Verify) -> Verify:
-    """Return the rule that verifies the row's sampled chains.
-
-    A race of one chain is block verification, with the same tokens. If no chain is left, any rule is right. Such rows
-    take part in the step's race, if there is one, which saves a verification.
-    """
-    speculation = row.speculation
-    if not goes_on:
-        return of_one_chain
-    if speculation.over_acceptance > 0:
-        return OverAcceptance(speculation.over_acceptance, speculation.over_acceptance_residual)
-    if row.sampling.is_certain:
-        return verify_certain
-    if row.num_drafts == 1 and speculation.rule in ("block", "bv_race"):
-        return of_one_chain
-    return RULES[speculation.rule].verify
 
 
 def _emissions(

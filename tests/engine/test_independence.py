@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from unittest.mock import patch
 
 import msgspec
@@ -14,6 +15,7 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
 from engine.scheduling.rows import _text_of
 from engine.scheduling.sequence import Sequence
+from engine.step.parts import verified_together
 from tests.engine import tiny
 
 RACE = Speculation(rule="bv_race", num_drafts=4, draft_length=5)
@@ -83,7 +85,7 @@ def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyp
 def test_verifying_in_small_parts_changes_nothing(pair) -> None:  # type: ignore[no-untyped-def]
     requests = crowd(16)
     whole = tiny.run(tiny.build(*pair), requests)
-    with patch.object(verifying, "_VERIFY_BYTES", 1):
+    with patch.object(verifying, "verified_together", partial(verified_together, most_bytes=1)):
         assert tiny.run(tiny.build(*pair), requests).tokens == whole.tokens
 
 

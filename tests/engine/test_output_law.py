@@ -292,7 +292,7 @@ def test_a_wrong_rule_is_rejected(
 ) -> None:
     rules = {**RULES, name: Rule(name, wrong, RULES[name].acceptance)}  # type: ignore[arg-type]
     with (
-        patch("engine.step.verify.RULES", rules),
+        patch("engine.step.parts.RULES", rules),
         patch("engine.step.verify._are_plain", lambda *_: False),  # whose rules are compiled
         patch("engine.drafting.draft.RULES", rules),
     ):

@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def wrong_race() -> Iterator[None]:
     """The score race, chosen by length: it looks at the tokens it chooses between."""
     rules = {**RULES, "bv_race": WRONG}
-    with patch("engine.step.verify.RULES", rules), patch("engine.step.verify._are_plain", lambda *_: False):
+    with patch("engine.step.parts.RULES", rules), patch("engine.step.verify._are_plain", lambda *_: False):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import engine.step.verify as verifying
 from engine.kernels.choosing import choose
 from engine.plan import Row
 from engine.request import Request, Sampling, Speculation
-from engine.speculation.verification import RULES
+from engine.speculation.verification import RULES, OverAcceptance
+from engine.step.parts import verified_together
 from tests.engine import tiny
 
 PLAIN, BLOCK = tiny.OFF, Speculation(rule="block", num_drafts=1, draft_length=3)
@@ -31,15 +31,14 @@ def requests(*speculations: Speculation, temperature: float = 1.0) -> list[Reque
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Verifications by step."""
-    parts: Callable[..., Any] = verifying._parts
     counts: list[int] = []
 
     def counting(*arguments: Any) -> list[Any]:
-        found = list(parts(*arguments))
+        found = list(verified_together(*arguments))
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(verifying, "_parts", counting)
+    monkeypatch.setattr(verifying, "verified_together", counting)
     # One kernel would decide about all rows of some steps.
     monkeypatch.setattr(type(choose(tiny.DEVICE)), "takes_logits", lambda *_: False)
     return counts
@@ -93,8 +92,8 @@ def row(speculation: Speculation) -> Row:
     )
 
 
-def parts_of(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False) -> list[tuple[Any, list[int]]]:
-    return list(verifying._parts(rows, np.array([bool(one.fanout) for one in rows]), vocab_size, by_tiles))
+def parts(rows: list[Row], vocab_size: int = 10, by_tiles: bool = False, **memory: int) -> list[tuple[Any, list[int]]]:
+    return list(verified_together(rows, np.array([bool(one.fanout) for one in rows]), vocab_size, by_tiles, **memory))
 
 
 def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
@@ -102,21 +101,19 @@ def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
     block, race, traversal = (RULES[name].verify for name in ("block", "bv_race", "traversal"))
     four = Speculation(rule="traversal", num_drafts=4, draft_length=2)
     two = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
-    assert parts_of([row(one) for one in (PLAIN, BLOCK, ONE)]) == [(block, [0, 1, 2])]
-    assert parts_of([row(one) for one in (PLAIN, two, BLOCK, ONE)]) == [(race, [0, 1, 2, 3])]
-    assert parts_of([row(one) for one in (four, PLAIN, ONE)]) == [(traversal, [0]), (block, [1, 2])]
+    assert parts([row(one) for one in (PLAIN, BLOCK, ONE)]) == [(block, [0, 1, 2])]
+    assert parts([row(one) for one in (PLAIN, two, BLOCK, ONE)]) == [(race, [0, 1, 2, 3])]
+    assert parts([row(one) for one in (four, PLAIN, ONE)]) == [(traversal, [0]), (block, [1, 2])]
     lossy = Speculation(rule="block", num_drafts=1, draft_length=2, over_acceptance=0.3)
-    ((verify, numbers),) = parts_of([row(lossy)])
-    assert (verify, numbers) == (verifying.OverAcceptance(0.3, lossy.over_acceptance_residual), [0])
+    ((verify, numbers),) = parts([row(lossy)])
+    assert (verify, numbers) == (OverAcceptance(0.3, lossy.over_acceptance_residual), [0])
 
 
-def test_parts_stay_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_stay_within_their_memory() -> None:
     """1,000 bytes, of which a chain needs 100 (10 where kernels keep sums of tiles only); one row is always taken."""
-    monkeypatch.setattr(verifying, "_VERIFY_BYTES", 1000)
-    monkeypatch.setattr(verifying, "_CHAIN_BYTES", 10)
 
     def sizes(rows: list[Row], by_tiles: bool = False) -> list[int]:
-        found = parts_of(rows, by_tiles=by_tiles)
+        found = parts(rows, by_tiles=by_tiles, most_bytes=1000, chain_bytes=10)
         assert sorted(number for _, numbers in found for number in numbers) == list(range(len(rows)))
         return [len(numbers) for _, numbers in found]
 

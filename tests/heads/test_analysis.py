@@ -51,5 +51,5 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     prompt = make_prompt(engine, seed=1)
     assert check_power(engine, prompt, 2000, 1.0).rejected
     wrong = {**RULES, "bv_race": Rule("bv_race", output_law.always_longest, RULES["bv_race"].acceptance)}
-    with patch("engine.step.verify.RULES", wrong), patch("engine.step.verify._are_plain", lambda *_: False):
+    with patch("engine.step.parts.RULES", wrong), patch("engine.step.verify._are_plain", lambda *_: False):
         assert check_law(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
