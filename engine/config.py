@@ -133,6 +133,8 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time to read the grammar and compute its first mask."""
     mask_timeout_s: float = 0.05
     """CPU time to compute the masks of a step. Other requests wait for it."""
+    patience_s: float = 30.0
+    """Wait for a process that gets no CPU time: it is not at fault, but the wait must end."""
     memory_bytes: int = 1 << 30
     """Memory in addition to the vocabulary, which all processes share."""
 

@@ -42,8 +42,6 @@ from engine.request import GRAMMAR
 Bools = npt.NDArray[np.bool_]
 
 _LONGEST_MESSAGE = 1 << 20
-# A process that gets no CPU time is not at fault, but the wait must end.
-_PATIENCE_S = 30.0
 _LEAST_WAIT_S = 0.001
 
 
@@ -183,11 +181,11 @@ class GrammarState:
         """Fail if the process has computed longer than this since the last question."""
         waited_s = time.monotonic() - self._asked_s
         if not self._process_id:
-            if waited_s >= _PATIENCE_S:
+            if waited_s >= self._limits.patience_s:
                 self._fail("the process that follows grammars does not answer; try again", GRAMMAR_UNAVAILABLE)
         elif self._computed_s() >= limit_s:
             self._fail_for_time(limit_s)
-        elif waited_s >= limit_s + _PATIENCE_S:
+        elif waited_s >= limit_s + self._limits.patience_s:
             self._fail("the machine is too busy to follow it; try again", GRAMMAR_UNAVAILABLE)
 
     def _fail_for_time(self, limit_s: float) -> None:

@@ -12,20 +12,20 @@ from engine.config import ModelConfig
 
 # Larger than what a step allocates, so that loaded weights and the K/V pool are mapped as before.
 _KEPT_BYTES = 256 << 20
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def usable_cores() -> int:
+def usable_cores(cpu_quota: Path = _CPU_QUOTA) -> int:
     """Return the number of cores that this process may use: limited by the machine, its affinity (`taskset`), and
-    its container's quota.
+    its container's quota (a file of its control group).
     """
-    return int(min(len(os.sched_getaffinity(0)), max(1.0, _quota())))
+    return int(min(len(os.sched_getaffinity(0)), max(1.0, _quota(cpu_quota))))
 
 
-def _quota() -> float:
+def _quota(file: Path) -> float:
     """Return the CPU quota of the control group, in cores; infinity if there is no limit."""
     try:
-        quota, period = _QUOTA.read_text().split()
+        quota, period = file.read_text().split()
         return float(quota) / float(period)
     except (OSError, ValueError):  # another system, an older version of control groups, or "max"
         return math.inf

@@ -8,7 +8,7 @@ its own eager attention. A difference means that the model would be served wrong
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -50,7 +50,7 @@ class BackendChoice(NamedTuple):
     """Whether the Triton kernel attends."""
 
 
-class _BackendOption(NamedTuple):
+class BackendOption(NamedTuple):
     """A backend, and the models it supports."""
 
     name: str
@@ -70,9 +70,9 @@ def _cpu_decoder(model: Any, config: ModelConfig) -> Backend:
 
 
 BACKENDS = (
-    _BackendOption("CPU decoder", _is_cpu_decoder, _cpu_decoder),
-    _BackendOption("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
-    _BackendOption("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
+    BackendOption("CPU decoder", _is_cpu_decoder, _cpu_decoder),
+    BackendOption("lean decoder", is_lean, lambda model, _: LeanDecoder(model)),
+    BackendOption("transformers", lambda _: True, lambda model, _: TransformersBackend(model)),
 )
 """Fastest first; the last one supports any model."""
 
@@ -100,15 +100,20 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
 
 
 def probe_ways(
-    loaded: LoadedModel, shape: KVShape, block_size: int = _BLOCK_SIZE, config: ModelConfig | None = None
+    loaded: LoadedModel,
+    shape: KVShape,
+    block_size: int = _BLOCK_SIZE,
+    config: ModelConfig | None = None,
+    backends: Sequence[BackendOption] = BACKENDS,
 ) -> BackendChoice:
     """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is none.
 
-    block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats.
+    block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats;
+    backends: those that are tried, fastest first.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
-    kinds = [kind for kind in BACKENDS if kind.takes(loaded.model)]
+    kinds = [kind for kind in backends if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
     ways = [(kind, paged) for paged in attends for kind in kinds]
     for kind, paged in ways:

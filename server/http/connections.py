@@ -23,7 +23,6 @@ _BYTES_OF_A_HEADER = 32
 """Overhead that is counted for each header, as in HTTP/2."""
 _CHUNK_ALLOWANCE = 8
 """Bytes of chunk framing allowed for each byte of a body."""
-_MOST_DISCARDED_BYTES = 256 << 20
 _LINGER_S = 2.0
 _LOG_INTERVAL_S = 60.0
 
@@ -49,8 +48,10 @@ class Seldom(logging.Filter):
 class Waiting:
     """Connections without a complete request, oldest first, and the maximum number of open connections."""
 
-    def __init__(self, most: int, receive_timeout_s: float) -> None:
+    def __init__(self, most: int, receive_timeout_s: float, most_discarded_bytes: int = 256 << 20) -> None:
+        """most_discarded_bytes: what a connection that closes may still send."""
         self.most = most
+        self.most_discarded_bytes = most_discarded_bytes
         self.receive_timeout_s = receive_timeout_s
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
@@ -223,7 +224,7 @@ class Connection(HttpToolsProtocol):
 
     def _discard(self, size: int) -> None:
         self._discarded_bytes += size
-        if self._discarded_bytes > _MOST_DISCARDED_BYTES:
+        if self._discarded_bytes > self._waiting.most_discarded_bytes:
             self.drop()
 
     def _arm(self, seconds: float) -> None:

@@ -33,14 +33,15 @@ _ATTRIBUTES = {
 }
 
 
-_MOST_CLOSING_S = 2.0
-
-
 class Tracing:
     """Sends spans in the background; a collector that does not answer delays no request."""
 
-    def __init__(self, endpoint: str, model: str) -> None:
-        """endpoint: the collector's address for traces, such as http://localhost:4318/v1/traces."""
+    def __init__(self, endpoint: str, model: str, most_closing_s: float = 2.0) -> None:
+        """endpoint: the collector's address for traces, such as http://localhost:4318/v1/traces.
+
+        most_closing_s: time to send the remaining spans when it closes.
+        """
+        self._most_closing_s = most_closing_s
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -84,8 +85,8 @@ class Tracing:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most two seconds."""
+        """Send the remaining spans, for a limited time."""
         # The provider's time limits do not stop an export that is being retried.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        closing.join(_MOST_CLOSING_S)
+        closing.join(self._most_closing_s)

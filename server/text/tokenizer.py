@@ -23,7 +23,6 @@ from server.text.time_limit import TookTooLong, run_limited
 
 Result = TypeVar("Result")
 
-_CHAT_LIMIT_S = 10.0
 _MOST_WAITING = 1 << 24
 """Maximum number of characters that may wait for a lane's threads."""
 _REPLACEMENT = "\ufffd"
@@ -45,8 +44,13 @@ class GenerationDefaults:
 class Tokenizer:
     """Tokenizer and chat template of a model."""
 
-    def __init__(self, name: str, chat_template: str | None = None, revision: str | None = None) -> None:
-        """Load from a folder, or a revision of a hub name; raises ConfigError if there is none."""
+    def __init__(
+        self, name: str, chat_template: str | None = None, revision: str | None = None, chat_limit_s: float = 10.0
+    ) -> None:
+        """Load from a folder, or a revision of a hub name; raises ConfigError if there is none.
+
+        chat_limit_s: time to render a chat.
+        """
         from transformers import PreTrainedTokenizerFast
 
         check_source(name, revision, is_model=False)
@@ -65,6 +69,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().items()
         self._special = frozenset(self._fast.all_special_ids) | {number for number, token in added if token.special}
         self._lanes = Lanes(_MOST_WAITING)
+        self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
         """Cache of the texts and bytes of tokens."""
 
@@ -108,9 +113,10 @@ class Tokenizer:
         try:
             with self._lanes.of(size).room(size) as executor:
                 render = partial(self.render_chat, messages, *args, **options)
-                text = await run_limited(executor, _CHAT_LIMIT_S, render)
+                text = await run_limited(executor, self._chat_limit_s, render)
         except TookTooLong as error:
-            message = f"the chat template took longer than {_CHAT_LIMIT_S:g} s for these messages; send fewer of them"
+            limit = f"{self._chat_limit_s:g} s"
+            message = f"the chat template took longer than {limit} for these messages; send fewer of them"
             raise RequestError(message, "messages") from error
         return await self.run_encode(text, False, most)
 

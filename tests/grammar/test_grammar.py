@@ -20,7 +20,6 @@ from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
 from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
-from engine.grammar import grammar as grammar_module
 from engine.grammar.grammar import Grammars, GrammarState
 from engine.grammar.grammar_process import Begun, Masks, Vocabulary, _first_line, follow, read_vocabulary
 from engine.plan import LogitContext
@@ -156,7 +155,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: Grammars, gramma
 
 
 def test_what_the_server_cannot_follow_is_its_own_fault(
-    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grammars: Grammars, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
     """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
     failures = []
@@ -166,12 +165,12 @@ def test_what_the_server_cannot_follow_is_its_own_fault(
     while lost.failure is None:  # it may answer before it notices
         lost.masks((), [()])()
     failures.append(lost.failure)
-    monkeypatch.setattr(grammar_module, "_PATIENCE_S", 0.0)
-    slow = grammars.start(OBJECT)
+    hasty = msgspec.structs.replace(LIMITS, patience_s=0.0)
+    waits = Grammars(vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids, limits=hasty)
     with pytest.raises(RequestError) as refused:
-        slow.is_ready()
+        waits.start(OBJECT).is_ready()
+    waits.close()
     failures.append(refused.value)
-    monkeypatch.undo()
     empty = Grammars(str(tmp_path), 16, [2], limits=LIMITS)
     with pytest.raises(RequestError, match=r"tokenizer\.json") as refused:
         started(empty, OBJECT)

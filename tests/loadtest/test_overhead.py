@@ -16,7 +16,6 @@ def test_a_daemon_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POLYDRAFT_PROFILE_CACHE", "off")
-    monkeypatch.setattr(overhead, "_FIRST_TOKENS", 12)
     pair = write_pair(tmp_path)
     file = tmp_path / "not" / "there" / "overhead.json"
     words = ["--model", str(pair.target), "--draft-model", str(pair.draft), "--concurrency", "1,3", "--rounds", "2"]

@@ -24,10 +24,9 @@ def test_cores_are_those_that_the_process_may_use(
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(f"{quota}\n")
-    monkeypatch.setattr(host, "_QUOTA", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert host.usable_cores() == cores
+    assert host.usable_cores(file) == cores
 
 
 @pytest.mark.parametrize(

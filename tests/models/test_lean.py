@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from engine.models import lean, probe
-from engine.models.backend import TransformersBackend
+from engine.config import ModelConfig
+from engine.models.backend import Backend, TransformersBackend
 from engine.models.kinds import is_lean
 from engine.models.lean import LeanDecoder
-from engine.models.probe import find_kv_shape, probe_ways
+from engine.models.probe import BACKENDS, BackendOption, find_kv_shape, probe, probe_ways
 from tests.engine import tiny
 from tests.models.test_architectures import COMMON
 
@@ -44,8 +45,20 @@ OTHERS: dict[str, Any] = {
 }
 
 
-WITHOUT_CPU = probe.BACKENDS[1:]
+WITHOUT_CPU = BACKENDS[1:]
 """Backends of other devices."""
+
+
+class TurnedDecoder(LeanDecoder):
+    """The wrong variant: halves rotated the other way, in plain operations."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._sign = -self._sign
+
+
+def failing(model: Any, config: ModelConfig) -> Backend:
+    raise RuntimeError("biases of another shape")
 
 
 def randomised(config: Any, seed: int) -> Any:
@@ -59,14 +72,13 @@ def randomised(config: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", LEAN)
-def test_it_gives_transformers_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_transformers_numbers(name: str) -> None:
     """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights are views now."""
-    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
-    assert probe.probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
-    assert probe.probe(loaded, find_kv_shape(loaded)) < 0.05
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, LeanDecoder)
+    assert probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
+    assert probe(loaded, find_kv_shape(loaded)) < 0.05
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded), backends=WITHOUT_CPU).backend, LeanDecoder)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -74,28 +86,13 @@ def test_others_run_through_transformers(name: str) -> None:
     assert not is_lean(randomised(OTHERS[name], seed=3).model)
 
 
-def test_a_model_it_does_not_reproduce_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong variant: halves rotated the other way, in plain operations."""
-    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
+@pytest.mark.parametrize("make", [lambda model, _: TurnedDecoder(model), failing], ids=["wrong numbers", "an error"])
+def test_a_model_that_it_does_not_reproduce_runs_through_transformers(
+    make: Callable[[Any, ModelConfig], Backend],
+) -> None:
     loaded = randomised(LEAN["llama"], seed=3)
-    take_over = LeanDecoder.__init__
-
-    def turned(self: LeanDecoder, model: Any) -> None:
-        take_over(self, model)
-        self._sign = -self._sign
-
-    monkeypatch.setattr(lean.LeanDecoder, "__init__", turned)
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
-
-
-def test_a_model_it_cannot_take_over_runs_through_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: LeanDecoder, model: Any) -> None:
-        raise RuntimeError("biases of another shape")
-
-    loaded = randomised(LEAN["llama"], seed=3)
-    monkeypatch.setattr(probe, "BACKENDS", WITHOUT_CPU)
-    monkeypatch.setattr(lean.LeanDecoder, "__init__", failing)
-    assert isinstance(probe_ways(loaded, find_kv_shape(loaded)).backend, TransformersBackend)
+    backends = (BackendOption("lean decoder", is_lean, make), WITHOUT_CPU[-1])
+    assert isinstance(probe_ways(loaded, find_kv_shape(loaded), backends=backends).backend, TransformersBackend)
 
 
 def test_joining_weights_stores_nothing_twice() -> None:

@@ -66,10 +66,10 @@ class Result:
             self.survivors.append(Survivor(mutant.function, note, *mutant.change))
 
 
-def load(paths: list[Path]) -> dict[str, Result]:
+def load(paths: list[Path], file: Path = RESULTS) -> dict[str, Result]:
     """Return the results of these modules; those whose functions have changed count as never run."""
     known = {}
-    for one in json.loads(RESULTS.read_text())["modules"] if RESULTS.exists() else []:
+    for one in json.loads(file.read_text())["modules"] if file.exists() else []:
         if "statuses" in one:
             known[one["module"]] = Result(**{**one, "survivors": [Survivor(**each) for each in one["survivors"]]})
     found = {}
@@ -80,12 +80,12 @@ def load(paths: list[Path]) -> dict[str, Result]:
     return found
 
 
-def save(results: dict[str, Result]) -> None:
+def save(results: dict[str, Result], file: Path = RESULTS) -> None:
     """Write both files."""
     modules = [asdict(result) for result in results.values()]
     document = {"tool": f"mutmut {version('mutmut')}", "modules": modules}
-    RESULTS.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    RESULTS.with_suffix(".md").write_text(table(list(results.values())))
+    file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    file.with_suffix(".md").write_text(table(list(results.values())))
 
 
 def table(results: list[Result]) -> str:

@@ -61,25 +61,24 @@ def test_a_mutant_is_the_module_with_one_change(tmp_path: Path) -> None:
     assert list(statement_lines(module.source, 3)) == [3]
 
 
-def test_results_add_up_while_the_functions_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "RESULTS", tmp_path / "mutants.json")
-    path = tmp_path / "one.py"
+def test_results_add_up_while_the_functions_are_the_same(tmp_path: Path) -> None:
+    path, file = tmp_path / "one.py", tmp_path / "mutants.json"
     path.write_text("def f(x):\n    return x + 1\n")
     module = Module(path)
-    results = {**table.load([path]), "gone.py": table.Result("gone.py")}
+    results = {**table.load([path], file), "gone.py": table.Result("gone.py")}
     results[str(path)].begin(module)
     for mutant, status in zip(module.mutants, "ks", strict=False):
         results[str(path)].add(mutant, status)
-    table.save(results)
-    again = table.load([path])
+    table.save(results, file)
+    again = table.load([path], file)
     assert list(again) == [str(path)]
     assert again[str(path)] == results[str(path)]
     assert again[str(path)].statuses.startswith("ks")
     assert again[str(path)].score == 0.5
     path.write_text('def f(x):\n    """Words."""\n    return x + 1  # and more\n')
-    assert table.load([path])[str(path)].statuses.startswith("ks")
+    assert table.load([path], file)[str(path)].statuses.startswith("ks")
     path.write_text("def f(x):\n    return x + 2\n")
-    assert table.load([path])[str(path)].score is None
+    assert table.load([path], file)[str(path)].score is None
 
 
 def test_the_table_is_of_the_modules_of_the_tree() -> None:

@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from server import daemon
-from server.http import connections
 from server.http.connections import Seldom
 from server.settings import Serve
 from tests.server.memory_server import TIMEOUT_S, Server
@@ -272,8 +271,8 @@ def test_what_is_no_http_gets_400_in_json(server: Server) -> None:
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_after_a_refusal_is_discarded_up_to_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_MOST_DISCARDED_BYTES", 1000)
+def test_what_comes_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None:
+    server.waiting.most_discarded_bytes = 1000
     wire = server.connect()
     server.send(wire, b"nonsense\r\n\r\n", b"a" * 400, b"a" * 600)
     assert wire.ended == ""
@@ -281,11 +280,9 @@ def test_what_comes_after_a_refusal_is_discarded_up_to_a_bound(server: Server, m
     assert wire.ended == "aborted"
 
 
-def test_the_rest_of_a_body_is_read_before_the_connection_closes(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_of_a_body_is_read_before_the_connection_closes(server: Server) -> None:
     """Else the client, which still sends, would not read the answer; what is too much is not waited for."""
-    monkeypatch.setattr(connections, "_MOST_DISCARDED_BYTES", 1000)
+    server.waiting.most_discarded_bytes = 1000
     server.reads = False
     for size in (1000, 1001):
         wire = server.connect()

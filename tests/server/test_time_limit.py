@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import patch
 
 import pytest
 
 from engine.api import RequestError
-from server.text import tokenizer as tokenizers
 from server.text.time_limit import TookTooLong, _Call, run_limited
 from server.text.tokenizer import Tokenizer
 from tests.server.tiny_models import TOKENIZER
@@ -136,11 +134,10 @@ def test_a_call_that_ends_as_its_time_does_hurts_nobody(pool: ThreadPoolExecutor
 @pytest.mark.parametrize(("template", "times"), [(ENDLESS, 3), (LOOKS_FOR_WHAT_IS_NOT_THERE, 60)])
 def test_a_template_that_does_not_end_is_a_bad_request(template: str, times: int) -> None:
     """Wherever in the template's code the time is over."""
-    tokenizer = Tokenizer(str(TOKENIZER), template)
+    tokenizer = Tokenizer(str(TOKENIZER), template, chat_limit_s=0.05)
     messages = [{"role": "user", "content": "hello"}]
     for _ in range(times):
-        limited = patch.object(tokenizers, "_CHAT_LIMIT_S", 0.05)
-        with limited, pytest.raises(RequestError, match=r"took longer than 0\.05 s"):
+        with pytest.raises(RequestError, match=r"took longer than 0\.05 s"):
             asyncio.run(tokenizer.run_chat(messages))
     assert asyncio.run(tokenizer.run(tokenizer.encode, "still there"))
     tokenizer.close()
