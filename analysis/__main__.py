@@ -19,6 +19,7 @@ from analysis import (
     heads,
     laws,
     pair,
+    prefixes,
     quality,
     reports,
     selfcheck,
@@ -116,6 +117,12 @@ ANALYSES = {
         heads.add_arguments,
         heads.analyze_heads,
         heads.markdown,
+    ),
+    "prefixes": Analysis(
+        "Does the prefix cache find as much of a prompt with a head as without? How much memory does a token take?",
+        prefixes.add_arguments,
+        prefixes.analyze_prefixes,
+        prefixes.markdown,
     ),
     "times": Analysis(
         "How long does each rule take to verify drafts on this machine? Loads no model.",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from analysis import drafters, growth, peers, reports, turns
+from analysis import drafters, growth, peers, prefixes, reports, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -140,6 +140,7 @@ def test_the_table_is_the_committed_result() -> None:
         ("arms-several", "arms-several-cpu", turns.markdown),
         ("arms-bf16", "arms-bf16-cpu", turns.markdown),
         ("heads", "heads-cpu", drafters.markdown),
+        ("heads-prefix", "heads-prefix-cpu", prefixes.markdown),
         ("reported", "arms-several-cpu", turns.reported_markdown),
         ("arms-64", "arms-64-cpu", turns.markdown),
         ("useless", "useless-drafter-cpu", turns.markdown),
@@ -151,8 +152,8 @@ def test_the_table_is_the_committed_result() -> None:
         ("growth", "growth-cpu", growth.markdown),
     ],
 )
-def test_tables_of_performance_are_committed_results(mark: str, file: str, table_of: Any) -> None:
-    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("performance*.md")))
+def test_tables_of_pages_are_committed_results(mark: str, file: str, table_of: Any) -> None:
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     shown = re.search(rf"<!-- {mark}:begin -->\n(.*?)\n<!-- {mark}:end -->", text, re.DOTALL)
     assert shown is not None
     assert shown.group(1).strip() == table_of(json.loads((ROOT / f"docs/results/{file}.json").read_text()))
