@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from demo.modeling import (
     write_json,
 )
 from distill.losses import distillation_loss
+from distill.texts import continued
 from distill.training import autocast, build_optimizer
 
 STAGES = ("prepare", "target", "draft", "evaluate")
@@ -188,6 +190,11 @@ def train_target(args: argparse.Namespace, schedule: Schedule, device: torch.dev
     record_run(args.work / "target_training.json", {**facts, "dropout": args.dropout}, args.resume)
 
 
+def _logits(target: LlamaForCausalLM, cache: DynamicCache, token_ids_BN: Tensor) -> Tensor:
+    logits: Tensor = target(token_ids_BN, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+    return logits
+
+
 @torch.no_grad()
 def sample_corpus(
     target: LlamaForCausalLM, corpus: Corpus, tokens: int, batch_rows: int, row_length: int, seed: int
@@ -195,6 +202,7 @@ def sample_corpus(
     """Text sampled from the target at temperature 1, started by prefixes of training documents."""
     generator = np.random.default_rng(seed)
     device = next(target.parameters()).device
+    draws = torch.Generator(device).manual_seed(seed)
     rows: list[Tensor] = []
     with tqdm(total=tokens, desc="sample from target", unit="token", mininterval=5.0) as bar:
         while len(rows) * batch_rows * row_length < tokens:
@@ -202,14 +210,11 @@ def sample_corpus(
             long_enough = np.flatnonzero(np.diff(corpus.offsets) >= prefix)
             weights = np.where(np.isin(corpus.sources[long_enough], DIALOGUE_SOURCES), 1.0, 0.7)
             chosen = generator.choice(long_enough, batch_rows, p=weights / weights.sum())
-            ids = np.stack([corpus.document(index)[:prefix] for index in chosen]).astype(np.int64)
-            sampled, cache = torch.from_numpy(ids).to(device), DynamicCache(config=target.config)
-            step_input = sampled
-            while sampled.shape[1] < row_length:
-                with autocast(device):
-                    logits = target(step_input, past_key_values=cache, logits_to_keep=1).logits
-                step_input = torch.multinomial(logits[:, -1].float().softmax(-1), 1)
-                sampled = torch.cat([sampled, step_input], dim=1)
+            prompts = [corpus.document(index)[:prefix].tolist() for index in chosen]
+            with autocast(device):
+                sampled = continued(
+                    partial(_logits, target, DynamicCache(config=target.config)), prompts, row_length, draws
+                )
             rows.append(sampled.cpu())
             bar.update(sampled.numel())
     flat = torch.cat(rows).numpy().astype(np.uint16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,36 +99,50 @@ class Texts:
 
 
 def sample_batch(target: Target, prompts: Prompts, length: int, seed: int, number: int) -> dict[str, Tensor]:
-    """Continue prompts to texts of `length` tokens, through end tokens: what follows one is a new turn or text."""
+    """Continue prompts to texts of `length` tokens, and return the target's states at every token with them."""
     from transformers import DynamicCache
 
-    device = target.device
-    generator = torch.Generator(device).manual_seed((seed << 32) + number)
+    cache = DynamicCache(config=target.model.config)
+    taps: list[Tensor] = []
+    last: list[Tensor] = []
+
+    def logits_of(token_ids_BN: Tensor) -> Tensor:
+        observed = target.observe(token_ids_BN, cache)
+        if not taps:
+            target.check_logits(observed)
+        taps.append(observed.taps_BTX.to("cpu", torch.bfloat16))
+        last.append(observed.last_BTD.to("cpu", torch.bfloat16))
+        return observed.logits_BV
+
+    generator = torch.Generator(target.device).manual_seed((seed << 32) + number)
+    token_ids_BT = continued(logits_of, prompts, length, generator)
+    return {
+        "token_ids": token_ids_BT.to("cpu", torch.int32),
+        "taps": torch.cat(taps, 1),
+        "last": torch.cat(last, 1),
+    }
+
+
+def continued(
+    logits_of: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], length: int, generator: torch.Generator
+) -> Tensor:
+    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text follows one).
+
+    logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after the last of them.
+    """
     known_BT = torch.full((len(prompts), length), -1)
     for row, prompt in enumerate(prompts):
         kept = torch.tensor(prompt[: length - 1])
         known_BT[row, : len(kept)] = kept
-    known_BT = known_BT.to(device)
-    first = min(length - 1, *map(len, prompts))
-    cache = DynamicCache(config=target.model.config)
-    fed, token_ids_BN = [], known_BT[:, :first]
-    taps, last = [], []
-    position = 0
+    known_BT = known_BT.to(generator.device)
+    token_ids_BN = known_BT[:, : min(length - 1, *map(len, prompts))]
+    fed, position = [], 0
     while True:
-        observed = target.observe(token_ids_BN, cache)
-        if not position:
-            target.check_logits(observed)
+        logits_BV = logits_of(token_ids_BN)
         fed.append(token_ids_BN)
-        taps.append(observed.taps_BTX.to("cpu", torch.bfloat16))
-        last.append(observed.last_BTD.to("cpu", torch.bfloat16))
         position += token_ids_BN.shape[1]
         if position == length:
-            break
-        drawn_B = torch.multinomial(observed.logits_BV.softmax(-1), 1, generator=generator).squeeze(1)
+            return torch.cat(fed, 1)
+        drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator).squeeze(1)
         known_B = known_BT[:, position]
         token_ids_BN = torch.where(known_B >= 0, known_B, drawn_B).unsqueeze(1)
-    return {
-        "token_ids": torch.cat(fed, 1).to("cpu", torch.int32),
-        "taps": torch.cat(taps, 1),
-        "last": torch.cat(last, 1),
-    }
