@@ -167,12 +167,12 @@ def write(
     target, draft, about = make(size, draft_size, vocabulary, agreement, positions, dtype=dtype)
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(folder / name)
-        _write_tokenizer(folder / name, vocabulary)
+        write_tokenizer(folder / name, vocabulary)
     (folder / "pair.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """Write a tokenizer of synthetic words, one per token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

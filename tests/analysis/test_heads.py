@@ -1,10 +1,10 @@
-"""`polydraft analyze heads` measures drafting by number of chains."""
+"""`polydraft analyze heads` measures drafting by number of chains, `polydraft analyze prefixes` the prefix cache."""
 
 from __future__ import annotations
 
 import argparse
 
-from analysis import heads
+from analysis import heads, prefixes
 
 
 def test_every_type_of_head_is_measured() -> None:
@@ -18,3 +18,15 @@ def test_every_type_of_head_is_measured() -> None:
         assert cell["shapes"]["1"]["draft_over_one"] == 1.0
         assert all(0 < cell["shapes"][name]["share_of_step"] < 1 for name in ("1", "2"))
     assert heads.markdown(result).count("\n") == 1 + 2 * len(heads.KINDS)
+
+
+def test_requests_find_the_whole_blocks_of_beginnings_that_others_computed() -> None:
+    """Two beginnings of two blocks and a half, six requests: all but the first two find two blocks."""
+    parser = argparse.ArgumentParser()
+    prefixes.add_arguments(parser)
+    words = ["--kinds", "dflash", "--requests", "6", "--beginnings", "2", "--shared", "40", "--own", "5"]
+    plain, head = prefixes.analyze_prefixes(parser.parse_args(words))["cells"]
+    assert (plain["cached_prompt_tokens"], plain["queries"]) == (4 * 32, 6 * 45)
+    assert (head["cached_prompt_tokens"], head["queries"]) == (4 * 32, 6 * 45)
+    assert plain["head_bytes_per_token"] == 0 < head["head_bytes_per_token"]
+    assert plain["target_bytes_per_token"] < head["target_bytes_per_token"]

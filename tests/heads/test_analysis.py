@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from analysis.__main__ import main
 from analysis.draft_logits import draft_logits
 from analysis.pair import laws_along
+from demo.bench_pair import write_tokenizer
 from engine.request import Speculation
 from engine.speculation.verification import RULES, Rule
 from engine.step.law_check import check_law, check_power, make_prompt, short_check
@@ -53,3 +56,22 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
     wrong = {**RULES, "bv_race": Rule("bv_race", output_law.always_longest, RULES["bv_race"].acceptance)}
     with patch("engine.step.parts.RULES", wrong), patch("engine.step.verify._are_plain", lambda *_: False):
         assert check_law(engine, "wrong", RACE, prompt, 4000, 1.0).rejected
+
+
+@pytest.mark.slow
+def test_a_pair_with_a_head_is_analysed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Served drafts of one token are accepted as often as along the target's texts; there is no closed form."""
+    target, head, prompts = (tmp_path / name for name in ("target", "head", "prompts.jsonl"))
+    folders.target(spread=0.2).model.save_pretrained(target)
+    write_tokenizer(target, 97)
+    folders.write_eagle(head, draft_vocabulary=41, scale=0.3)
+    texts = [" ".join(f"w{(5 * number + 3 * place) % 97}" for place in range(9)) for number in range(12)]
+    prompts.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = ["pair", "--target", str(target), "--draft", str(head), "--device", "cpu", "--prompts", str(prompts)]
+    words += ["--tokens", "60", "--positions", "720", "--shapes", "token:1x1,bv_race:2x2", "--concurrency", "1"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    single, several = json.loads(capsys.readouterr().out)["cells"]
+    assert single["low"] < 1 + single["nodes_per_pass"] * single["acceptance"] < single["high"]
+    assert 0.2 < single["acceptance"] < 0.9
+    assert single["acceptance"] < several["acceptance"]
+    assert single["expected_tokens_per_pass"] is several["expected_tokens_per_pass"] is None
