@@ -123,10 +123,10 @@ class Arm:
         return Turn(seconds, num_tokens, num_read), step.outcomes
 
     def _tell(self, step: StepResult) -> None:
-        stats = step.stats
-        if stats.plain_s is not None:
-            self.plain_s += sum(len(outcome.token_ids) * stats.plain_s + stats.prompt_s for outcome in step.outcomes)
-            self.told_s += len(step.outcomes) * stats.wall_s
+        for outcome in step.outcomes:
+            if (times_s := step.stats.times_of(outcome)) is not None:
+                self.plain_s += times_s[0]
+                self.told_s += times_s[1]
 
     @property
     def reported_speedup(self) -> float | None:

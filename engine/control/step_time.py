@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from engine.control.host_time import HostTime
 from engine.control.step_work import MIXED, PLAIN, Shape, StepWork
 
 Numbers = npt.NDArray[np.float64]
@@ -156,7 +157,7 @@ class StepTimes:
         after drafting began or stopped; rates: fitted to these points before.
         """
         self.points = points
-        self.host_s = 0.0  # usual time between the parts of two steps: planning and messages
+        self.host = HostTime()
         self._window = window
         self._drift = drift
         self._cold_std = cold_std
@@ -211,7 +212,7 @@ class StepTimes:
     def step_s(self, works: Sequence[StepWork]) -> Numbers:
         """Return [steps] seconds of whole steps, including the time between two of them."""
         drafts_s, rests_s, _ = self._seconds(works)
-        return drafts_s + rests_s + self.host_s
+        return drafts_s + rests_s + [self.host.usual_s(work) for work in works]
 
     @staticmethod
     def num_cold(step_s: float) -> int:
@@ -256,8 +257,11 @@ class StepTimes:
         self._state[0] = self._fitted[0] = math.log(factor)
         self._rates_now = None
 
-    def observe(self, work: StepWork, draft_s: float, rest_s: float, started: float) -> None:
-        """Record a step. started: its start on a clock of seconds.
+    def observe(
+        self, work: StepWork, draft_s: float, rest_s: float, started: float, host_s: float | None = None
+    ) -> None:
+        """Record a step. started: its start on a clock of seconds; host_s: as in `HostTime`, None if it did not
+        follow another step at once.
 
         The first step of another shape is ignored, because something may have to warm up.
         """
@@ -269,18 +273,24 @@ class StepTimes:
         self._num_since = 0 if is_first and PLAIN in (work.shape, before) else self._num_since + 1
         if is_first or not work.rows:
             return
-        self._learn(work, draft_s, rest_s, self._cold_std if self._tells_little(work, draft_s + rest_s) else _STEP_STD)
+        cold_s = self._cold_s(work)
+        if host_s is not None and not cold_s:
+            self.host.observe(work, host_s)
+        # A fast cold step is informative, because nothing makes a cold step fast.
+        tells_little = cold_s and draft_s + rest_s >= _MUCH_FASTER * cold_s
+        self._learn(work, draft_s, rest_s, self._cold_std if tells_little else _STEP_STD)
 
-    def _tells_little(self, work: StepWork, seconds: float) -> bool:
-        """Whether a step ran with cold caches and is not informative. A fast cold step is informative, because
-        nothing makes a cold step fast.
+    def _cold_s(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step during which the processor's caches still held other weights; 0 if
+        they no longer did.
         """
         fewest, most = _COLD_STEPS
         if self._num_since >= (most if work.shape == PLAIN else fewest):
-            return False
-        predicted_s = float(self.step_s([work])[0]) - self.host_s
+            return 0.0
+        drafts_s, rests_s, _ = self._seconds([work])
+        predicted_s = float(drafts_s[0] + rests_s[0])
         is_cold = work.shape != PLAIN or self._num_since < self.num_cold(predicted_s)
-        return is_cold and seconds >= _MUCH_FASTER * predicted_s
+        return predicted_s if is_cold else 0.0
 
     def _pass_time(self, seconds: float) -> None:
         """Let the machine's factor drift, and the rest of the state return towards calibration, in whole seconds."""

@@ -34,6 +34,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens whose K/V was cached when the request was admitted."""
     queue_s: float
     """Time until the request was first admitted."""
+    reading_s: tuple[float, float] = (0.0, 0.0)
+    """Time of earlier steps that read its text since its last token, and the time that plain decoding would have taken
+    for them.
+    """
     logprobs: list[TokenLogprob] = []
     """One per token, if the request asked for them."""
     prompt_logprobs: list[msgspec.Raw] = []
@@ -85,3 +89,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_hits: int
     """Those of them with cached K/V."""
     num_steps: int
+
+    def times_of(self, outcome: Outcome) -> tuple[float, float] | None:
+        """Return the seconds that plain decoding would have taken for what this step gave a request, and those that
+        it took; with the steps before it that read the request's text. None if plain steps were not measured.
+        """
+        if self.plain_s is None:
+            return None
+        taken_s, plain_s = outcome.reading_s
+        return len(outcome.token_ids) * self.plain_s + self.prompt_s + plain_s, self.wall_s + taken_s

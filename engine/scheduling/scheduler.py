@@ -206,8 +206,7 @@ class Scheduler:
         return [part for sequence_id, part in parts.items() if sequence_id in self._running]
 
     def commit(self, plan: Plan, verdict: StepVerdict) -> list[Outcome]:
-        """Append emitted tokens, cut them where the answer ends, and free ended sequences. Broken sequences are
-        skipped."""
+        """Append emitted tokens, cut them where the answer ends, and free ended sequences; broken ones are skipped."""
         emissions: Iterator[Emission] = iter(verdict.emissions)
         prompts = verdict.prompt_logprobs or ((),) * len(plan.rows)
         outcomes = []
@@ -242,12 +241,13 @@ class Scheduler:
         return sorted(sequences, key=lambda s: (s.request.priority, s.last_step, s.sequence_id))
 
     def _part(self, sequence: Sequence, budget: int, limit: PromptLimit | None = None) -> PlannedRow:
-        """Return the part of a sequence that fits the budget and the time of prompts; without drafts if the controller
-        decides about them."""
+        """Return the part that fits the budget and the time of prompts; no drafts if the controller decides on them."""
         is_prompt, first = sequence.num_missing > 1, sequence.num_target_computed
         is_adaptive = self._controller_of(sequence) is not None
         if is_prompt and limit is not None:
-            budget = min(budget, self._lag(sequence) + limit.most(first, min(budget, sequence.num_missing)))
+            fitting = limit.most(first, min(budget, sequence.num_missing))
+            if fitting < sequence.num_missing:  # else its drafts, which are not limited, may follow the whole prompt
+                budget = min(budget, self._lag(sequence) + fitting)
         if is_adaptive:
             part = part_of(sequence, (), budget, 0, self._read_along if is_prompt else 0)
         else:
@@ -301,8 +301,7 @@ class Scheduler:
         sequence.num_drafted_blocks = max(drafted, sequence.num_drafted_blocks)
 
     def _reserve(self, part: PlannedRow) -> bool:
-        """Allocate the blocks of a part, preempting sequences if none are free; False if its own sequence was
-        preempted."""
+        """Allocate a part's blocks, preempting sequences if none are free; False if its own one was preempted."""
         while part.sequence.sequence_id in self._running:
             if self._find_blocks(part):
                 return True
@@ -380,6 +379,7 @@ class Scheduler:
             num_accepted=min(len(emission.accepted), len(kept)),
             num_cached=sequence.num_cached,
             queue_s=sequence.queue_s,
+            reading_s=sequence.take_reading(),
             logprobs=list(emission.logprobs[: len(kept)]),
             prompt_logprobs=prompt_logprobs,
             gap=emission.gap,

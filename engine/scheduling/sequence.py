@@ -25,6 +25,7 @@ class Sequence:
         "_drafts_expected",
         "_drafts_taken",
         "_keys",
+        "_reading_s",
         "_stop_ids",
         "_was_admitted",
         "block_ids",
@@ -115,6 +116,7 @@ class Sequence:
         self.queue_s = 0.0
         """Time until its first admission."""
         self._was_admitted = False
+        self._reading_s = 0.0, 0.0
 
     @property
     def num_emitted(self) -> int:
@@ -162,6 +164,16 @@ class Sequence:
         """Record verified drafts: accepted tokens and their expected number. Older drafts count less."""
         self._drafts_taken = _KEEP_DRAFTS * self._drafts_taken + num_taken
         self._drafts_expected = _KEEP_DRAFTS * self._drafts_expected + expected
+
+    def note_reading(self, taken_s: float, plain_s: float) -> None:
+        """Record a step that read its text without giving it a token."""
+        taken, plain = self._reading_s
+        self._reading_s = taken + taken_s, plain + plain_s
+
+    def take_reading(self) -> tuple[float, float]:
+        """Return the seconds of such steps since its last token, and those that plain decoding would have taken."""
+        found, self._reading_s = self._reading_s, (0.0, 0.0)
+        return found
 
     def cut(self, emitted: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None]:
         """Return the emitted tokens that the answer takes, and why it ends with them: `stop`, `length` or None."""

@@ -15,26 +15,28 @@ from engine.step.engine import Engine
 
 _REHEARSED_TOKENS, _REHEARSAL_S = 24, 0.25
 """Tokens of a synthetic prompt and of its answer, and the time after which it is ended."""
+_PLAIN_TOKENS = 64
+"""Tokens of an answer without drafts: more than the steps in which the caches hold other weights."""
 
 
 def rehearse(engine: Engine, speculation: Speculation) -> None:
     """Serve synthetic requests, one with a seed and one without, and discard their answers.
 
     The first real request then finds its code and the caches warm. Its speedup is computed from times of served steps,
-    which take longer than measured ones. The K/V pool holds nothing yet. Blocks, counts and what the controller learns
-    are discarded.
+    which take longer than measured ones; a request without drafts shows how long plain ones take. The K/V pool holds
+    nothing yet. Blocks, counts and what the controller learns are discarded.
     """
-    seeded = with_fixed_shape(speculation, engine.limits, engine.facts.device)
-    for times in (None, engine.scheduler.times):  # cold steps are not informative for the model of step times
+    drafting = with_fixed_shape(speculation, engine.limits, engine.facts.device), speculation
+    # Cold steps are not informative for the model of step times.
+    for times, served in ((None, drafting), (engine.scheduler.times, (Speculation(), *drafting))):
         rehearsed = _engine_around(engine, times)
-        for number, one in enumerate((seeded, speculation)):
+        for number, one in enumerate(served):
             began = time.perf_counter()
             rehearsed.submit(_rehearsal(str(number), one, engine.facts.max_model_len // 4))
             while rehearsed.scheduler.has_work and time.perf_counter() - began < _REHEARSAL_S:
                 result = rehearsed.run_step()
                 encode(StepResults(result.outcomes, result.stats))
             rehearsed.abort(str(number))
-    engine.telemetry.overhead = rehearsed.telemetry.overhead
 
 
 def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
@@ -51,10 +53,11 @@ def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
 
 
 def _rehearsal(request_id: str, speculation: Speculation, most_tokens: int) -> Request:
-    num_tokens = min(_REHEARSED_TOKENS, most_tokens)
+    num_prompt = min(_REHEARSED_TOKENS, most_tokens)
+    num_tokens = num_prompt if speculation.num_drafts else min(_PLAIN_TOKENS, 2 * most_tokens)
     return Request(
         request_id=request_id,
-        prompt_token_ids=(0,) * num_tokens,
+        prompt_token_ids=(0,) * num_prompt,
         sampling=Sampling(seed=0),
         limits=Limits(max_tokens=num_tokens, ignore_eos=True),
         speculation=speculation,

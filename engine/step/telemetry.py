@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,8 +18,6 @@ from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 
 _PARTS = "parts"
-_NEW_WEIGHT = 0.05
-"""Weight of the newest step in the moving average of host time."""
 
 
 class CudaClock:
@@ -93,42 +91,6 @@ class Stopwatch:
         return wall_s, phases_s
 
 
-class HostTime(NamedTuple):
-    """Seconds of host work outside the parts of a step."""
-
-    before: float
-    """Between the last step and this one; 0 if this one did not follow it at once."""
-    usual: float
-    """Planning and messages of a usual step; plain decoding needs them too."""
-
-
-class Overhead:
-    """Host time of steps: planning a step, and the messages between two steps."""
-
-    def __init__(self) -> None:
-        self._last_stopped: float | None = None
-        self._usual_s: float | None = None
-
-    def add(self, stopwatch: Stopwatch, goes_on: bool, aside_s: float = 0.0) -> HostTime:
-        """Count a step. goes_on: whether another one follows at once.
-
-        aside_s: host time of this step that plain decoding would not need (choosing shapes).
-        """
-        before_s = 0.0
-        if self._last_stopped is not None:
-            before_s = stopwatch.started - self._last_stopped
-            around_s = before_s + stopwatch.stopped - stopwatch.started - stopwatch.parts_s - aside_s
-            usual_s = around_s if self._usual_s is None else self._usual_s
-            # A very long wait had another cause: it counts as four usual ones at most.
-            self._usual_s = usual_s + _NEW_WEIGHT * (min(around_s, 4 * usual_s) - usual_s)
-        self._last_stopped = stopwatch.stopped if goes_on else None
-        return HostTime(before_s, self._usual_s or 0.0)
-
-    def pause(self) -> None:
-        """Note that the next step does not follow the last one at once: it is not charged for the time between them."""
-        self._last_stopped = None
-
-
 class Telemetry:
     """Measures the steps of one engine."""
 
@@ -137,8 +99,8 @@ class Telemetry:
         self.phase = self.stopwatch.phase
         self.num_steps = 0
         self._scheduler = scheduler
-        self.overhead = Overhead()
-        """Host time outside the parts of steps; may be shared with another engine of the same models."""
+        self._last_stopped: float | None = None
+        """End of the last step if this one follows it at once."""
         self._controlled_s = 0.0
 
     def begin_step(self) -> None:
@@ -147,16 +109,25 @@ class Telemetry:
 
     def end_step(self, num_awaiting_grammar: int) -> StepStats:
         """End the step that began last. num_awaiting_grammar: requests whose grammars are being read."""
-        wall_s, phases_s = self.stopwatch.stop(waits=not self._scheduler.last_plan.sampling_rows)
+        watch, scheduler = self.stopwatch, self._scheduler
+        wall_s, phases_s = watch.stop(waits=not scheduler.last_plan.sampling_rows)
         self.num_steps += 1
+        follows = self._last_stopped is not None
+        wall_s += watch.started - self._last_stopped if self._last_stopped is not None else 0.0
+        self._last_stopped = watch.stopped if scheduler.has_work else None
         # Plain decoding has the same planning and messages, without the controller.
-        around_s = self.overhead.add(self.stopwatch, self._scheduler.has_work, self._controlling_s())
-        plain_s, prompt_s = self._learn(phases_s["draft"], self.stopwatch.parts_s - phases_s["draft"], around_s.usual)
-        return self.stats(num_awaiting_grammar, wall_s + around_s.before, plain_s, prompt_s, phases_s)
+        host_s = wall_s - watch.parts_s - self._controlling_s()
+        draft_s = phases_s["draft"]
+        plain_s, prompt_s = self._learn(draft_s, watch.parts_s - draft_s, host_s, follows)
+        if plain_s is not None:
+            for row in scheduler.last_plan.rows:
+                if not row.emits:
+                    scheduler.running(row.sequence_id).note_reading(wall_s, plain_s + prompt_s)
+        return self.stats(num_awaiting_grammar, wall_s, plain_s, prompt_s, phases_s)
 
     def pause(self) -> None:
-        """Note that the next step does not follow the last one at once."""
-        self.overhead.pause()
+        """Note that the next step does not follow the last one at once: it is not charged for the time between them."""
+        self._last_stopped = None
 
     def stats(
         self,
@@ -188,19 +159,22 @@ class Telemetry:
         before_s, self._controlled_s = self._controlled_s, controller.spent_s if controller is not None else 0.0
         return max(0.0, self._controlled_s - before_s)
 
-    def _learn(self, draft_s: float, rest_s: float, around_s: float) -> tuple[float | None, float]:
+    def _learn(self, draft_s: float, rest_s: float, host_s: float, follows: bool) -> tuple[float | None, float]:
         """Return (duration of a plain step over the last plan's rows that emit, time of that plan's prompts).
 
-        It is (None, 0) if no times were measured or nothing was emitted. draft_s, rest_s: times of the step's parts;
-        around_s: usual time between the parts of two steps.
+        It is (None, 0) if no times were measured. draft_s, rest_s: times of the step's parts; host_s: time around
+        them; follows: whether the step followed another one at once.
         """
         times, plan = self._scheduler.times, self._scheduler.last_plan
-        if times is None or not plan.sampling_rows:
+        if times is None:
             return None, 0.0
+        if not plan.sampling_rows:
+            return 0.0, rest_s + host_s
         work = StepWork.of(plan)
-        plain_s = times.rest_s(work.plain) + around_s
-        # Noise may make it negative; sums over many steps are right.
-        prompt_s = rest_s - times.rest_s(work.without_prompts) if work.prompt else 0.0
-        times.host_s = around_s
-        times.observe(work, draft_s, rest_s, self.stopwatch.started)
+        plain_s = float(times.step_s([work.plain])[0])
+        prompt_s = 0.0
+        if work.prompt:  # noise may make it negative; sums over many steps are right
+            admitting_s = host_s - times.host.usual_s(work) if follows else 0.0
+            prompt_s = rest_s - times.rest_s(work.without_prompts) + admitting_s
+        times.observe(work, draft_s, rest_s, self.stopwatch.started, host_s if follows else None)
         return plain_s, prompt_s

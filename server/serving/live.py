@@ -34,10 +34,10 @@ class Live:
         if outcome.draft_length:
             self._num_steps += 1
             self._num_emitted += num_tokens
-        if stats.plain_s is not None:
+        if (times_s := stats.times_of(outcome)) is not None:
             self._num_timed += num_tokens
-            self._plain_s += num_tokens * stats.plain_s + stats.prompt_s
-            self._wall_s += stats.wall_s
+            self._plain_s += times_s[0]
+            self._wall_s += times_s[1]
 
     def begin(self, key: Hashable, read_state: Callable[[], GenerationState]) -> None:
         """Show a generation from now on."""

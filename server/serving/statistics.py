@@ -67,9 +67,9 @@ class SpeculationCount:
         num_taken = len(outcome.token_ids)
         self.wall_s += stats.wall_s
         self.draft_s += stats.phases_s["draft"]
-        if stats.plain_s is not None:
-            self.plain_s += num_taken * stats.plain_s + stats.prompt_s
-            self.calibrated_wall_s += stats.wall_s
+        if (times_s := stats.times_of(outcome)) is not None:
+            self.plain_s += times_s[0]
+            self.calibrated_wall_s += times_s[1]
         if outcome.draft_length:
             self.accepted_per_step[outcome.num_accepted] += 1
             self.num_chains += outcome.num_chains

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from engine.control.controller import Controller
+from engine.control.host_time import HostTime
 from engine.control.step_time import StepTimes
+from engine.control.step_work import StepWork
 from engine.request import Speculation
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine
@@ -24,26 +28,31 @@ def engine() -> Engine:
     return engine
 
 
-def first_step(engine: Engine) -> tuple[float, float]:
-    """Plain time that the first step reports, and what of it is outside the passes."""
-    engine.submit(tiny.request("0", [1, 2, 3], Speculation(), max_tokens=9))
-    plain_s = engine.run_step().stats.plain_s
-    times = engine.scheduler.times
-    assert plain_s is not None
-    assert times is not None
-    return plain_s, times.host_s
-
-
 def test_the_first_request_is_compared_with_plain_steps_as_they_are_served(engine: Engine) -> None:
     times = engine.scheduler.times
     assert times is not None
-    assert times.host_s == 0  # measured steps have neither planning nor messages
+    work = StepWork(rows=1, text=3)
+    assert times.host.usual_s(work) == 0  # measured steps have neither planning nor messages
     rehearse(engine, ADAPTIVE)
-    usual_s = times.host_s
+    usual_s = times.host.usual_s(work)
     assert usual_s > 0
-    plain_s, host_s = first_step(engine)
-    assert plain_s > host_s
-    assert host_s == pytest.approx(usual_s, rel=0.2)  # one step changes it by at most 3 * 5 %
+    engine.submit(tiny.request("0", [1, 2, 3], Speculation(), max_tokens=9))
+    expected_s = float(times.step_s([work])[0])
+    assert expected_s > usual_s
+    assert engine.run_step().stats.plain_s == expected_s
+
+
+def test_a_rehearsal_serves_plain_steps_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the host time of steps that draft would be taken for that of plain ones."""
+    seen = Counter[tuple[bool, bool]]()
+
+    def observe(self: HostTime, work: StepWork, seconds: float) -> None:
+        assert seconds > 0
+        seen[work.drafting > 0, work.prompt > 0] += 1
+
+    monkeypatch.setattr(HostTime, "observe", observe)
+    rehearse(engine, ADAPTIVE)
+    assert min(seen[True, False], seen[False, False]) > 0
 
 
 def test_a_rehearsal_leaves_no_request_and_no_text(engine: Engine) -> None:

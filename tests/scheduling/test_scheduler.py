@@ -340,6 +340,19 @@ def test_a_long_prompt_rides_along_in_chunks() -> None:
         scheduler.commit(plan, verdict(plan))
 
 
+def test_a_prompt_that_fits_the_time_is_followed_by_its_drafts_at_once() -> None:
+    """Also while others decode: the limit is one of prompts, and a step for the prompt alone would be wasted."""
+    scheduler = build(budget=64, num_blocks=64)
+    scheduler.times = StepTimes(Machine().points())
+    scheduler.submit(request("decodes", 4, 20, drafts=1, draft_length=3))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    scheduler.submit(request("reads", 20, 20, drafts=1, draft_length=3, first=1000))
+    assert [(row.request_id, len(row.input_ids), row.fanout) for row in scheduler.plan().rows] == [
+        ("decodes", 1, (1, 1, 1)),
+        ("reads", 20, (1, 1, 1)),
+    ]
+
+
 def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
     """Shapes never shrink under load; rows wait for the next step, longest-waiting first."""
     scheduler = build(budget=12, num_blocks=64, max_num_seqs=4)
