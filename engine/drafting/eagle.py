@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.drafting.draft import Layout
 from engine.drafting.head import HeadDrafter, parents
+from engine.drafting.levels import levels_of
 from engine.drafting.model import level_inputs
-from engine.drafting.reading import readings
+from engine.drafting.reading import readings, states_before
+from engine.kernels.protocol import LawTable
 from engine.kernels.transfer import to_device
+from engine.models.heads.head import HeadOutput
 from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan
+from engine.sampling.law import LawParameters
 
 
 class EagleDrafter(HeadDrafter):
@@ -18,9 +23,10 @@ class EagleDrafter(HeadDrafter):
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
-        self._levels: list[Pass] = []
-        self._states_NH = torch.empty(0)
-        """State of the level that was computed last."""
+        self._passes: list[Pass] = []
+        self._output = HeadOutput(torch.empty(0), torch.empty(0))
+        """Output of the level that was computed last."""
+        self._levels = levels_of(runner)
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> Tensor:
@@ -31,13 +37,30 @@ class EagleDrafter(HeadDrafter):
         reading = readings(self._rows, ends_wanted=True)
         passes = self.runner.prepare([*reading, *level_inputs(self._rows, lowest_key=1)])
         for one in passes[: len(reading)]:
-            self._states_NH = self._read(one)
-        self._levels = passes[len(reading) :]
-        return self.runner.logits_of(self._states_NH)
+            self._output = self._read(one)
+        self._passes = passes[len(reading) :]
+        return self.runner.logits_of(self._output)
 
     @torch.inference_mode()
     def below(self, depth: int, token_N: Tensor) -> Tensor:
         """Return [N, V] logits below the nodes of a depth."""
         parent_N = to_device(parents(self._rows, depth), self.runner.device)
-        self._states_NH = self.runner.states(self._levels[depth - 1], self._states_NH[parent_N], token_N)
-        return self.runner.logits_of(self._states_NH)
+        self._output = self.runner.states(self._passes[depth - 1], self._output.state_NH[parent_N], token_N)
+        return self.runner.logits_of(self._output)
+
+    @torch.inference_mode()
+    def draw(
+        self, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+    ) -> tuple[Tensor, LawTable] | None:
+        """Read texts and draw all levels in one call; return None for rows that need `begin` and `below`."""
+        if self._levels is None or not self._levels.takes(plan, layout, parameters, self.runner.vocab_size):
+            return None
+        rows = [row for row in plan.rows if row.fanout]
+        *earlier, last = readings(rows, ends_wanted=True)
+        for one in self.runner.prepare(earlier) if earlier else ():
+            self._read(one)
+        state_TH = self.runner.head.project(states_before(last, self._target))
+        law_NV = torch.empty((layout.num_laws, self.runner.vocab_size))
+        passes = [last, *level_inputs(rows, lowest_key=1)]
+        tokens_CL = self._levels.draw(passes, layout, parameters, uniform_LC, law_NV, state_TH)
+        return tokens_CL, LawTable(law_NV, layout.law_row_CL, parameters.kernels)

@@ -7,6 +7,7 @@ states, and overwrite the drafted ones in their slots. So nothing of a rejected 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ class HeadDrafter:
         for one in self.runner.prepare(reading) if reading else ():
             self._read(one)
 
-    def _read(self, one: Pass) -> Tensor:
-        """Return [N, H] the head's states at the wanted rows of texts."""
+    def _read(self, one: Pass) -> Any:
+        """Read texts; return the head's output at the wanted rows, if it has any."""
         return self.runner.read(one, states_before(one.layout.sequences, self._target))
 
     def _nothing(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafting of a step in one call on a CPU, where the draft model and the rows allow it (`numba_levels.py`)."""
+"""Drafting of a step in one call on a CPU, if the draft model or head and the rows allow it (`numba_levels.py`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.models.cpu_decoder import CpuDecoder
 
 Ints = npt.NDArray[np.int64]
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 class _Chains(NamedTuple):
@@ -36,6 +37,8 @@ class _Chains(NamedTuple):
     """[N] the first of the chains through the node above each law, and how many there are."""
     leaders_LC: Ints
     """The first chain through each chain's node."""
+    parents: Ints
+    """[N] the node above each law, among those of the level above; 0 in the first level."""
 
 
 @lru_cache(maxsize=128)  # as many as there are layouts, which are kept, too
@@ -46,12 +49,17 @@ def _chains_of(layout: Layout) -> _Chains:
     first_chains = np.full(layout.num_laws, layout.num_chains)
     np.minimum.at(first_chains, law_row_CL[drawn_CL], chain_CL[drawn_CL])
     leaders = [own_C if level.leader_C is None else level.leader_C.numpy() for level in layout.levels]
+    parents = np.zeros(layout.num_laws, dtype=np.int64)
+    for depth in range(1, layout.max_length):
+        laws, above = layout.levels[depth].laws, layout.levels[depth - 1].laws
+        parents[laws] = law_row_CL[first_chains[laws], depth - 1] - above.start
     return _Chains(
         all(draw.method == "iid" for level in layout.levels for draw in level.draws),
         np.array([level.laws.stop for level in layout.levels]),
         first_chains,
         np.bincount(law_row_CL[drawn_CL], minlength=layout.num_laws),
         np.array(leaders),
+        parents,
     )
 
 
@@ -75,11 +83,13 @@ class Levels:
 
     def takes(self, plan: Plan, layout: Layout, parameters: LawParameters, vocab_size: int) -> bool:
         """Whether all distributions depend on logits, temperature and top_p alone, and all draws are independent."""
-        rows = plan.sampling_rows
+        rows, decoder = plan.sampling_rows, self._decoder
+        num_tokens = vocab_size if decoder.known is not None else decoder.vocab_size
         return (
             layout.max_length > 0
             and set(parameters.values) <= {"top_p"}
-            and min(self._decoder.vocab_size, self._runner.num_embeddings) >= vocab_size
+            and decoder.has_plain_logits
+            and min(num_tokens, self._runner.num_embeddings) >= vocab_size
             and not any(row.text or row.sampling.seed_stable for row in rows)
             and _chains_of(layout).are_alone
         )
@@ -91,8 +101,12 @@ class Levels:
         parameters: LawParameters,
         uniform_LC: Tensor,
         law_NV: Tensor,
+        state_TD: Tensor | None = None,
     ) -> Tensor:
-        """[C, L] the drafted tokens; law_NV: filled with the laws that they came from."""
+        """[C, L] the drafted tokens; law_NV: filled with the laws that they came from.
+
+        state_TD: states that the rows of the first pass read, for a head.
+        """
         from engine.drafting import numba_levels  # Numba is there where there is a decoder
 
         decoder, runner = self._decoder, self._runner
@@ -105,6 +119,8 @@ class Levels:
         of_laws = parameters.select(layout.law_row_of_N)
         top_p_N = of_laws.values.get("top_p", torch.ones_like(of_laws.temperature_N))
         most_laws = int(np.diff(of_layout.law_ends, prepend=0).max())
+        states, leaving = decoder.states_of(state_TD, most_laws)
+        known = decoder.known
         numba_levels.draw_levels(
             *decoder.ready(runner.storage, runner.block_size, int(np.diff(row_ends, prepend=0).max())),
             numba_levels.draw().address,
@@ -127,6 +143,11 @@ class Levels:
             of_layout.first_chains,
             of_layout.num_chains,
             of_layout.leaders_LC,
+            of_layout.parents,
+            states,
+            leaving,
+            _NO_TOKENS if known is None else known,
+            np.empty((0 if known is None else most_laws, law_NV.shape[1]), dtype=np.float32),
             decoder.room_for_logits(most_laws),
             law_NV.numpy(),
             tokens_LC,

@@ -1,7 +1,7 @@
 """The drafting loop in Numba: the passes over all levels, the laws below their nodes and the draws, in one call.
 
-For draft models that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on logits,
-temperature and top_p alone.
+For draft models and heads that the CPU's decoder runs (`cpu_decoder.py`), and rows whose distributions depend on
+logits, temperature and top_p alone.
 `chains.draw_levels`, which takes any rows, is the oracle: the same numbers give the same tokens, to the bit.
 """
 
@@ -22,8 +22,8 @@ from engine.models.numba_decoder import c_function
 from engine.models.numba_table import array1, array2, put1, put2, table_at
 from engine.models.numba_work import claim, finish
 
-_LAWS, _TEMPERATURES, _TOP_PS, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS = range(
-    numba_table.OWN, numba_table.OWN + 8
+_LAWS, _TEMPERATURES, _TOP_PS, _UNIFORMS, _FIRST_CHAINS, _NUM_CHAINS, _LEADERS, _TOKENS, _KNOWN, _SPREAD = range(
+    numba_table.OWN, numba_table.OWN + 10
 )
 _COUNTERS, _LOGITS = numba_table.COUNTERS, numba_table.LOGITS
 
@@ -40,10 +40,16 @@ def _draw(address, phase):
     top_ps = array1(table, _TOP_PS, np.float32)
     uniforms, leaders = array1(table, _UNIFORMS, np.float64), array1(table, _LEADERS, np.int64)
     first_chains, num_chains = array1(table, _FIRST_CHAINS, np.int64), array1(table, _NUM_CHAINS, np.int64)
-    tokens = array1(table, _TOKENS, np.int64)
+    tokens, known = array1(table, _TOKENS, np.int64), array1(table, _KNOWN, np.int64)
+    spread = array2(table, _SPREAD, np.float32)
     count, node = 0, claim(counters, phase, len(laws))
     while node >= 0:
         law, of_node = laws[node], logits[node, : laws.shape[1]]
+        if len(known) > 0:
+            of_node = spread[node]
+            of_node[:] = -np.inf
+            for number in range(len(known)):
+                of_node[known[number]] = logits[node, number]
         is_greedy, most_likely = temperatures[node] == 0, 0
         if is_greedy:
             most_likely, _ = likeliest(of_node)
@@ -99,6 +105,11 @@ def draw_levels(
     first_chains,
     num_chains,
     leaders,
+    parents,
+    states,
+    leaving,
+    known,
+    spread,
     logits,
     laws,
     tokens,
@@ -106,7 +117,10 @@ def draw_levels(
     """Draw all levels: fill `laws` [N, V] and `tokens` [L, C].
 
     ends: [L, 4] where each level's rows, sequences, parts and laws end among those of all passes; wanted: rows of the
-    first pass whose logits are wanted, in the later ones all are. uniforms, leaders: [L, C].
+    first pass whose logits are wanted, in the later ones all are. uniforms, leaders: [L, C]. parents: [N] the node
+    above each law, in its level. states: [T, D] input of the first pass's rows, of width 0 if the model reads none;
+    leaving: working memory for the states below. known: the target's token of each of a head's, empty if they are the
+    same; spread: working memory for such logits.
     """
     first_row, first_sequence, first_part, first_law = 0, 0, 0, 0
     for level in range(len(ends)):
@@ -117,6 +131,7 @@ def draw_levels(
             chosen = np.arange(end_row - first_row)
             for number in range(end_row - first_row):
                 entering[number] = tokens[level - 1, first_chains[first_law + number]]
+            states = leaving[parents[first_law:end_law]]
         put2(table, _LAWS, laws[first_law:end_law])
         put1(table, _TEMPERATURES, temperatures[first_law:end_law])
         put1(table, _TOP_PS, top_ps[first_law:end_law])
@@ -125,6 +140,8 @@ def draw_levels(
         put1(table, _NUM_CHAINS, num_chains[first_law:end_law])
         put1(table, _LEADERS, leaders[level])
         put1(table, _TOKENS, tokens[level])
+        put1(table, _KNOWN, known)
+        put2(table, _SPREAD, spread)
         numba_decoder.run(
             shared,
             function,
@@ -142,6 +159,8 @@ def draw_levels(
             node_positions[first_sequence:end_sequence],
             limits[first_row:end_row],
             positions[first_row:end_row],
+            states,
+            leaving[: len(chosen)],
             logits[: len(chosen)],
         )
         first_row, first_sequence, first_part, first_law = end_row, end_sequence, end_part, end_law

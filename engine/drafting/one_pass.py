@@ -22,8 +22,9 @@ from engine.drafting.reading import readings, states_before
 from engine.drafting.tables import draw_from, may_draw_at_once, slots_of
 from engine.kernels.protocol import LawTable
 from engine.kernels.transfer import to_device
+from engine.models.heads.head import HeadOutput
 from engine.models.heads.slots import SlotSampler, TableSampler
-from engine.models.runner import ModelRunner
+from engine.models.runner import ModelRunner, Pass
 from engine.plan import Plan, Row
 from engine.sampling.law import LawParameters
 
@@ -80,15 +81,15 @@ class OnePassDrafter(HeadDrafter):
             start += row.draft_length
         return to_device(np.concatenate(slots), self.runner.device)
 
-    def _pass(self, rows: Sequence[Row]) -> Tensor:
-        """Return [T, H] states for `slots`, after texts that have been read."""
+    def _pass(self, rows: Sequence[Row]) -> Any:
+        """Return the results of the pass for `slots`, after texts that have been read."""
         raise NotImplementedError
 
 
 class MaskDrafter(OnePassDrafter):
     """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that reads it."""
 
-    def _pass(self, rows: Sequence[Row]) -> Tensor:
+    def _pass(self, rows: Sequence[Row]) -> HeadOutput:
         *earlier, last = readings(rows, ends_wanted=True)
         mask = self.runner.head.config.mask_token_id
         with_masks = [
@@ -123,6 +124,10 @@ class BlockDrafter(OnePassDrafter):
             self._read(one)
         blocks = dict(zip(kinds, passes[len(reading) :], strict=True))
         return self.runner.block(blocks[kinds[0]], {kind: one.metadata for kind, one in blocks.items()})
+
+    def _read(self, one: Pass) -> None:
+        """Store what the head keeps of texts."""
+        self.runner.store(one, states_before(one.layout.sequences, self._target))
 
     def _blocks(self, rows: Sequence[Row], is_causal: bool) -> list[SequenceInput]:
         head = self.runner.head

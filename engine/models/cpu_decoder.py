@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import AttentionMetadata
 from engine.attention.inputs import StepLayout
 from engine.attention.tensors import NORMED, KVTensors
+from engine.models import cpu_weights
 from engine.models import numba_decoder as nd
 from engine.models import numba_table as nt
+from engine.models.cpu_weights import Array, Product, dequantised, stored_types
 from engine.models.kinds import window_of
-from engine.models.numba_product import BLOCK, GROUP, WIDENS_HALVES
+from engine.models.numba_product import BLOCK
 from engine.models.numba_work import ROW, TEAM
 
-Array = npt.NDArray[Any]
-
-_LINE = 64
-"""Bytes of a cache line."""
 _ROWS_TOGETHER = 16
 """Most rows of a sequence that attend together."""
 _MANY_ROWS = 16
@@ -39,89 +36,7 @@ _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows; a turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
 _CORE_COST = 0.1
-_NO_SCALES = np.zeros((1, 1, 0, BLOCK), dtype=np.float32)
-
-
-class _Product:
-    """The weights of one product in all L layers, in blocks [L, N / B, K, B] of one piece of memory."""
-
-    def __init__(self, num_layers: int, num_columns: int, depth: int, dtype: torch.dtype, bits: int) -> None:
-        self._numbers, _ = stored_types(dtype, bits == 8, False)
-        num_blocks = -(-num_columns // BLOCK)
-        self.weights = _aligned((num_layers, num_blocks, depth, BLOCK), self._numbers)
-        self.bias = np.zeros((num_layers, num_blocks * BLOCK), dtype=np.float32)
-        self.scales = _NO_SCALES.repeat(num_layers, 0)
-        if bits == 8:
-            self.scales = _aligned((num_layers, num_blocks, -(-depth // GROUP), BLOCK), np.dtype(np.float32))
-
-    def put(self, layer: int, weight: Tensor, bias: Tensor | None, first: int = 0, step: int = 1) -> None:
-        """Store the weight [N, K] of a layer in every `step`-th block from `first` on."""
-        num_columns, depth = weight.shape
-        num_blocks = -(-num_columns // BLOCK)
-        padded = torch.zeros((num_blocks * BLOCK, self.weights.shape[2]), dtype=weight.dtype)
-        padded[:num_columns, :depth] = weight
-        blocks = padded.view(num_blocks, BLOCK, -1).transpose(1, 2)
-        places = slice(first, first + step * num_blocks, step)
-        if self._numbers == np.int8:
-            blocks, self.scales[layer, places] = _quantised(blocks.float())
-        self.weights[layer, places] = _bits(blocks, self._numbers)
-        if bias is not None:
-            of_blocks = self.bias[layer].reshape(-1, BLOCK)[places]
-            flat = np.zeros(of_blocks.size, dtype=np.float32)
-            flat[:num_columns] = bias.float().numpy()
-            self.bias[layer].reshape(-1, BLOCK)[places] = flat.reshape(of_blocks.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the memory of the weights."""
-        return int(self.weights.nbytes + self.scales.nbytes + self.bias.nbytes)
-
-
-def stored_types(dtype: torch.dtype, quantises: bool, rounds_kv: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(type of numpy for weights of a type, type for K/V): what the functions of a pass are compiled for."""
-    return np.dtype(np.int8) if quantises else _stored_as(dtype), np.dtype(np.uint16 if rounds_kv else np.float32)
-
-
-def _stored_as(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the numpy type in which weights of this type are stored."""
-    stored = {torch.bfloat16: np.uint16, torch.float16: np.int16 if WIDENS_HALVES else np.float32}
-    return np.dtype(stored.get(dtype, np.float32))
-
-
-def _bits(numbers: Tensor, stored: np.dtype[Any]) -> Array:
-    if stored == np.float32:
-        numbers = numbers.float()
-    elif stored != np.int8:
-        numbers = numbers.view({2: torch.int16}[stored.itemsize])
-    return numbers.numpy().view(stored)
-
-
-def _quantised(blocks: Tensor) -> tuple[Tensor, Array]:
-    """Return ([blocks, K, B] in 8 bits, [blocks, groups, B] their scales)."""
-    num_blocks, depth, width = blocks.shape
-    num_groups = -(-depth // GROUP)
-    padded = torch.zeros((num_blocks, num_groups * GROUP, width))
-    padded[:, :depth] = blocks
-    groups = padded.view(num_blocks, num_groups, GROUP, width)
-    scales = groups.abs().amax(2) / 127
-    shares = groups / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
-    return shares.round().to(torch.int8).view(num_blocks, -1, width)[:, :depth], scales.numpy()
-
-
-def _dequantised(weight: Tensor) -> Tensor:
-    """Return the numbers that a weight [N, K] in 8 bits represents."""
-    numbers, scales = _quantised(weight.t().unsqueeze(0))
-    of_numbers = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-    return (numbers.float() * of_numbers)[0].t()
-
-
-def _aligned(shape: tuple[int, ...], numbers: np.dtype[Any]) -> Array:
-    """Return memory that begins at a cache line, with a spare line at its end."""
-    size = int(np.prod(shape)) * numbers.itemsize
-    piece = np.zeros(size + 2 * _LINE, dtype=np.uint8)
-    start = -piece.ctypes.data % _LINE
-    found: Array = piece[start : start + size].view(numbers).reshape(shape)
-    return found
+_NO_STATES = np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -135,6 +50,12 @@ class _Shape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    reads_states: bool
+
+    @property
+    def num_entries(self) -> int:
+        """Return the layers that read states: the first one or none."""
+        return int(self.reads_states)
 
     @property
     def joined_dim(self) -> int:
@@ -146,11 +67,23 @@ class CpuDecoder:
     """Runs the passes of one model."""
 
     reads_pages = True
+    known: Array | None = None
+    """[tokens with logits] the token of the target of each; None if they are the same."""
+    has_plain_logits = True
+    """Whether the model's logits are those of its output head, without further operations."""
 
-    def __init__(self, model: Any, bits: int = 16, kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: Any,
+        bits: int = 16,
+        kv_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
+        shared: Mapping[int, Product] | None = None,
+    ) -> None:
         """Lay out the weights of a model that `kinds.is_decoder` accepts; the model keeps its own until `prepare`.
 
-        bits: 8 quantises them; otherwise they keep the model's type.
+        bits: 8 quantises them; otherwise they are stored in `dtype`, None is the model's type. shared: products of
+        another decoder by their field, in place of the model's. A first layer with a `hidden_norm` reads states.
         """
         self.kv_dtype = kv_dtype
         self._bits = bits
@@ -165,70 +98,84 @@ class CpuDecoder:
             num_kv_heads=int(config.num_key_value_heads),
             head_dim=int(attention.head_dim),
             vocab_size=int(model.lm_head.weight.shape[0]),
+            reads_states=hasattr(layers[0], "hidden_norm"),
         )
         self._table = np.zeros((nt.NUM_FIELDS, nt.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
         """Arrays of the table, by field."""
-        self._put_weights(model, bits)
+        dtype = dtype or model.lm_head.weight.dtype
+        self._put_weights(model, dtype, dict(shared or {}))
         self._put_constants(model)
-        weights, kv = stored_types(model.lm_head.weight.dtype, bits == 8, kv_dtype == torch.bfloat16)
-        self._put(nt.FUNCTIONS, nd.functions_for(weights.type, kv.type))
+        self.stored_as, kv = stored_types(dtype, bits == 8, kv_dtype == torch.bfloat16)
+        """The numpy type of the weights."""
+        self._put(nt.FUNCTIONS, nd.functions_for(self.stored_as.type, kv.type))
         self._function = nd.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
         self.cores = 1, 1
         """Cores of passes of few rows, and of more."""
 
-    def _put_weights(self, model: Any, bits: int) -> None:
-        shape, layers = self._shape, model.model.layers
-        dtype = model.lm_head.weight.dtype
-        attended_dim = shape.num_heads * shape.head_dim
-        qkv, output, gate_up, down = (
-            _Product(shape.num_layers, num_columns, depth, dtype, bits)
-            for num_columns, depth in (
-                (shape.joined_dim, shape.hidden_dim),
-                (shape.hidden_dim, attended_dim),
-                (2 * shape.inner_dim, shape.hidden_dim),
-                (shape.hidden_dim, shape.inner_dim),
+    def _put_weights(self, model: Any, dtype: torch.dtype, shared: dict[int, Product]) -> None:
+        shape, bits = self._shape, self._bits
+        of_layers = {
+            field: Product(num_layers, num_columns, depth, dtype, bits)
+            for field, num_layers, num_columns, depth in (
+                (nt.ENTRY, shape.num_entries, shape.joined_dim, 2 * shape.hidden_dim),
+                (nt.QKV, shape.num_layers - shape.num_entries, shape.joined_dim, shape.hidden_dim),
+                (nt.OUTPUT, shape.num_layers, shape.hidden_dim, shape.num_heads * shape.head_dim),
+                (nt.GATE_UP, shape.num_layers, 2 * shape.inner_dim, shape.hidden_dim),
+                (nt.DOWN, shape.num_layers, shape.hidden_dim, shape.inner_dim),
             )
-        )
-        for number, layer in enumerate(layers):
+        }
+        for number, layer in enumerate(model.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             parts = [attention.q_proj, attention.k_proj, attention.v_proj]
             has_bias = parts[0].bias is not None
-            qkv.put(
-                number,
+            is_entry = number < shape.num_entries
+            of_layers[nt.ENTRY if is_entry else nt.QKV].put(
+                0 if is_entry else number - shape.num_entries,
                 torch.cat([part.weight.detach() for part in parts]),
                 torch.cat([part.bias.detach() for part in parts]) if has_bias else None,
             )
-            output.put(number, attention.o_proj.weight.detach(), _bias(attention.o_proj))
-            gate_up.put(number, mlp.gate_proj.weight.detach(), _bias(mlp.gate_proj), 0, 2)
-            gate_up.put(number, mlp.up_proj.weight.detach(), _bias(mlp.up_proj), 1, 2)
-            down.put(number, mlp.down_proj.weight.detach(), _bias(mlp.down_proj))
-        head = _Product(1, shape.vocab_size, shape.hidden_dim, dtype, bits)
-        head.put(0, model.lm_head.weight.detach(), _bias(model.lm_head))
-        embedding = head
-        if model.lm_head.weight is not model.model.embed_tokens.weight:
-            embedding = _Product(1, model.model.embed_tokens.num_embeddings, shape.hidden_dim, dtype, bits)
-            embedding.put(0, model.model.embed_tokens.weight.detach(), None)
-        of_layers = (nt.QKV, qkv), (nt.OUTPUT, output), (nt.GATE_UP, gate_up), (nt.DOWN, down)
-        for field, product in (*of_layers, (nt.EMBEDDING, embedding), (nt.HEAD, head)):
+            of_layers[nt.OUTPUT].put(number, attention.o_proj.weight, _bias(attention.o_proj))
+            of_layers[nt.GATE_UP].put(number, mlp.gate_proj.weight, _bias(mlp.gate_proj), 0, 2)
+            of_layers[nt.GATE_UP].put(number, mlp.up_proj.weight, _bias(mlp.up_proj), 1, 2)
+            of_layers[nt.DOWN].put(number, mlp.down_proj.weight, _bias(mlp.down_proj))
+        self.products = {**of_layers, **self._outer_products(model, dtype, shared)}
+        """Products by their field."""
+        for field, product in self.products.items():
             self._put(field, product.weights, product.scales, product.bias)
-        unique = {id(product): product.nbytes for product in (qkv, output, gate_up, down, head, embedding)}
-        self.weight_bytes = sum(unique.values())
-        """Memory of the weights."""
+        unique = {id(product): product.nbytes for product in self.products.values()}
+        self.weight_bytes = sum(unique.values()) - sum({id(one): one.nbytes for one in shared.values()}.values())
+        """Memory of the weights that only this decoder has."""
+
+    def _outer_products(self, model: Any, dtype: torch.dtype, shared: dict[int, Product]) -> dict[int, Product]:
+        """Return the output head and the embeddings, which may be the same."""
+        products = dict(shared)
+        embedding, output = model.model.embed_tokens, model.lm_head
+        if nt.HEAD not in products:
+            products[nt.HEAD] = Product(1, self._shape.vocab_size, self._shape.hidden_dim, dtype, self._bits)
+            products[nt.HEAD].put(0, output.weight, _bias(output))
+        if nt.EMBEDDING not in products and output.weight is embedding.weight:
+            products[nt.EMBEDDING] = products[nt.HEAD]
+        elif nt.EMBEDDING not in products:
+            num_tokens = int(embedding.weight.shape[0])
+            products[nt.EMBEDDING] = Product(1, num_tokens, self._shape.hidden_dim, dtype, self._bits)
+            products[nt.EMBEDDING].put(0, embedding.weight, None)
+        return products
 
     def _put_constants(self, model: Any) -> None:
         config, body = model.config, model.model
         norms = [norm for layer in body.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        norms += [body.norm, *([body.layers[0].hidden_norm] if self._shape.reads_states else ())]
         of_heads = [
             _floats(torch.stack([attention.q_norm.weight, attention.k_norm.weight]))
             for attention in (layer.self_attn for layer in body.layers)
-            if hasattr(attention, "q_norm")
+            if hasattr(getattr(attention, "q_norm", None), "weight")
         ]
         rotary = body.rotary_emb
         constants = [config.rms_norm_eps, body.layers[0].self_attn.scaling, rotary.attention_scaling]
-        self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in (*norms, body.norm)]))
+        self._put(nt.NORMS, np.stack([_floats(norm.weight) for norm in norms]))
         self._put(nt.HEAD_NORMS, np.stack(of_heads) if of_heads else np.zeros((0, 2, self._shape.head_dim), np.float32))
         self._put(nt.FREQUENCIES, _floats(rotary.inv_freq))
         self._put(nt.CONSTANTS, np.array(constants, dtype=np.float32))
@@ -253,7 +200,7 @@ class CpuDecoder:
 
     def weight_used(self, weight: Tensor) -> Tensor:
         """Return the float32 numbers that represent a weight [N, K] of the model."""
-        return weight.float() if self._bits != 8 else _dequantised(weight.float())
+        return weight.float() if self._bits != 8 else dequantised(weight.float())
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Measure on how many cores passes of few and of more rows are fastest, and use that many.
@@ -292,23 +239,39 @@ class CpuDecoder:
         widths = {
             nt.HIDDEN: shape.hidden_dim,
             nt.NORMED: shape.hidden_dim,
-            nt.JOINED: self._arrays[nt.QKV + 2].shape[1],
+            nt.JOINED: -(-shape.joined_dim // BLOCK) * BLOCK,
             nt.ATTENDED: shape.num_heads * shape.head_dim,
             nt.SUMMAND: self._arrays[nt.OUTPUT + 2].shape[1],
             nt.INNER: 2 * shape.inner_dim,
             nt.GATED: shape.inner_dim,
             nt.CHOSEN: shape.hidden_dim,
+            nt.ENTERING: 2 * shape.hidden_dim * shape.num_entries,
         }
         for field, width in widths.items():
-            self._put(field, _aligned((rows, width), np.dtype(np.float32)))
-        self._put(nt.ROTATION, _aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
+            self._put(field, cpu_weights.aligned((rows, width), np.dtype(np.float32)))
+        self._put(nt.ROTATION, cpu_weights.aligned((2, rows, shape.head_dim // 2), np.dtype(np.float32)))
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
+        return self.passed(token_ids_T, positions_T, metadata, wanted_N)[1]
+
+    def passed(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        wanted_N: Tensor,
+        state_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N, V] logits).
+
+        state_TD: the states that the rows read.
+        """
         pages = metadata.pages
         assert pages is not None, "the pages of a pass"
         assert isinstance(metadata.slots_T, Tensor)
         found = self.room_for_logits(len(wanted_N))
+        states, leaving = self.states_of(state_TD, len(wanted_N))
         nd.run(
             *self.ready(metadata.storage, metadata.page_size, len(token_ids_T)),
             0,
@@ -324,11 +287,21 @@ class CpuDecoder:
             pages.node_positions,
             pages.limits,
             positions_T.numpy(),
+            states,
+            leaving,
             found,
         )
-        logits_NV = torch.from_numpy(found)
+        logits_NV, state_ND = torch.from_numpy(found), torch.from_numpy(leaving)
         vocab_size = self._shape.vocab_size
-        return logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
+        return state_ND, logits_NV if logits_NV.shape[1] == vocab_size else logits_NV[:, :vocab_size].contiguous()
+
+    def states_of(self, state_TD: Tensor | None, num_leaving: int) -> tuple[Array, Array]:
+        """Return (states [T, D] that the rows of a pass read, room for those that leave it), of width 0 if none are
+        read.
+        """
+        assert (state_TD is not None) == self._shape.reads_states, "states for a model that reads states"
+        states = _NO_STATES if state_TD is None else np.ascontiguousarray(state_TD.numpy())
+        return states, np.empty((num_leaving, states.shape[1]), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int) -> tuple[Array, int, Array]:
         """Reserve buffers for passes of at most this many rows on this K/V; return (words of the helpers, function,

@@ -115,17 +115,26 @@ def _num_parts_of_blocks(table, num_blocks):
 
 @compiled_for_cpu(**FAST)
 def _begin(address, phase, weight_type):
-    """Write the embeddings of the tokens, and cosines and sines of their rotation."""
+    """Write the embeddings of the tokens (for a layer that reads states: its inputs), and cosines and sines of their
+    rotation.
+    """
     table = table_at(address)
     counters, num_parts = array2(table, nt.COUNTERS, np.int64), _num_parts_of_rows(table)
     tokens, positions = array1(table, nt.TOKENS, np.int64), array1(table, nt.POSITIONS, np.int64)
     embedding, scales = array4(table, nt.EMBEDDING, weight_type)[0], array4(table, nt.EMBEDDING + 1, np.float32)[0]
     frequencies, factor = array1(table, nt.FREQUENCIES, np.float32), array1(table, nt.CONSTANTS, np.float32)[2]
     hidden, rotation = array2(table, nt.HIDDEN, np.float32), array3(table, nt.ROTATION, np.float32)
+    states, entering = array2(table, nt.STATES, np.float32), array2(table, nt.ENTERING, np.float32)
+    norms, eps = array2(table, nt.NORMS, np.float32), array1(table, nt.CONSTANTS, np.float32)[0]
+    width, reads_states = hidden.shape[1], states.shape[1] > 0
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
             _embed(tokens[row], embedding, scales, hidden[row])
+            if reads_states:
+                _norm(hidden[row], norms[0], eps, entering[row, :width])
+                _norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
+                hidden[row] = entering[row, width:] if array1(table, nt.READS, np.int64)[0] else states[row]
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
                 rotation[0, row, number], rotation[1, row, number] = np.cos(angle) * factor, np.sin(angle) * factor
@@ -248,15 +257,19 @@ def _attend(address, phase, layer, kv_type):
 
 @compiled_for_cpu(**FAST)
 def _choose(address, phase):
-    """Copy the wanted rows."""
+    """Copy the wanted rows, and the states that leave them if the model reads states."""
     table = table_at(address)
     counters, wanted = array2(table, nt.COUNTERS, np.int64), array1(table, nt.WANTED, np.int64)
     normed, chosen = array2(table, nt.NORMED, np.float32), array2(table, nt.CHOSEN, np.float32)
+    hidden, leaving = array2(table, nt.HIDDEN, np.float32), array2(table, nt.LEAVING, np.float32)
     count, part = 0, claim(counters, phase, 1)
     while part >= 0:
         for number in range(len(wanted)):
             for column in range(normed.shape[1]):
                 chosen[number, column] = normed[wanted[number], column]
+            if leaving.shape[1] > 0:
+                source = normed if array1(table, nt.READS, np.int64)[1] else hidden
+                leaving[number] = source[wanted[number]]
         count, part = count + 1, claim(counters, phase, 1)
     finish(counters, phase, count, 1)
 
@@ -265,13 +278,17 @@ def _choose(address, phase):
 def _work(address):
     """Take part in all phases of the pass whose table is at an address."""
     table = table_at(address)
-    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.QKV, 1]
+    functions, num_layers = array1(table, nt.FUNCTIONS, np.int64), table[nt.OUTPUT, 1]
+    num_entries = table[nt.ENTRY, 1]
     begin, norm, multiply, rotate, attend = functions
     call(begin, address, 0, 0, 0, 0, 0)
     phase = 1
     for layer in range(num_layers):
-        call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
-        call(multiply, address, phase + 1, layer, nt.QKV, nt.NORMED, nt.JOINED)
+        if layer < num_entries:
+            call(multiply, address, phase + 1, 0, nt.ENTRY, nt.ENTERING, nt.JOINED)
+        else:
+            call(norm, address, phase, 2 * layer, layer > 0, 0, 0)
+            call(multiply, address, phase + 1, layer - num_entries, nt.QKV, nt.NORMED, nt.JOINED)
         call(rotate, address, phase + 2, layer, 0, 0, 0)
         call(attend, address, phase + 3, layer, 0, 0, 0)
         call(multiply, address, phase + 4, layer, nt.OUTPUT, nt.ATTENDED, nt.SUMMAND)
@@ -362,6 +379,8 @@ def run(
     node_positions,
     limits,
     positions,
+    states,
+    leaving,
     logits,
 ):
     """Run a pass: write its arrays into the table and call `function`, the address of `work`, with all cores.
@@ -384,8 +403,10 @@ def run(
     put2(table, nt.NODE_POSITIONS, node_positions)
     put1(table, nt.LIMITS, limits)
     put1(table, nt.POSITIONS, positions)
+    put2(table, nt.STATES, states)
+    put2(table, nt.LEAVING, leaving)
     put2(table, nt.LOGITS, logits)
-    for field in (nt.HIDDEN, nt.NORMED, nt.JOINED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED):
+    for field in (nt.HIDDEN, nt.NORMED, nt.JOINED, nt.ATTENDED, nt.SUMMAND, nt.INNER, nt.GATED, nt.ENTERING):
         table[field, 1] = len(tokens)
     table[nt.ROTATION, 2], table[nt.CHOSEN, 1] = len(tokens), len(wanted)
     array2(table, nt.COUNTERS, np.int64)[:] = 0

@@ -15,27 +15,32 @@ from engine.kernels import compiled_for_cpu
 from engine.models.numba_work import pointer_to
 
 # Rows of the table of a pass. Products of a model with L layers: a weight [L, N / B, K, B], then its scales [L, N / B,
-# groups, B] and its bias [L, N]; those of the embedding and the head with L = 1.
-EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(0, 18, 3)
-# Norms [2 L + 1, D]; those of queries and keys [L, 2, head], or [0, 2, head]; radians [head / 2] by which a position
-# rotates; epsilon, scale of scores, factor of cosines and sines; windows [L] in positions, 0 for none.
-NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(18, 23)
+# groups, B] and its bias [L, N]; those of the embedding and the head with L = 1. If the first layer reads states,
+# `ENTRY` has its q, k and v of [embedding, state], with L = 1 and K = 2 D, and `QKV` has those of the other layers.
+EMBEDDING, QKV, OUTPUT, GATE_UP, DOWN, HEAD, ENTRY = range(0, 21, 3)
+# Norms [2 L + 1, D], and after them that of the states that are read; those of queries and keys [L, 2, head], or
+# [0, 2, head]; radians [head / 2] by which a position rotates; epsilon, scale of scores, factor of cosines and sines;
+# windows [L] in positions, 0 for none.
+NORMS, HEAD_NORMS, FREQUENCIES, CONSTANTS, WINDOWS = range(21, 26)
 # K/V [L, slots, H_kv, head].
-KEYS, VALUES = 23, 24
+KEYS, VALUES = 26, 27
 # Working arrays of T rows (see `_work`), and [phases, `ROW`] counters.
-HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, COUNTERS = range(25, 35)
+HIDDEN, ROTATION, NORMED, JOINED, ATTENDED, SUMMAND, INNER, GATED, CHOSEN, ENTERING, COUNTERS = range(28, 39)
 # Of a pass over T tokens of R sequences: see `inputs.StepLayout`. Parts [P, 3]: sequence, first row and end of rows
 # that attend together; sizes: tokens of a page, cores.
-TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(36, 45)
-NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(45, 50)
+TOKENS, SLOTS, WANTED, PARTS, WORDS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS = range(39, 48)
+NODE_POSITIONS, LIMITS, POSITIONS, LOGITS, SIZES = range(48, 53)
 # Stored hidden states: places [L + 2] of the state that enters each layer, that leaves the last, and after the norm, -1
 # for none; the output, [slots, places * D].
-TAPS, TAPPED = 50, 51
+TAPS, TAPPED = 53, 54
+# States [T, D] that the rows read, and those [N, D] that leave the wanted rows: of width 0 in decoders that read none.
+# Whether the normed state is the residual of the first layer, and whether the states that leave are normed.
+STATES, LEAVING, READS = 55, 56, 57
 # Addresses of the functions of phases that depend on types.
-FUNCTIONS = 52
+FUNCTIONS = 58
 # Address of a function that runs after the logits, with its phase; or 0. Rows from `OWN` on belong to that function.
-BEHIND, OWN = 53, 54
-NUM_FIELDS = 64
+BEHIND, OWN = 59, 60
+NUM_FIELDS = 72
 COLUMNS = 5
 """Columns of a table: the address of an array, and up to four sizes."""
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import msgspec
 import torch
@@ -25,9 +26,8 @@ from engine.drafting.one_pass import BlockDrafter, MaskDrafter
 from engine.errors import ConfigError
 from engine.grammar.grammar import Grammars
 from engine.kernels.choosing import choose
-from engine.models.backend import TransformersBackend
 from engine.models.heads.head import Head
-from engine.models.heads.runner import HeadRunner
+from engine.models.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.models.host import most_cores
 from engine.models.loading import LoadedModel, Outline, Progress, end_tokens, load_pair, outline_pair
 from engine.models.probe import BackendChoice, find_kv_shape, has_kernel, is_replayed, probe_ways, runs
@@ -87,9 +87,10 @@ def assemble(
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)
-    ways, weight_bytes = [], []
+    ways: list[BackendChoice] = []
+    weight_bytes = []
     for model, shape in zip(models, shapes, strict=True):
-        way, num_bytes = _prepare(model, shape, config, progress, is_owner)
+        way, num_bytes = _prepare(model, shape, config, progress, is_owner, target, ways)
         ways.append(way)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
@@ -194,13 +195,25 @@ def _scheduler(config: EngineConfig, target: LoadedModel, num_blocks: int, by_he
 
 
 def _prepare(
-    loaded: LoadedModel, shape: KVShape, config: EngineConfig, progress: Progress, is_owner: bool
+    loaded: LoadedModel,
+    shape: KVShape,
+    config: EngineConfig,
+    progress: Progress,
+    is_owner: bool,
+    target: LoadedModel,
+    earlier: Sequence[BackendChoice],
 ) -> tuple[BackendChoice, int]:
-    """Return (how a model is run, the memory that its weights then take)."""
-    if isinstance(loaded.model, Head):  # there is no other implementation to compare it with
-        has_paged_kernel = has_kernel(torch.device(loaded.model.device))
-        packed_bytes = loaded.model.pack() if is_owner and loaded.model.device.type == "cpu" else 0
-        return BackendChoice(TransformersBackend(loaded.model), has_paged_kernel), packed_bytes + loaded.weight_bytes
+    """Return (how a model is run, the memory that its weights then take). earlier: the target's, for a head."""
+    if isinstance(loaded.model, Head):
+        device = torch.device(loaded.model.device)
+        backend: HeadBackend = TorchHead(loaded.model)
+        if device.type == "cpu" and not has_kernel(device) and find_spec("numba") is not None:
+            from engine.models.heads.decoder import backend_of
+
+            sizes = target.model.dtype, config.cache.block_size
+            backend = backend_of(loaded.model, shape, earlier[0].backend, *sizes)
+        laid_out_bytes = backend.prepare(lambda: True) if is_owner and device.type == "cpu" else 0
+        return BackendChoice(backend, has_kernel(device)), laid_out_bytes + loaded.weight_bytes
     progress(f"probing {loaded.name}")
     way = probe_ways(loaded, shape, config.cache.block_size, config.model)
     if loaded.ranks is not None or not is_owner:  # a part of a split model cannot be tried on this rank alone

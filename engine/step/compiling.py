@@ -27,14 +27,14 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the kernels of the target if no earlier start has; call it before torch has made threads."""
     try:
         from engine.drafting import numba_levels
-        from engine.models import cpu_decoder, numba_decoder
+        from engine.models import cpu_weights, numba_decoder
     except ImportError:  # Numba is not installed
         return
     dtype, folder = decoded_dtype(config), cache_folder()
     num_processes = min(usable_cores(), 4)
     if dtype is None or folder is None or num_processes < 2:
         return
-    weights, kv = cpu_decoder.stored_types(dtype, config.weights == "int8", config.kv_dtype == "bfloat16")
+    weights, kv = cpu_weights.stored_types(dtype, config.weights == "int8", config.kv_dtype == "bfloat16")
     mark = folder / f"compiled-{weights}-{kv}"
     if mark.exists():
         return

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from engine.drafting import chains, levels, numba_levels
 from engine.drafting.draft import Layout
+from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.kernels.protocol import LawTable
 from engine.plan import Plan
 from engine.request import Request, Speculation
 from engine.sampling.law import LawParameters
 from tests.engine import tiny
+from tests.heads import folders
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="drafting on a CPU")
 
@@ -52,14 +54,14 @@ def requests() -> list[Request]:
 
 
 class Compared:
-    """Calls of `ModelDrafter.draw`, each compared with the loop over levels."""
+    """Calls of a drafter's `draw`, each compared with the loop over levels."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = ModelDrafter) -> None:
         self.num_taken = self.num_equal = self.num_drawn = 0
-        right = ModelDrafter.draw
+        right = kind.draw
 
         def draw(
-            drafter: ModelDrafter, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
+            drafter: Any, plan: Plan, layout: Layout, parameters: LawParameters, uniform_LC: Tensor
         ) -> tuple[Tensor, LawTable] | None:
             found = right(drafter, plan, layout, parameters, uniform_LC)
             if found is None:
@@ -73,7 +75,7 @@ class Compared:
             self.num_equal += torch.equal(found_CL, expected_CL) and torch.equal(laws, table.law_NV)
             return expected_CL, replace(table, law_NV=laws)
 
-        monkeypatch.setattr(ModelDrafter, "draw", draw)
+        monkeypatch.setattr(kind, "draw", draw)
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +84,27 @@ def pair() -> tuple[Any, Any]:
     return target, tiny.perturbed(target, seed=3, amount=0.03)
 
 
+@pytest.fixture(scope="module")
+def head_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """An EAGLE-3 head that knows some of the target's tokens."""
+    target = folders.target(vocabulary=101)
+    folder = tmp_path_factory.mktemp("head") / "head"
+    written = folders.write_eagle(folder, vocabulary=101, draft_vocabulary=83, scale=0.3)
+    return target, folders.load(written, target)
+
+
 @pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+@pytest.mark.parametrize("kind", [ModelDrafter, EagleDrafter])
 def test_one_call_gives_what_the_loop_gives(
-    pair: tuple[Any, Any], together: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Any, Any],
+    head_pair: tuple[Any, Any],
+    kind: type[Any],
+    together: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With prompts in chunks, prefixes that are shared, requests that end, and some that are preempted."""
-    compared = Compared(monkeypatch)
+    compared = Compared(monkeypatch, kind)
+    pair = pair if kind is ModelDrafter else head_pair
     engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)
     if together:
         assert tiny.run(engine, requests()).num_accepted > 0
@@ -112,21 +129,29 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     "keys of another level": lambda a: a.update(num_keys=a["num_keys"] - 1),
 }
+WRONG_OF_HEADS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "the state of another node": lambda a: a.update(parents=a["parents"] * 0),
+    "the state of another token of the text": lambda a: a.update(states=np.roll(a["states"], 1, 0)),
+    "another token of the target": lambda a: a.update(known=np.roll(a["known"], 1)),
+}
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_call_is_found_out(pair: tuple[Any, Any], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_HEADS])
+def test_a_wrong_call_is_found_out(
+    pair: tuple[Any, Any], head_pair: tuple[Any, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = numba_levels.draw_levels
     names = right.py_func.__code__.co_varnames[: right.py_func.__code__.co_argcount]
 
     def spoilt(*arguments: Any) -> None:
         named = dict(zip(names, arguments, strict=True))
-        WRONG[wrong](named)
+        {**WRONG, **WRONG_OF_HEADS}[wrong](named)
         right(*named.values())
 
     monkeypatch.setattr(numba_levels, "draw_levels", spoilt)
-    compared = Compared(monkeypatch)
-    tiny.run(tiny.build(*pair, max_draft_length=5), requests())
+    of_head = wrong in WRONG_OF_HEADS
+    compared = Compared(monkeypatch, EagleDrafter if of_head else ModelDrafter)
+    tiny.run(tiny.build(*(head_pair if of_head else pair), max_draft_length=5), requests())
     assert compared.num_equal < compared.num_taken
 
 

@@ -144,8 +144,8 @@ def with_drafts_of_another_law() -> Iterator[None]:
     def flattened(law: torch.Tensor, row: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         return categorical(law[row] ** 0.3, uniform)
 
-    def bent(self: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, law_NV: Any) -> Any:
-        return right(self, passes, layout, parameters, uniform_LC**2, law_NV)
+    def bent(self: Levels, passes: Any, layout: Any, parameters: Any, uniform_LC: torch.Tensor, *more: Any) -> Any:
+        return right(self, passes, layout, parameters, uniform_LC**2, *more)
 
     with patch.object(kernels, "draw", staticmethod(flattened)), patch.object(Levels, "draw", bent):
         yield

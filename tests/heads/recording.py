@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from engine.models.heads.eagle import Eagle3
 from engine.models.loading import LoadedModel
 from engine.plan import Plan
 from engine.request import Speculation
@@ -92,6 +93,8 @@ def served(
     assert engine.target.fast_ways["paged attention"] == paged
     assert engine.draft_runner is not None
     assert engine.draft_runner.fast_ways["paged attention"] == paged
+    if not paged and tiny.DEVICE.type == "cpu":
+        assert engine.draft_runner.fast_ways["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3)
     recorder = Recorder(engine)
     shared = tiny.prompts(VOCABULARY, [20])[0]
     rests = tiny.prompts(VOCABULARY, [3, 9] if few else [3, 30, 9, 5, 60, 2], seed=1)

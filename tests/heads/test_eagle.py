@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "states of another token": (reading, "_slots_before", of_another_token),
     "states of another parent": (eagle, "parents", lambda right: lambda rows, depth: right(rows, depth) * 0),
     "accepted rows as they were drafted": (Scheduler, "_append", keeping_drafts),
-    "no map of tokens": (Head, "_target_ids", lambda _: property(lambda self: None, lambda self, value: None)),
+    "no map of tokens": (Head, "target_ids", lambda _: property(lambda self: None, lambda self, value: None)),
 }
 
 
@@ -161,6 +161,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Loaded
 
 CASES = [
     ("bv_race 4", "plain"),
+    ("traversal iid", "plain"),
     ("bv_race 4", "filtered"),
     ("bv_race 4", "penalties"),
     ("traversal tree", "filtered"),
@@ -169,7 +170,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "filtered")}))
+@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "plain"), ("bv_race 4", "filtered")}))
 def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
     expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])
@@ -185,6 +186,14 @@ def test_output_behind_shared_beginnings_has_the_target_s_distribution(
         counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], plain, prompt=prompt)
     assert checked.call_args[0][0].num_cache_hits > 1000
     assert output_law.g_test(counts, output_law.exact_law(small[0], plain, prompt)) > output_law.ALPHA
+
+
+def test_drafts_of_another_distribution_are_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
+    """All levels in one call, and level by level."""
+    with tiny.with_drafts_of_another_law():
+        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
+    expected = output_law.exact_law(small[0], output_law.SAMPLINGS["plain"])
+    assert output_law.g_test(counts, expected) < output_law.ALPHA
 
 
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:

@@ -213,13 +213,16 @@ def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path
     for speculation in (SPECULATIONS["chains"], SPECULATIONS["tree"]):
         engine = tiny.build(target, folders.load(written, target))
         assert engine.draft_runner is not None
-        with patch.object(
-            type(engine.draft_runner), "_run", autospec=True, side_effect=type(engine.draft_runner)._run
-        ) as run:
+        runner = type(engine.draft_runner)
+        with (
+            patch.object(runner, "store", autospec=True, side_effect=runner.store) as store,
+            patch.object(runner, "block", autospec=True, side_effect=runner.block) as block,
+        ):
             found = tiny.run(engine, [tiny.request("a", [1, 2, 3], speculation, temperature=1.0, max_tokens=20)])
         # One pass reads the text, and one drafts; the prompt's step only reads.
         num_drafting = sum(outcome.num_nodes > 0 for outcome in found.outcomes["a"])
-        passes.append(run.call_count - 2 * num_drafting)
+        assert block.call_count == num_drafting
+        passes.append(store.call_count - num_drafting)
     assert passes[0] == passes[1] <= 3
 
 

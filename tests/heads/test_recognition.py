@@ -19,6 +19,7 @@ from engine.drafting.eagle import EagleDrafter
 from engine.drafting.one_pass import BlockDrafter
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.models.heads.config import read_head
+from engine.models.heads.decoder import HeadDecoder
 from engine.models.heads.head import TargetWeights
 from engine.request import Speculation
 from engine.step.building import build_engine
@@ -62,9 +63,26 @@ def test_a_folder_is_served(target: Path, tmp_path: Path, layout: str) -> None:
     )
     engine = build_engine(config)
     assert isinstance(engine.drafter, EagleDrafter)
-    of_tensors = sum(tensor.nbytes for name, tensor in written.tensors.items() if name != "t2d")
+    decoded = (
+        "t2d",
+        "attn.q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "embed_tokens",
+        "lm_head",
+    )
+    others = sum(
+        one.nbytes for name, one in written.tensors.items() if not name.removesuffix(".weight").endswith(decoded)
+    )
     of_rotation = 2 * 4 * folders.HEAD_DIM // 2
-    assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation
+    assert engine.draft_runner is not None
+    backend = engine.draft_runner.backend
+    assert isinstance(backend, HeadDecoder)
+    assert engine.facts.memory_plan["draft_weights"] == others + of_rotation + backend.weight_bytes
     speculation = Speculation(rule="bv_race", num_drafts=4, draft_length=5, adaptive=True)
     with patch("engine.step.calibration._BUDGET_S", 0.002):
         points = measure_points(engine, speculation)

@@ -17,6 +17,7 @@ from engine.drafting import one_pass
 from engine.drafting.draft import Draft
 from engine.plan import Plan
 from engine.request import Sampling, Speculation
+from engine.step import building
 from engine.step.calibration import made_up_plan
 from engine.step.engine import Engine
 from tests.engine import test_output_law as output_law
@@ -104,7 +105,10 @@ def test_packed_weights_give_the_same_logits(tmp_path: Path, kind: str, shares: 
     else:
         written = folders.write_block(tmp_path / "head", kind=kind)
     head = folders.load(written, target)
-    engine = tiny.build(target, head, num_blocks=120)
+    with patch.object(building, "find_spec", lambda _: None):  # without Numba
+        engine = tiny.build(target, head, num_blocks=120)
+    assert engine.draft_runner is not None
+    assert not engine.draft_runner.fast_ways["fast decoder"]
     assert engine.target.storage.hidden is not None
     assert engine.drafter is not None
     engine.target.storage.hidden.normal_(generator=torch.Generator().manual_seed(3))

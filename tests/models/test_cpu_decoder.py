@@ -23,7 +23,7 @@ from engine.attention.inputs import NO_NODES, SequenceInput, StepLayout
 from engine.attention.tensors import NORMED
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from engine.models import cpu_decoder, numba_table, numba_work, probe, runner
+from engine.models import cpu_decoder, cpu_weights, numba_table, numba_work, probe, runner
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.kinds import is_decoder, is_lean
@@ -152,7 +152,7 @@ def test_results_depend_on_nothing_else_in_a_pass() -> None:
 
 
 def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
-    """`cpu_decoder._aligned` for numbers that end `shift` numbers before memory that must not be read, all bytes 255.
+    """`cpu_weights.aligned` for numbers that end `shift` numbers before memory that must not be read, all bytes 255.
 
     As float32 and bfloat16 these bytes are NaN.
     """
@@ -182,7 +182,7 @@ def test_results_do_not_depend_on_memory(name: str, bits: int, shift: int, monke
     if bits == 16:
         loaded.model.to(torch.bfloat16)
     expected = numbers(loaded, CpuDecoder(loaded.model, bits))
-    monkeypatch.setattr(cpu_decoder, "_aligned", _at_the_end_of_a_page(shift))
+    monkeypatch.setattr(cpu_weights, "aligned", _at_the_end_of_a_page(shift))
     found = numbers(loaded, CpuDecoder(loaded.model, bits))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

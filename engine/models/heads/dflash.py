@@ -93,12 +93,11 @@ class DFlash(Head):
         context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
         return context_TH
 
-    def read(self, _: Tensor, context_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
-        """Store K and V of the context; return [T, H] the context."""
+    def store(self, context_TH: Tensor, positions_T: Tensor, memory: Memory) -> None:
+        """Store K and V of the context."""
         rotation = self.rotary(positions_T, context_TH.dtype)
         for layer in self.layers:
             layer.self_attn.store(context_TH, rotation, memory)  # type: ignore[operator, union-attr]
-        return context_TH
 
     def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, Memory]) -> Tensor:
         """Return [T, H] states of whole blocks. by_causality: metadata of layers whose rows see only earlier rows,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.heads.config import HeadConfig
-from engine.models.heads.head import Head
+from engine.models.heads.head import Head, HeadOutput
 from engine.models.heads.layers import MLP, Attention, DecoderLayer, Memory, Norm, Rotary, Rotation
 from engine.models.heads.slots import Marginals, SlotSampler
 
@@ -67,10 +67,6 @@ class Eagle3(Head):
         projected_TH: Tensor = self.fc(taps_TX)
         return projected_TH
 
-    def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
-        """Return [T, H] the states of rows of a text, whose K and V are stored."""
-        return self.forward(token_ids_T, state_TH, positions_T, memory)
-
     def forward(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
         """Return [T, H] the states that the next rows read."""
         rotation = self.rotary(positions_T, state_TH.dtype)
@@ -80,9 +76,9 @@ class Eagle3(Head):
             state_TH = layer(state_TH, rotation, memory)
         return self.norm(state_TH) if self.config.norm_output else state_TH
 
-    def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """Return [N, V] logits of the tokens below rows with these states."""
-        return super().logits(state_NH if self.config.norm_output else self.norm(state_NH), vocab_size)
+    def products(self, state_NH: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] the products of states with the output head, after the norm."""
+        return super().products(state_NH if self.config.norm_output else self.norm(state_NH))
 
 
 class PEagle(Eagle3):
@@ -93,6 +89,6 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))
         """Replaces the target's states in rows of the mask token."""
 
-    def slots(self, state_SH: Tensor, lengths: Sequence[int], vocab_size: int) -> SlotSampler:  # noqa: ARG002
-        """Return the sampler from the states of the last rows of texts and of the masks after them."""
-        return Marginals(self.logits(state_SH, vocab_size))
+    def slots(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> SlotSampler:  # noqa: ARG002
+        """Return the sampler from the outputs at the last rows of texts and at the masks after them."""
+        return Marginals(self.in_target_tokens(self.scaled(output.product_NX), vocab_size))

@@ -5,7 +5,7 @@ target's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,15 @@ class TargetWeights:
         return TargetWeights(converted_VD, converted_VD if head_VD is embedding_VD else head_VD.detach().to(dtype))
 
 
+class HeadOutput(NamedTuple):
+    """Results of a pass at the wanted rows."""
+
+    state_NH: Tensor
+    """The states that the rows below them read."""
+    product_NX: Tensor
+    """Their products with the output head, [N, draft vocabulary]."""
+
+
 class Head(nn.Module):
     """Base of heads: everything but the layers."""
 
@@ -50,7 +59,7 @@ class Head(nn.Module):
         self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
         self.shared: TargetWeights | None = None
         """The target's weights, from `attach` on."""
-        self._target_ids: Tensor | None = None
+        self.target_ids: Tensor | None = None
         """[draft vocabulary] token of the target; None if the vocabularies are the same."""
 
     def attach(self, target: TargetWeights) -> None:
@@ -63,6 +72,7 @@ class Head(nn.Module):
             if own is None and (weight.shape[1] != config.hidden_size or not weight.is_floating_point()):
                 raise LoadError(f"{config.name}: needs the target's {what}, whose width or type differ from the head's")
         self.shared = target
+        self._num_embeddings = len(self._embedding)
         self._shared_output = PackedLinear(target.head_VD)
         has_all_tokens = config.draft_vocab_size == config.vocab_size
         if not has_all_tokens and (self.d2t is None or self.lm_head is None):
@@ -72,7 +82,7 @@ class Head(nn.Module):
         ids = torch.arange(config.draft_vocab_size, device=self.d2t.device) + self.d2t
         if not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size or len(set(ids.tolist())) != len(ids):
             raise LoadError(f"{config.name}: d2t maps tokens outside the target's vocabulary, or two to the same")
-        self._target_ids = ids
+        self.target_ids = ids
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +119,7 @@ class Head(nn.Module):
     @property
     def num_embeddings(self) -> int:
         """Return the number of tokens with embeddings."""
-        return len(self._embedding)
+        return self._num_embeddings
 
     @property
     def _embedding(self) -> Tensor:
@@ -130,14 +140,22 @@ class Head(nn.Module):
 
     def own_logits(self, state_NH: Tensor) -> Tensor:
         """Return [N, draft vocabulary] float32 logits."""
+        return self.scaled(self.products(state_NH))
+
+    def products(self, state_NH: Tensor) -> Tensor:
+        """Return [N, draft vocabulary] the products of states with the output head."""
         output = self._shared_output if self.lm_head is None else self.lm_head
-        logits_NV: Tensor = output(state_NH).float() * self.config.logit_scale
-        softcap = self.config.softcap
+        product_NV: Tensor = output(state_NH)
+        return product_NV
+
+    def scaled(self, product_NV: Tensor) -> Tensor:
+        """Return float32 logits from products with the output head."""
+        logits_NV, softcap = product_NV.float() * self.config.logit_scale, self.config.softcap
         return torch.tanh(logits_NV / softcap) * softcap if softcap else logits_NV
 
     def in_target_tokens(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
         """Map logits of the head's own tokens to [N, V] logits of the target's tokens."""
-        if self._target_ids is None and logits_NV.shape[1] >= vocab_size:
+        if self.target_ids is None and logits_NV.shape[1] >= vocab_size:
             return logits_NV[:, :vocab_size]
-        ids = torch.arange(logits_NV.shape[1], device=self.device) if self._target_ids is None else self._target_ids
+        ids = torch.arange(logits_NV.shape[1], device=self.device) if self.target_ids is None else self.target_ids
         return logits_NV.new_full((len(logits_NV), vocab_size), -torch.inf).index_copy_(1, ids, logits_NV)

@@ -50,12 +50,12 @@ class Rotary(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         with torch.device("cpu"):  # heads are created without memory for their weights, but these numbers are computed
-            self._embedding = LlamaRotaryEmbedding(config)
+            self.embedding = LlamaRotaryEmbedding(config)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
         """Return the rotation at each position."""
         like = torch.empty(0, dtype=dtype, device=positions_T.device)
-        cosines, sines = self._embedding(like, positions_T.unsqueeze(0))
+        cosines, sines = self.embedding(like, positions_T.unsqueeze(0))
         return cosines[0].unsqueeze(1), sines[0].unsqueeze(1)
 
 
@@ -66,23 +66,24 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_idx = number
         slides = getattr(config, "layer_types", None) and config.layer_types[number] == "sliding_attention"
-        self._window = config.sliding_window if slides else None
-        self._head_dim = int(config.head_dim)
+        self.sliding_window = config.sliding_window if slides else None
+        self.head_dim = int(config.head_dim)
+        self.scaling = self.head_dim**-0.5
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         has_bias = bool(getattr(config, "attention_bias", False))
-        self.q_proj = nn.Linear(input_size, num_heads * self._head_dim, bias=has_bias)
-        self.k_proj = nn.Linear(input_size, num_kv_heads * self._head_dim, bias=has_bias)
-        self.v_proj = nn.Linear(input_size, num_kv_heads * self._head_dim, bias=has_bias)
-        self.o_proj = nn.Linear(num_heads * self._head_dim, config.hidden_size, bias=has_bias)
+        self.q_proj = nn.Linear(input_size, num_heads * self.head_dim, bias=has_bias)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, config.hidden_size, bias=has_bias)
         has_norms = config.model_type == "qwen3"
-        self.q_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
-        self.k_norm = Norm(self._head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.q_norm = Norm(self.head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.k_norm = Norm(self.head_dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
     def forward(self, state_TX: Tensor, rotation: Rotation, memory: Memory) -> Tensor:
         """Return [T, H] attention of a pass, whose K and V are stored."""
         query_THD = rotated(self.q_norm(self._heads(self.q_proj, state_TX)), rotation)
         key_THD, value_THD = self.keys_and_values(state_TX, rotation)
-        attended_THD = memory.attend(self, query_THD, key_THD, value_THD, self._head_dim**-0.5, self._window)
+        attended_THD = memory.attend(self, query_THD, key_THD, value_THD, self.scaling, self.sliding_window)
         output_TH: Tensor = self.o_proj(attended_THD.flatten(1))
         return output_TH
 
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         return key_THD, self._heads(self.v_proj, state_TX)
 
     def _heads(self, projection: nn.Linear, state_TX: Tensor) -> Tensor:
-        return projection(state_TX).view(len(state_TX), -1, self._head_dim)  # type: ignore[no-any-return]
+        return projection(state_TX).view(len(state_TX), -1, self.head_dim)  # type: ignore[no-any-return]
 
 
 def rotated(heads_THD: Tensor, rotation: Rotation) -> Tensor:

@@ -97,10 +97,6 @@ class Mtp(Head):
         """Return [T, H] the input of rows: the target's states as they are."""
         return taps_TX
 
-    def read(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
-        """Return [T, H] the states of rows of a text, whose K and V are stored."""
-        return self.forward(token_ids_T, state_TH, positions_T, memory)
-
     def forward(self, token_ids_T: Tensor, state_TH: Tensor, positions_T: Tensor, memory: Memory) -> Tensor:
         """Return [T, H] the normed states that the next rows and the logits read."""
         joined_TX = torch.cat([self.enorm(self.embed(token_ids_T)), self.hnorm(state_TH)], -1)

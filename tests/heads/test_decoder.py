@@ -1,0 +1,163 @@
+"""Heads by the CPU's decoder: the numbers of their own modules, with every flag, and wrong ones are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from engine.models import numba_table as nt
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.heads import decoder
+from engine.models.heads.decoder import HeadDecoder
+from engine.models.heads.runner import HeadRunner, TorchHead
+from engine.models.loading import LoadedModel
+from engine.request import Speculation
+from engine.step.engine import Engine
+from tests.engine import tiny
+from tests.grid import grid
+from tests.heads import folders
+from tests.heads.recording import VOCABULARY
+from tests.heads.test_eagle import HEADS
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
+BLOCK_SIZE = 4
+CHAINS = Speculation(rule="bv_race", num_drafts=3, draft_length=3)
+SHARING = {
+    "width": folders.TARGET_WIDTH,
+    "shares": ("embed_tokens", "lm_head"),
+    "draft_vocabulary": VOCABULARY,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return folders.target(VOCABULARY)
+
+
+def backends(target: LoadedModel, head: LoadedModel, dtype: torch.dtype = torch.float32) -> tuple[TorchHead, Any]:
+    of_target = CpuDecoder(target.model)
+    return TorchHead(head.model), decoder.backend_of(head.model, head.model.kv_shape, of_target, dtype, BLOCK_SIZE)
+
+
+def difference(head: LoadedModel, both: tuple[TorchHead, Any]) -> float:
+    return decoder._difference(head.model, head.model.kv_shape, both, BLOCK_SIZE)
+
+
+ALL = {**HEADS, "peagle": {"kind": "peagle"}, "peagle, two layers, norms": {"kind": "peagle", "layers": 2}}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    """States and products, of rows of a text and of a tree below it."""
+    written = folders.write_eagle(tmp_path / "head", **ALL[name])
+    head = folders.load(written, target)
+    both = backends(target, head)
+    assert isinstance(both[1], HeadDecoder)
+    assert difference(head, both) < 1e-4
+
+
+def another_residual(self: HeadDecoder) -> None:
+    self._put(nt.READS, 1 - self._arrays[nt.READS])
+
+
+def another_norm(self: HeadDecoder) -> None:
+    self._arrays[nt.NORMS][-1] *= 1.1
+
+
+def another_weight(self: HeadDecoder) -> None:
+    self.products[nt.ENTRY].weights[0, 0, 0, 0] += 1
+
+
+@pytest.mark.parametrize("wrong", [another_residual, another_norm, another_weight])
+def test_a_decoder_with_other_numbers_is_not_used(
+    target: LoadedModel, tmp_path: Path, wrong: Callable[[HeadDecoder], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    head = folders.load(folders.write_eagle(tmp_path / "head"), target)
+    right = HeadDecoder.__init__
+
+    def spoilt(self: HeadDecoder, *of: Any) -> None:
+        right(self, *of)
+        wrong(self)
+
+    with patch.object(HeadDecoder, "__init__", spoilt):
+        assert isinstance(backends(target, head)[1], TorchHead)
+    assert "runs without the CPU decoder" in caplog.text
+
+
+def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target: LoadedModel, tmp_path: Path) -> None:
+    head = folders.load(folders.write_eagle(tmp_path / "head"), target)
+    exact = backends(target, head, torch.bfloat16)
+    assert exact[1].stored_as == np.float32
+    for weight in decoder._decoded_weights(head.model):
+        weight.data = weight.data.bfloat16().float()
+    rounded = backends(target, head, torch.bfloat16)
+    assert rounded[1].stored_as == np.uint16
+    assert rounded[1].weight_bytes < 0.6 * exact[1].weight_bytes
+    assert difference(head, rounded) < 1e-4
+
+
+def drafted(engine: Engine) -> list[int]:
+    return tiny.run(engine, [tiny.request("a", range(5, 30), CHAINS, max_tokens=20, temperature=1.0, seed=3)]).tokens[
+        "a"
+    ]
+
+
+def test_a_head_uses_the_embeddings_and_output_head_of_the_target_s_decoder(
+    target: LoadedModel, tmp_path: Path
+) -> None:
+    """They take no further memory, and the head's own weights are given up."""
+    written = folders.write_eagle(tmp_path / "head", **SHARING)
+    head = folders.load(written, target)
+    own = CpuDecoder(target.model)
+    decoders = [HeadDecoder(head.model, one, torch.float32) for one in (own, TorchHead(head.model))]
+    assert decoders[0].products[nt.HEAD] is own.products[nt.HEAD]
+    assert decoders[0].products[nt.EMBEDDING] is own.products[nt.EMBEDDING]
+    of_vocabulary = {id(one): one.nbytes for one in (own.products[nt.HEAD], own.products[nt.EMBEDDING])}
+    assert decoders[1].weight_bytes - decoders[0].weight_bytes == sum(of_vocabulary.values())
+    assert difference(head, (TorchHead(head.model), decoders[0])) < 1e-4
+    engine = tiny.build(target, head)
+    before = drafted(engine)
+    runner = engine.draft_runner
+    assert isinstance(runner, HeadRunner)
+    assert isinstance(runner.backend, HeadDecoder)
+    runner.backend.prepare(lambda: True)
+    assert all(not module.weight.numel() for module in decoder._decoded_modules(head.model))
+    assert drafted(engine) == before
+
+
+def test_an_output_head_with_a_bias_is_not_used_by_a_head(target: LoadedModel, tmp_path: Path) -> None:
+    head = folders.load(folders.write_eagle(tmp_path / "head", **SHARING), target)
+    own = CpuDecoder(target.model)
+    own.products[nt.HEAD].bias[0, 3] = 1
+    found = HeadDecoder(head.model, own, torch.float32)
+    assert found.products[nt.HEAD] is not own.products[nt.HEAD]
+    assert difference(head, (TorchHead(head.model), found)) < 1e-4
+
+
+@pytest.mark.parametrize("name", grid(HEADS, {"speculators"}))
+def test_answers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
+    """Equal tokens of answers, and equal numbers of accepted drafts, step by step."""
+    written = folders.write_eagle(tmp_path / "head", **{**HEADS[name], "scale": 0.3})
+    found = []
+    for is_decoded in (True, False):
+        head = folders.load(written, target)
+        with patch.object(decoder, "may_decode", lambda _, is_decoded=is_decoded: is_decoded):
+            engine = tiny.build(target, head)
+        assert engine.draft_runner is not None
+        assert engine.draft_runner.fast_ways["fast decoder"] == is_decoded
+        prompts = tiny.prompts(VOCABULARY, [3, 30, 9], seed=1)
+        requests = [
+            tiny.request(str(number), prompt, CHAINS, max_tokens=20, temperature=1.0, seed=number)
+            for number, prompt in enumerate(prompts)
+        ]
+        run = tiny.run(engine, requests)
+        accepted = {key: [one.num_accepted for one in outcomes] for key, outcomes in run.outcomes.items()}
+        found.append((run.tokens, accepted))
+    assert found[0] == found[1]
+    assert sum(map(sum, found[0][1].values())) > 0
