@@ -32,6 +32,25 @@ from loadtest.arguments import Parser
 from loadtest.results import add_output_argument, write
 
 _LONGEST_AT_A_TERMINAL = 2000
+_DESCRIPTION = """\
+Answer questions about a target model and its draft model, without a server.
+Commands that load models take the embedded pair unless --target and --draft
+name others. Tables for reading go to standard error, and the same figures as
+JSON to standard output."""
+_EPILOG = """\
+which command helps with what:
+  a pair of models that you want to serve  selfcheck, then pair; arms, contexts
+  a head in place of a draft model         drafters, heads, prefixes
+  smaller weights or a smaller K/V cache   quality
+  a GPU that you do not have yet           plan
+  what takes the time on this machine      around, growth, times
+  the numbers that answers report          reports
+  rules of verification on paper           laws, blocks, papers
+
+`polydraft analyze COMMAND --help` lists the flags of a command. Words such as
+rule, chain, head and acceptance are explained in docs/glossary.md. `python -m
+analysis.peers` compares with transformers and llama.cpp, and `polydraft bench
+--before FOLDER` with another version of Polydraft."""
 
 
 class Analysis(NamedTuple):
@@ -65,7 +84,7 @@ ANALYSES = {
         pair.analyze_pair,
     ),
     "arms": Analysis(
-        "How much faster are answers with drafts here? Takes turns with decoding without drafts.",
+        "How much faster are answers with drafts on this machine than without?",
         arms.add_arguments,
         arms.analyze_arms,
         turns.markdown,
@@ -83,19 +102,19 @@ ANALYSES = {
         reports.markdown,
     ),
     "plan": Analysis(
-        "How fast would a pair be on a GPU that is not at hand? Computes it; nothing is measured.",
+        "How fast would a pair be on a GPU that you do not have? A calculation: nothing is measured.",
         device_model.add_arguments,
         device_model.analyze_plan,
         device_model.markdown,
     ),
     "around": Analysis(
-        "Where does the time of a step go, besides the two models?",
+        "How much time does a step take besides the two models, and for what?",
         around.add_arguments,
         around.analyze_around,
         around.markdown,
     ),
     "contexts": Analysis(
-        "How much of the speedup is left behind a long text?",
+        "How much of the speedup is left after a long text?",
         contexts.add_arguments,
         contexts.analyze_contexts,
         contexts.markdown,
@@ -113,7 +132,7 @@ ANALYSES = {
         growth.markdown,
     ),
     "heads": Analysis(
-        "What do more chains of a one-pass head cost in drafting?",
+        "How much longer does a one-pass head draft for several chains than for one?",
         heads.add_arguments,
         heads.analyze_heads,
         heads.markdown,
@@ -131,17 +150,17 @@ ANALYSES = {
         times.markdown,
     ),
     "laws": Analysis(
-        "How likely is each rule to accept a draft, for distributions p and q that you give?",
+        "How likely is each rule to accept a draft, for the distributions in a file?",
         _add_file('{"p": [...], "q": [...], "n": drafts}'),
         lambda options: laws.analyze_laws(options.file),
     ),
     "blocks": Analysis(
-        "How many drafted tokens does each rule keep, for distributions that you give?",
+        "How many drafted tokens does each rule accept, for the distributions in a file?",
         _add_file('{"V": tokens, "L": length, "K": drafts, "rows": {"0,1": {"p": [...], "q": [...]}}}'),
         lambda options: laws.analyze_blocks(options.file),
     ),
     "papers": Analysis(
-        "What do the tables of the three papers look like for this pair? Takes half an hour on two cores.",
+        "What do the experiments of three papers on verification find for this pair? Takes half an hour on two cores.",
         papers.add_arguments,
         papers.analyze_papers,
     ),
@@ -152,11 +171,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = Parser(
         prog="polydraft analyze",
-        description="Answer questions about a target model and its draft model, without a server. Commands that load "
-        "models take the embedded pair unless --target and --draft name others. Tables for reading go to standard "
-        "error, and the same figures as JSON to standard output.",
-        epilog="For a new pair run selfcheck, then pair. `polydraft analyze COMMAND --help` lists the flags of a "
-        "command; words such as rule, chain and acceptance are explained in docs/glossary.md.",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, analysis in ANALYSES.items():

@@ -23,7 +23,7 @@ from engine.models.heads.loading import build_head, shapes_of
 from engine.models.loading import LoadedModel, adopt, adopt_head, load
 from engine.request import Speculation
 from engine.step.building import assemble
-from engine.step.calibration import made_up_plan
+from engine.step.calibration import made_up_plan, middle_steps
 from engine.step.engine import Engine
 from loadtest.results import document, table
 
@@ -97,21 +97,13 @@ def speculations_of(numbers: Sequence[int], length: int) -> Mapping[str, Specula
 @torch.inference_mode()
 def measure(engine: Engine, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Return milliseconds of drafting and of the whole step, by shape."""
-    plans = {
-        name: made_up_plan(engine, 1, options.context, speculation, num_read=options.read)
-        for name, speculation in speculations_of(options.num_drafts, options.draft_length).items()
-    }
-    found: dict[str, dict[str, list[float]]] = {name: {"draft_ms": [], "step_ms": []} for name in plans}
-    for turn in range(options.repeats + 1):
-        for name, plan in plans.items():
-            runs = []
-            for _ in range(options.steps + 1):
-                engine.telemetry.stopwatch.start()
-                engine.carry_out(plan)
-                runs.append(engine.telemetry.stopwatch.stop())
-            if turn:  # the first turn warms up, and so does the first step of every turn
-                found[name]["draft_ms"] += [1000 * phases["draft"] for _, phases in runs[1:]]
-                found[name]["step_ms"] += [1000 * wall for wall, _ in runs[1:]]
+    speculations = speculations_of(options.num_drafts, options.draft_length)
+    plans = [made_up_plan(engine, 1, options.context, one, num_read=options.read) for one in speculations.values()]
+    found: dict[str, dict[str, list[float]]] = {name: {"draft_ms": [], "step_ms": []} for name in speculations}
+    for _ in range(options.repeats):
+        for times, (wall_s, phases_s) in zip(found.values(), middle_steps(engine, plans), strict=True):
+            times["draft_ms"].append(1000 * phases_s["draft"])
+            times["step_ms"].append(1000 * wall_s)
     return found
 
 
@@ -127,21 +119,16 @@ def summary(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dic
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return a table with a row per head and number of chains."""
-    rows = [
-        [
-            cell["target"],
-            cell["kind"],
-            name,
-            f"{shape['draft_ms']:.2f}",
-            f"{shape['draft_over_one']:.2f}",
-            f"{shape['share_of_step']:.0%}",
-        ]
-        for cell in result["cells"]
-        for name, shape in cell["shapes"].items()
-        if name != "off"
-    ]
-    return table(["target", "head", "chains", "drafting, ms", "over one chain", "share of the step"], rows)
+    """Return a table with a row per head: drafting of one chain, and of several over that, with shares of the step."""
+    numbers = result["options"]["num_drafts"]
+    head = ["target", "head", "1 chain, ms", *(f"{number} chains" for number in numbers if number > 1)]
+    rows = []
+    for cell in result["cells"]:
+        one, *several = (cell["shapes"][str(number)] for number in numbers)
+        shown = [f"{one['draft_ms']:.1f}", *(f"{shape['draft_over_one']:.2f}x" for shape in several)]
+        shares = [f"({shape['share_of_step']:.0%})" for shape in (one, *several)]
+        rows.append([cell["target"], cell["kind"], *map(" ".join, zip(shown, shares, strict=True))])
+    return table(head, rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,8 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-length", type=int, default=7, help="tokens of a chain (default 7)")
     parser.add_argument("--context", type=int, default=256, help="tokens of the text (default 256)")
     parser.add_argument("--read", type=int, default=3, help="tokens that the head reads in a step (default 3)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a shape in a turn (default 3)")
-    parser.add_argument("--repeats", type=int, default=10, help="turns (default 10)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of every shape (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default 1)")
 
 
@@ -168,7 +154,7 @@ def analyze_heads(options: argparse.Namespace) -> dict[str, Any]:
             head = head_of(kind, target, options.layers, options.draft_length)
             engine = assemble(_config(options), target, head, is_owner=True)
             cells.append({"target": size, "kind": kind, "shapes": summary(measure(engine, options))})
-    names = ("layers", "num_drafts", "draft_length", "context", "read", "steps", "repeats", "threads")
+    names = ("layers", "num_drafts", "draft_length", "context", "read", "repeats", "threads")
     what = "medians: milliseconds of drafting and of the step by number of chains, one request; shapes take turns"
     return document(what, options, names, cells=cells)
 
