@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -12,8 +15,8 @@ from triton.compiler import ASTSource
 from engine.attention.triton_attention import _attend, _merge
 from engine.kernels.triton_block import _decide, _race, _sum_prefixes, _walk
 from engine.kernels.triton_keep import _keep
+from engine.kernels.triton_nucleus import _edge, _narrow
 from engine.kernels.triton_nucleus import _keep as _keep_nucleus
-from engine.kernels.triton_nucleus import _narrow
 from engine.kernels.triton_rows import _draw, _softmax, _sum_exponentials, _sum_tiles
 from engine.models.triton_layer import _gate, _norm, _rotate_and_write
 
@@ -34,12 +37,24 @@ _ATTENTION = {
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
 _INTEGERS = ("starts", "counts", "first_keys", "ends", "num_keys", "node_positions", "limits", "positions", "pages")
+_ALIGNED = (
+    *("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads"),
+    *_INTEGERS,
+)
+"""Arguments of attention that 16 divides for every model; without them its tiles would need more registers."""
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: tuple[str, ...] = ()) -> Any:
+def compiled(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    aligned: tuple[str, ...] = (),
+    may_spill: bool = False,
+) -> Any:
     """Down to machine code; arguments without a type are 32-bit integers.
 
-    aligned: arguments that 16 divides, for which wider accesses are made.
+    aligned: arguments that 16 divides, for which wider accesses are made; may_spill: whether the kernel may need more
+    registers than there are.
     """
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -47,8 +62,19 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert code.asm["cubin"]
     assert code.metadata.shared <= _SHARED_BYTES
-    print(kernel.fn.__name__)
+    usage = resources(code)
+    assert may_spill or usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.fn.__name__} spills registers: {usage}"
+    print(f"{kernel.fn.__name__}: {usage['REG']} registers, {code.metadata.shared >> 10} KiB shared")
     return code
+
+
+def resources(code: Any) -> dict[str, int]:
+    """Return what a compiled kernel takes of a device, as the tools that come with Triton report it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
 
 
 def reads_before_it_writes(code: Any) -> bool:
@@ -65,10 +91,9 @@ def reads_wide(code: Any) -> bool:
 
 def compile_tiles(types: dict[str, str]) -> None:
     """Attention in all sizes of tiles, its arguments as aligned as those of a model are."""
-    names = ("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads")
     for tile_queries in (4, 8, 16):
         shape = {"tile_queries": tile_queries, "rows": 4 * tile_queries}
-        assert reads_wide(compiled(_attend, types, _ATTENTION | shape, (*names, *_INTEGERS)))
+        assert reads_wide(compiled(_attend, types, _ATTENTION | shape, _ALIGNED))
 
 
 def compile_layer(dtype: str) -> None:
@@ -98,18 +123,24 @@ def main() -> None:
             assert reads_before_it_writes(compiled(_keep, moved, {"most": 32, "columns": 128}, aligned))
         for output in ("*fp32", dtype):
             operands = dict.fromkeys(("query", "keys", "values"), dtype) | {"output": output}
-            compiled(_attend, own | operands, _ATTENTION | more)
+            compiled(_attend, own | operands, _ATTENTION | more, _ALIGNED, may_spill=dtype == "*fp32")
         merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
         compile_layer(dtype)
         for has_sinks in (False, True):
             compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
     compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
-    rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals"), "*fp32")
-    compiled(_sum_exponentials, rows, {"tile": 4096})
-    compiled(_softmax, rows, {"tile": 4096, "tiles": 64})
-    nucleus = {"law": "*fp32", "top_ps": "*fp32", "kept": "*fp32", "lowest": "*i64", "sums": "*fp64"}
-    compiled(_narrow, nucleus, {"tile": 2048, "tiles": 128})
+    rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals", "edges"), "*fp32")
+    for has_edges in (False, True):
+        constants = {"tile": 4096, "tiles": 64, "has_edges": has_edges}
+        for kernel in (_sum_exponentials, _softmax):
+            compiled(kernel, rows, constants)
+    nucleus = dict.fromkeys(("law", "numbers", "top_ps", "kept", "largest", "temperatures", "edges"), "*fp32")
+    nucleus |= {"lowest": "*i64", "sums": "*fp64", "top_ks": "*i64"}
+    for by_count in (False, True):
+        wanted = {"wanted": "*i64" if by_count else "*fp32"}
+        compiled(_narrow, nucleus | wanted, {"tile": 2048, "tiles": 128, "parts": 64, "by_count": by_count})
     compiled(_keep_nucleus, nucleus, {"tile": 2048, "tiles": 128})
+    compiled(_edge, nucleus, {"tiles": 128})
     laws = {"target": "*fp32", "target_rows": "*i64", "draft": "*fp32", "draft_rows": "*i64", "weights": "*fp64"}
     sums = {"surplus_sums": "*fp64", "target_sums": "*fp64"}
     draws = {"wanted": "*i8", "uniforms": "*fp64", "tokens": "*i64"}

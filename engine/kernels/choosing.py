@@ -142,6 +142,8 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     """Return operands on which each operation is compared."""
     logits = [_logits(width, device) for width in _WIDTHS]
     uniform_C = torch.linspace(0.05, 0.95, _NUM_ROWS, device=device).double()
+    min_p_N = torch.tensor([0.0, 0.3, 0.02, 0.0, 0.1, 1.0], device=device)
+    top_k_N = torch.tensor([20, 0, 40, 1, 7, 0], device=device)
     # Every row has four tokens with the same probability at its edge.
     steps_V = torch.tensor([0.1, 0.2, 0.3, 0.4], device=device).repeat_interleave(4).div(4)
     chains, target, noise = _chains(device)
@@ -154,6 +156,12 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     moves = [[(slot, slot + 1) for slot in range(32)], [(60, 50)]]
     return {
         "softmax": logits,
+        "truncated": [
+            (*one, *filters, 40)
+            for one, filters in zip(
+                (*logits, logits[0]), ((min_p_N, top_k_N), (None, top_k_N), (min_p_N, None)), strict=True
+            )
+        ],
         "draw": [(TORCH.softmax(*one), torch.arange(_NUM_ROWS, device=device).flip(0), uniform_C) for one in logits],
         "nucleus": [(steps_V.repeat(6, 1), torch.tensor([0.1, 0.45, 0.5, 0.75, 0.95, 1.0], device=device))],
         "surplus_sum": [(chains, target, depth, score_C) for depth in (0, 2)],

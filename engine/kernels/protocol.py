@@ -28,8 +28,8 @@ class Kernels(Protocol):
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     by_tiles: bool
-    """Whether the rules `token`, `block` and `bv_race` allocate no whole rows, and `nucleus` reads no number on the
-    host.
+    """Whether the rules `token`, `block` and `bv_race` allocate no whole rows, and no filter reads a number on the host
+    or sorts a row.
     """
 
     def __hash__(self) -> int:
@@ -38,6 +38,15 @@ class Kernels(Protocol):
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
         """Return [N, V] float32 distributions at positive temperatures; `law_NV` (contiguous) is the output, if
         given.
+        """
+
+    def truncated(
+        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
+    ) -> Tensor:
+        """Return [N, V] float32 distributions of the tokens that min-p and top-k keep, with ties at their edges.
+
+        min-p drops tokens below this share of the most likely token's probability, at the temperature; 0 keeps all.
+        top-k keeps the k most likely tokens; 0 keeps all. None: no row asks for the filter. most_k: no top-k is larger.
         """
 
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:

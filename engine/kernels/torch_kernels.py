@@ -28,6 +28,23 @@ class TorchKernels:
         scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
         return torch.softmax(scaled_NV, -1, out=law_NV)
 
+    def truncated(
+        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
+    ) -> Tensor:
+        logits_NV = logits_NV.to(torch.float32)
+        scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature_N.unsqueeze(-1)
+        if min_p_N is not None:
+            scaled_NV = scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
+        if top_k_N is not None:
+            num_tokens = scaled_NV.shape[-1]
+            wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
+            widest = min(most_k, num_tokens)
+            largest_NK = scaled_NV.topk(widest, dim=-1).values
+            edge_N1 = largest_NK.gather(-1, (wanted_N.clamp(max=widest) - 1).unsqueeze(-1))
+            edge_N1 = edge_N1.masked_fill((wanted_N >= num_tokens).unsqueeze(-1), -torch.inf)
+            scaled_NV = scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
+        return scaled_NV.softmax(-1)
+
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         return categorical(law_NV[row_C], uniform_C)
 

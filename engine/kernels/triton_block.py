@@ -136,6 +136,8 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
     score = tl.load(scores + chain, mask=mine, other=float("inf"))
     smallest = tl.min(score, axis=0)
     winner = tl.min(tl.where(mine & (score == smallest), chain, block), axis=0)
+    # If all scores are NaN, none is the smallest.
+    winner = tl.minimum(winner, tl.max(tl.where(mine, chain, 0), axis=0))
     to = verdict + tl.program_id(0)
     tl.store(to, winner.to(tl.int64))
     tl.store(to + num_requests, tl.load(accepted + winner))

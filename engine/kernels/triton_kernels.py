@@ -28,6 +28,11 @@ class TritonKernels(TorchKernels):
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
         return triton_rows.softmax(logits_NV, temperature_N, law_NV)
 
+    def truncated(
+        self, logits_NV: Tensor, temperature_N: Tensor, min_p_N: Tensor | None, top_k_N: Tensor | None, most_k: int
+    ) -> Tensor:
+        return triton_nucleus.truncated(logits_NV, temperature_N, min_p_N, top_k_N, most_k)
+
     def draw(self, law_NV: Tensor, row_C: Tensor, uniform_C: Tensor) -> Tensor:
         if law_NV.is_contiguous():
             return Surplus(law_NV, row_C).draw(uniform_C)

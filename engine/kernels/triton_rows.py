@@ -12,6 +12,8 @@ Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -22,21 +24,37 @@ _LAW_TILE = 4096
 
 
 @triton.jit
-def _sum_exponentials(logits, temperatures, largest, totals, width, row_stride, num_tiles, tile: tl.constexpr):
+def scaled_of(value, whole, temperature):
+    """Return logits over temperature, with maximum 0: to the bit those that plain torch compares with an edge."""
+    return tl.div_rn(value - whole, temperature)
+
+
+@triton.jit
+def _sum_exponentials(
+    logits, temperatures, largest, totals, edges, width, row_stride, num_tiles,
+    tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
+):  # fmt: skip
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
     column = number * tile + tl.arange(0, tile)
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
     # Finite, so that differences of masked tokens are defined.
     own = tl.maximum(tl.max(value, axis=0), -1e30)
     # The maximum is subtracted first: at tiny temperatures the quotients alone would overflow.
-    total = tl.sum(tl.exp((value - own) / tl.load(temperatures + row)), axis=0)
-    tl.store(largest + row * num_tiles + number, own)
-    tl.store(totals + row * num_tiles + number, total)
+    weight = tl.exp((value - own) / temperature)
+    if has_edges:
+        place = tl.arange(0, tiles)
+        whole = tl.max(tl.load(largest + row * num_tiles + place, mask=place < num_tiles, other=-1e30), axis=0)
+        weight = tl.where(scaled_of(value, whole, temperature) >= tl.load(edges + row), weight, 0.0)
+    else:
+        tl.store(largest + row * num_tiles + number, own)
+    tl.store(totals + row * num_tiles + number, tl.sum(weight, axis=0))
 
 
 @triton.jit
 def _softmax(
-    logits, temperatures, largest, totals, law, width, row_stride, num_tiles, tile: tl.constexpr, tiles: tl.constexpr,
+    logits, temperatures, largest, totals, edges, law, width, row_stride, num_tiles,
+    tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -47,7 +65,10 @@ def _softmax(
     total = tl.sum(sums * tl.exp((of_tile - whole) / temperature), axis=0)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     value = tl.load(logits + row * row_stride + column, mask=column < width, other=-float("inf")).to(tl.float32)
-    tl.store(law + row * width + column, tl.exp((value - whole) / temperature) / total, mask=column < width)
+    share = tl.exp((value - whole) / temperature) / total
+    if has_edges:
+        share = tl.where(scaled_of(value, whole, temperature) >= tl.load(edges + row), share, 0.0)
+    tl.store(law + row * width + column, share, mask=column < width)
 
 
 @triton.jit
@@ -121,9 +142,17 @@ def _draw(
     tl.store(tokens + chain, token.to(tl.int64))
 
 
-def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = None) -> Tensor:
+def softmax(
+    logits_NV: Tensor,
+    temperature_N: Tensor,
+    law_NV: Tensor | None = None,
+    edges_of: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Return [N, V] float32 laws of logits of any float type at positive temperatures; `law_NV` is the output, if
     given.
+
+    edges_of: returns [N] the least logit over temperature (with maximum 0) that each row keeps, from the largest logits
+    [N, tiles] of parts of the row.
     """
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     num_rows, width = logits_NV.shape
@@ -133,14 +162,15 @@ def softmax(logits_NV: Tensor, temperature_N: Tensor, law_NV: Tensor | None = No
     if num_rows:
         temperature_N = temperature_N.contiguous()
         num_tiles = triton.cdiv(width, _LAW_TILE)
-        sums = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=logits_NV.device)
-        sizes = width, logits_NV.stride(0), num_tiles
-        grid = num_rows, num_tiles
-        _sum_exponentials[grid](logits_NV, temperature_N, sums[0], sums[1], *sizes, tile=_LAW_TILE)
-        _softmax[grid](
-            logits_NV, temperature_N, sums[0], sums[1], law_NV, *sizes,
-            tile=_LAW_TILE, tiles=triton.next_power_of_2(num_tiles),
-        )  # fmt: skip
+        largest_NT, total_NT = torch.empty((2, num_rows, num_tiles), dtype=torch.float32, device=logits_NV.device)
+        operands, sizes = (logits_NV, temperature_N, largest_NT, total_NT), (width, logits_NV.stride(0), num_tiles)
+        constants = {"tile": _LAW_TILE, "tiles": triton.next_power_of_2(num_tiles)}
+        grid, edge_N, has_edges = (num_rows, num_tiles), temperature_N, edges_of is not None
+        _sum_exponentials[grid](*operands, edge_N, *sizes, **constants, has_edges=False)
+        if edges_of is not None:
+            edge_N = edges_of(largest_NT)
+            _sum_exponentials[grid](*operands, edge_N, *sizes, **constants, has_edges=True)
+        _softmax[grid](*operands, edge_N, law_NV, *sizes, **constants, has_edges=has_edges)
     return law_NV
 
 

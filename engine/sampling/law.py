@@ -73,54 +73,20 @@ def law(logits_NV: Tensor, parameters: LawParameters, law_NV: Tensor | None = No
     if parameters.all_greedy:
         law_NV = torch.empty_like(logits_NV, dtype=torch.float32) if law_NV is None else law_NV
         return law_NV.zero_().scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
-    filters = [one for one in FILTERS if one.name in parameters.values]
-    scale_N = parameters.temperature_N
+    scale_N, values, kernels = parameters.temperature_N, parameters.values, parameters.kernels
     if parameters.any_greedy:
         scale_N = torch.where(scale_N == 0, 1.0, scale_N)
-    of_logits = [one for one in filters if not one.of_probabilities]
-    if of_logits:
-        found_NV = _softmax(logits_NV.to(torch.float32), scale_N, parameters, of_logits)
+    if "min_p" in values or "top_k" in values:
+        most_k = int(parameters.largest.get("top_k", 0))
+        found_NV = kernels.truncated(logits_NV, scale_N, values.get("min_p"), values.get("top_k"), most_k)
     else:
-        found_NV = parameters.kernels.softmax(logits_NV, scale_N, law_NV)
-    for one in filters:
-        if one.of_probabilities:
-            found_NV = one.apply(
-                parameters.kernels, found_NV, parameters.values[one.name], parameters.largest[one.name]
-            )
+        found_NV = kernels.softmax(logits_NV, scale_N, law_NV)
+    if "top_p" in values:
+        found_NV = kernels.nucleus(found_NV, values["top_p"])
     if parameters.any_greedy:
         peak_NV = torch.zeros_like(found_NV).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
         found_NV = torch.where((parameters.temperature_N == 0).unsqueeze(-1), peak_NV, found_NV)
     return found_NV if law_NV is None or found_NV is law_NV else law_NV.copy_(found_NV)
-
-
-def _softmax(logits_NV: Tensor, scale_N: Tensor, parameters: LawParameters, filters: Sequence[Filter]) -> Tensor:
-    """Return the probabilities before the filters of probabilities; greedy rows are undefined."""
-    # Subtracting the maximum first prevents an overflow at tiny temperatures.
-    scaled_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)) / scale_N.unsqueeze(-1)
-    for one in filters:
-        scaled_NV = one.apply(parameters.kernels, scaled_NV, parameters.values[one.name], parameters.largest[one.name])
-    return scaled_NV.softmax(-1)
-
-
-def _min_p(_kernels: Kernels, scaled_NV: Tensor, min_p_N: Tensor, _largest: float) -> Tensor:
-    """Drop tokens below this share of the most likely token's probability."""
-    return scaled_NV.masked_fill(scaled_NV < min_p_N.log().unsqueeze(-1), -torch.inf)
-
-
-def _top_k(_kernels: Kernels, scaled_NV: Tensor, top_k_N: Tensor, largest: float) -> Tensor:
-    """Keep the k most likely tokens; 0 keeps all."""
-    num_tokens = scaled_NV.shape[-1]
-    wanted_N = torch.where(top_k_N > 0, top_k_N, num_tokens).clamp(max=num_tokens)
-    widest = min(int(largest), num_tokens)
-    largest_NK = scaled_NV.topk(widest, dim=-1).values
-    edge_N1 = largest_NK.gather(-1, (wanted_N.clamp(max=widest) - 1).unsqueeze(-1))
-    edge_N1 = edge_N1.masked_fill((wanted_N >= num_tokens).unsqueeze(-1), -torch.inf)
-    return scaled_NV.masked_fill(scaled_NV < edge_N1, -torch.inf)
-
-
-def _top_p(kernels: Kernels, law_NV: Tensor, top_p_N: Tensor, _largest: float) -> Tensor:
-    """Keep the smallest set of most likely tokens with probability >= top_p, and renormalise."""
-    return kernels.nucleus(law_NV, top_p_N)
 
 
 class Filter(NamedTuple):
@@ -130,22 +96,14 @@ class Filter(NamedTuple):
     """Field of `Sampling` that has its parameter."""
     changes: Callable[[float], bool]
     """Whether the filter has an effect at this value of the parameter."""
-    apply: Callable[[Kernels, Tensor, Tensor, float], Tensor]
-    """[N, V] from [N, V], the parameters [N] and their largest value, known on the host; rows whose parameter has no
-    effect are unchanged.
-    """
-    of_probabilities: bool
-    """Whether it maps probabilities to probabilities; otherwise its input is logits over temperature, with maximum 0
-    in each row.
-    """
 
 
 FILTERS = (
-    Filter("min_p", lambda value: value > 0, _min_p, of_probabilities=False),
-    Filter("top_k", lambda value: value > 0, _top_k, of_probabilities=False),
-    Filter("top_p", lambda value: value < 1, _top_p, of_probabilities=True),
+    Filter("min_p", lambda value: value > 0),
+    Filter("top_k", lambda value: value > 0),
+    Filter("top_p", lambda value: value < 1),
 )
-"""Filters in the order of application. A new one needs a function, an entry here, and its field of `Sampling`."""
+"""Filters in the order of application. A new one needs a line in `law`, an entry here, and its field of `Sampling`."""
 
 _filtered = attrgetter(*(one.name for one in FILTERS))
 """Parameters of all filters."""

@@ -197,6 +197,14 @@ def test_top_p_costs_nine_more_a_law() -> None:
     assert verification.total() <= VERDICT_LAUNCHES + 11, verification
 
 
+def test_all_filters_cost_twenty_two_more_a_law() -> None:
+    """Qwen3's own sampling; no operation sorts a row."""
+    drafting, verification = launches_of(CHAIN, 1, temperature=0.6, top_k=20, top_p=0.95)
+    assert drafting.total() <= 5 + (LEVEL_LAUNCHES + 22) * CHAIN.draft_length, drafting
+    assert verification.total() <= VERDICT_LAUNCHES + 22, verification
+    assert not {"topk", "sort"} & {*drafting, *verification}
+
+
 def test_temperature_zero_is_not_much_dearer() -> None:
     drafting, verification = launches_of(CHAIN, 1, temperature=0.0)
     assert drafting.total() <= 4 + 7 * CHAIN.draft_length, drafting

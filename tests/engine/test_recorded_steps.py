@@ -29,7 +29,7 @@ from engine.request import Request, Speculation, TextDraft
 from engine.step import building
 from engine.step.engine import Engine
 from engine.step.recorded import inputs, steps
-from engine.step.recorded.inputs import LAWS, Laws, StepInputs, StepShape
+from engine.step.recorded.inputs import LAWS, StepInputs, StepShape
 from engine.step.recorded.recorder import recorder
 from engine.step.recorded.steps import RecordedStep, RecordedSteps, buffer_bytes, menu
 from tests.engine import tiny
@@ -137,7 +137,7 @@ def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine
     shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
     assert (4, 4, 3) in {one[:3] for one in shapes if one}
     shapes = compared(both, asked(3, lambda i: wishes[i + 2], temperature=1.0, top_p=0.8))
-    assert {one.laws for one in shapes if one} == {Laws("none", ("top_p",))}
+    assert {one.laws for one in shapes if one} == {LAWS[1]}
     assert sum(one is None for one in shapes) == 1
 
 
@@ -180,7 +180,6 @@ UNUSUAL: dict[str, tuple[Speculation, dict[str, Any]]] = {
     "penalties": (chains(1, 2), {"presence_penalty": 0.5}),
     "a bias": (chains(1, 2), {"logit_bias": ((3, 1.0),)}),
     "a stable seed": (chains(1, 2), {"seed_stable": True}),
-    "more tokens than are sorted": (chains(1, 2), {"top_k": 90}),
 }
 
 
@@ -200,7 +199,7 @@ def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine]
     ]
     shapes = compared(both, requests)
     assert None not in shapes[1:]
-    assert {one.laws for one in shapes if one} == {LAWS[-1], LAWS[2]}, "the longest answer ends alone"
+    assert {one.laws for one in shapes if one} == {LAWS[1]}
 
 
 def test_copied_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
@@ -551,7 +550,7 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
 
     some = recorded_again(both[1], record=record, free=lambda: left[0])
     assert 0 < some.num_recorded < len(menu(RECORDED, 4))
-    assert left[0] == 450  # three recordings of 50 after the last look, at 600
+    assert left[0] == 500  # three recordings of 50 after the last look, at 650
     with patch.object(both[1], "recorded", some):
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
@@ -596,9 +595,9 @@ def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], cap
     assert "memory is short" in caplog.text
 
 
-def test_a_device_without_the_kernel_for_top_p_records_no_top_p() -> None:
+def test_a_device_without_the_kernels_records_no_filters() -> None:
     assert steps._laws_on(torch.device("cpu"), TORCH) == steps._laws_on(torch.device("cuda"), TritonKernels()) == LAWS
-    assert [laws.filters for laws in steps._laws_on(torch.device("cuda"), TORCH)] == [(), ()]
+    assert [laws.filters for laws in steps._laws_on(torch.device("cuda"), TORCH)] == [()]
 
 
 @pytest.mark.parametrize(
@@ -628,7 +627,7 @@ def test_the_menu_is_of_steps_of_up_to_256_rows() -> None:
     assert {shape.sequences for shape in shapes if shape.num_drafts == 4} == {1, 2, 4, 8, 12}
     assert {shape.sequences for shape in shapes if shape.num_nodes == 64} == {1, 2, 3}
     assert not [shape for shape in shapes if shape.num_nodes > 64], "a row's word has 64 bits"
-    assert len(set(shapes)) == len(shapes) == 4 * (7 + 7 + 5 + 4 + 3)
+    assert len(set(shapes)) == len(shapes) == 2 * (7 + 7 + 5 + 4 + 3)
     assert shapes == sorted(shapes, key=lambda shape: shape.sequences), "those of few requests come first"
     assert {shape.sequences for shape in menu([(0, 0)], 5)} == {1, 2, 4, 5}
     assert buffer_bytes([(4, 5)], 64, 1000) == 4000 * (2 * 252 + 12 * 17)

@@ -175,3 +175,24 @@ def test_a_token_that_its_draft_law_never_gives_is_not_accepted(kernels: TorchKe
     accepted = verdict(verify_bv_race, (never, target, noise), kernels)[1]
     assert max(accepted) == 1
     assert verdict(verify_bv_race, (never, target, noise), TORCH)[1] == accepted
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_a_request_whose_scores_are_not_numbers_reads_no_memory_of_others(whose: str, kernels: TorchKernels) -> None:
+    """Its verdict is not used, but it must be one: a chain of the request, its length, and a token."""
+    chains, target, noise = case([2, 3, 1], 3, seed=5)
+    broken = chains.request_C == 3
+    target_NV, draft_NV = target.law_NV.clone(), chains.draft.law_NV.clone()
+    if whose == "target":
+        target_NV[target.row_CX[broken].flatten()] = torch.nan
+    else:
+        draft_NV[chains.draft.row_CX[broken].flatten()] = torch.nan
+    chains = replace(chains, draft=replace(chains.draft, law_NV=draft_NV))
+    found = kernels.race(chains, replace(target, law_NV=target_NV), noise)
+    assert 2 <= int(found.chain_B[1]) < 5
+    assert 0 <= int(found.accepted_B[1]) <= 3
+    assert 0 <= int(found.next_token_B[1]) < WIDTH
+    right = kernels.race(*case([2, 3, 1], 3, seed=5))
+    assert found.chain_B[[0, 2]].tolist() == right.chain_B[[0, 2]].tolist()

@@ -23,7 +23,7 @@ DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
     "Numba": ("softmax", "draw", "nucleus", "race", "decide"),
-    "Triton": ("softmax", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
+    "Triton": ("softmax", "truncated", "draw", "nucleus", "surplus_sum", "draw_residual", "race", "winners", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
 
@@ -66,6 +66,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
     "softmax": {"scaled": scaled},
     "draw": {"next": lambda found: found + 1, "another row": lambda found: found.flip(0)},
     "nucleus": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
+    "truncated": {"scaled": scaled, "a token more": lambda found: found.clamp(min=1e-3)},
     "surplus_sum": {"scaled": scaled},
     "draw_residual": {"next": lambda found: found + 1, "another chain": lambda found: found.roll(1)},
     **{

@@ -1,6 +1,8 @@
-"""Top-p without sorting keeps what sorting keeps: in Triton's interpreter on a CPU, compiled on a device."""
+"""Edges without sorting are those of sorting: in Triton's interpreter on a CPU, compiled on a device."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch
 triton_nucleus = pytest.importorskip("engine.kernels.triton_nucleus")
 
 from engine.kernels.torch_kernels import TORCH  # noqa: E402
+from engine.kernels.triton_kernels import TritonKernels  # noqa: E402
+from engine.request import Sampling  # noqa: E402
+from engine.sampling.law import LawParameters, law  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
 
@@ -67,3 +72,91 @@ def test_an_edge_that_is_known_to_fewer_digits_is_found_out(monkeypatch: pytest.
     right = triton_nucleus.nucleus(law_NV, top_p_N)
     monkeypatch.setattr(triton_nucleus, "_ROUNDS", 3)
     assert not torch.equal(triton_nucleus.nucleus(law_NV, top_p_N) > 0, right > 0)
+
+
+def rows_with_ties() -> torch.Tensor:
+    """[rows, 9] logits: with ties of every size, with masked tokens, and with neighbours one unit in the last place
+    apart that the division by a temperature may make equal.
+    """
+    one = torch.tensor(3.0)
+    near = [one]
+    for _ in range(8):
+        near.append(torch.nextafter(near[-1], -one))
+    rows = [
+        [2, 2, 2, 1, 1, 0, 0, 0, -5],
+        [0] * 9,
+        [3, 1, 4, 1, 5, 9, 2, 6, 5],
+        [1, -torch.inf, 1, -torch.inf, 0, 0, 2, 2, 2],
+    ]
+    return torch.cat([torch.tensor(rows, dtype=torch.float32), torch.stack(near).unsqueeze(0)])
+
+
+def every_k(step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return every row with every k (or some), in turns at other temperatures and min-p."""
+    logits_NV = rows_with_ties()
+    cases = list(product(range(len(logits_NV)), range(logits_NV.shape[1] + 2)))[::step]
+    row, top_k = zip(*cases, strict=True)
+    temperature_N = torch.tensor([0.6, 1.0, 1.7, 0.9]).repeat(len(row))[: len(row)]
+    min_p_N = torch.tensor([0.0, 0.2, 0.0, 1.0, 0.0]).repeat(len(row))[: len(row)]
+    return logits_NV[list(row)], temperature_N, min_p_N, torch.tensor(top_k)
+
+
+@pytest.fixture
+def _tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties lie in several tiles of a row of nine."""
+    monkeypatch.setattr(triton_nucleus, "_TILE", 8)
+    monkeypatch.setattr(triton_nucleus.triton_rows, "_LAW_TILE", 8)
+
+
+@pytest.mark.usefixtures("_tiny_tiles")
+@pytest.mark.parametrize("step", grid([4, 1], {4}))
+def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
+    """All k of rows of nine tokens, with ties (or every fourth)."""
+    logits_NV, temperature_N, min_p_N, top_k_N = every_k(step)
+    expected = TORCH.truncated(logits_NV, temperature_N, min_p_N, top_k_N, 99)
+    operands = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
+    found = triton_nucleus.truncated(*operands, 99).cpu()
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=1e-6)
+    kept = (expected > 0).sum(1)
+    assert ((kept > top_k_N) & (top_k_N > 0)).any(), "ties at the edge are kept"
+
+
+@pytest.mark.usefixtures("_tiny_tiles")
+def test_all_filters_of_a_request_together() -> None:
+    """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others keep."""
+    logits_NV = rows_with_ties()[[0, 1, 2, 3, 4, 2, 2, 2]]
+    wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0)]
+    wishes += [(0.6, 2, 0.5, 0.0), (0.0, 3, 0.9, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 4, 0.99, 0.0)]
+    rows = [Sampling(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in wishes]
+    expected = law(logits_NV, LawParameters.of(rows, torch.device("cpu"), TORCH))
+    found = law(logits_NV.to(tiny.DEVICE), LawParameters.of(rows, tiny.DEVICE, TritonKernels())).cpu()
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("_tiny_tiles")
+@pytest.mark.parametrize(
+    "wrong", grid(["distances are approximate", "fewer digits", "one token more"], {"distances are approximate"})
+)
+def test_wrong_edges_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_NV, temperature_N, min_p_N, top_k_N = every_k(step=4)
+    expected = TORCH.truncated(logits_NV, temperature_N, min_p_N, top_k_N, 99)
+    if wrong == "distances are approximate":
+        logits_NV = logits_NV.half().float()
+    elif wrong == "fewer digits":
+        monkeypatch.setattr(triton_nucleus, "_ROUNDS", 5)
+    else:
+        top_k_N = torch.where(top_k_N > 0, top_k_N + 1, 0)
+    operands = (one.to(tiny.DEVICE) for one in (logits_NV, temperature_N, min_p_N, top_k_N))
+    assert not torch.equal(triton_nucleus.truncated(*operands, 99).cpu() > 0, expected > 0)
+
+
+def test_rows_that_ask_for_nothing_are_softmax_to_the_bit() -> None:
+    """Their distribution must not depend on what another request of the step asks for."""
+    logits_NV = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
+    temperature_N, top_k_N = (torch.tensor(one, device=tiny.DEVICE) for one in ([0.7, 1.0, 1.3], [0, 5, 0]))
+    found = triton_nucleus.truncated(logits_NV, temperature_N, None, top_k_N, 5)
+    alone = TritonKernels().softmax(logits_NV, temperature_N)
+    assert torch.equal(found[[0, 2]], alone[[0, 2]])
+    assert int((found[1] > 0).sum()) == 5

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,25 +35,23 @@ Array = npt.NDArray[Any]
 NUM_TEXT = 2
 """Tokens of the text whose draft K/V may be missing: the last accepted one, which the draft model never read, and the
 one that the rule added."""
-MOST_TOP_K = 64
-"""Largest top_k of recorded steps: the number of tokens that are sorted is recorded."""
 
 
 class Laws(NamedTuple):
     """Operations that make the distributions of a step."""
 
-    greedy: Literal["none", "all", "some"]
-    """Requests that take the most likely token."""
+    any_greedy: bool
+    """Whether any request takes the most likely token."""
     filters: tuple[str, ...]
     """Filters that change the distribution of any request."""
 
     def can_make(self, other: Laws) -> bool:
         """Whether this makes the others, too: a filter changes nothing of a request that does not ask for it."""
-        return self.greedy in (other.greedy, "some") and set(self.filters) >= set(other.filters)
+        return self.any_greedy >= other.any_greedy and set(self.filters) >= set(other.filters)
 
 
-LAWS = (Laws("none", ()), Laws("none", ("top_p",)), Laws("all", ()), Laws("some", ("min_p", "top_k", "top_p")))
-"""Steps are recorded for each of these. The last makes any distribution, with the most work."""
+LAWS = (Laws(False, ()), Laws(True, tuple(one.name for one in FILTERS)))
+"""Steps are recorded for each of these: softmax alone, and any distribution."""
 _NEUTRAL = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 RECORDED_RULES = frozenset({"block", "bv_race"})
 """Rules whose steps are recorded."""
@@ -112,7 +110,7 @@ def shape_of(plan: Plan) -> StepShape | None:
 def _laws_of(samplings: Sequence[Sampling]) -> Laws:
     drawn = [one for one in samplings if not one.is_greedy]
     filters = tuple(one.name for one in FILTERS if any(one.changes(getattr(row, one.name)) for row in drawn))
-    return Laws("all" if not drawn else "none" if len(drawn) == len(samplings) else "some", filters)
+    return Laws(len(drawn) < len(samplings), filters)
 
 
 def _is_usual(row: Row) -> bool:
@@ -120,7 +118,7 @@ def _is_usual(row: Row) -> bool:
     sampling, speculation = row.sampling, row.speculation
     if not row.emits or len(row.input_ids) != 1 or row.copies or row.text or row.shifts or row.prompt_next:
         return False
-    if sampling.seed_stable or sampling.top_k > MOST_TOP_K or len(row.draft_input_ids) > NUM_TEXT:
+    if sampling.seed_stable or len(row.draft_input_ids) > NUM_TEXT:
         return False
     if row.draft_input_ids and row.draft_first_index + len(row.draft_input_ids) != row.end:
         return False  # the draft model reads the text, and does not reach its end

@@ -33,8 +33,7 @@ from engine.plan import Plan, StepVerdict
 from engine.sampling.law import LawParameters, law
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
-from engine.speculation.verification.longest_match import verify_certain
-from engine.step.recorded.inputs import LAWS, MOST_NODES, MOST_TOP_K, Laws, StepInputs, StepShape, shape_of, views
+from engine.step.recorded.inputs import LAWS, MOST_NODES, Laws, StepInputs, StepShape, shape_of, views
 from engine.step.recorded.recorder import recorder
 from engine.step.report import broken_rows
 from engine.step.verify import emitted
@@ -209,8 +208,7 @@ class RecordedStep:
             token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
         # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
-        verify = verify_certain if self._shape.laws.greedy == "all" else RULES["bv_race"].verify
-        found = verify(self._chains, target, self._noise)
+        found = RULES["bv_race"].verify(self._chains, target, self._noise)
         return found.chain_B, found.accepted_B, found.next_token_B
 
     def _logits(self, runner: ModelRunner, number: int, token_ids_T: Tensor, wanted_N: Tensor | None = None) -> Tensor:
@@ -250,11 +248,11 @@ class RecordedStep:
 
     def _parameters_of_rows(self) -> LawParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
-        greedy, filters = self._shape.laws
+        any_greedy, filters = self._shape.laws
         values = {name: self._views[name] for name in filters}
-        largest = {name: float(MOST_TOP_K) if name == "top_k" else 1.0 for name in filters}
+        largest = dict.fromkeys(filters, float(self._shared.target.vocab_size))
         kernels = self._shared.target.kernels
-        return LawParameters(self._views["temperature"], greedy != "none", greedy == "all", values, largest, kernels)
+        return LawParameters(self._views["temperature"], any_greedy, False, values, largest, kernels)
 
 
 class _Fixed(NamedTuple):
@@ -341,10 +339,8 @@ def _work(shape: StepShape) -> tuple[int, int, int]:
 
 
 def _laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
-    """Return the distributions for which steps are recorded: without the kernel, top_p on a device needs the host."""
-    if device.type != "cuda" or kernels.by_tiles:
-        return LAWS
-    return [laws for laws in LAWS if "top_p" not in laws.filters]
+    """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
+    return LAWS if device.type != "cuda" or kernels.by_tiles else LAWS[:1]
 
 
 def menu(drafts: Sequence[tuple[int, int]], most_sequences: int, laws: Sequence[Laws] = LAWS) -> list[StepShape]:
