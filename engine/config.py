@@ -16,6 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Weights = Literal["auto", "int8"]
 KVDtype = Literal["auto", "float32", "bfloat16"]
+Probe = Literal["refuse", "warn"]
 
 
 MTP = "mtp"
@@ -46,6 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of the weights on a CPU: the checkpoint's, or 8 bits with a scale for every 32 weights."""
     kv_dtype: KVDtype = "auto"
     """Type of the K/V cache; auto is float32 if a CPU decodes in float32, else the model's type."""
+    probe: Probe = "refuse"
+    """Treatment of models whose logits differ from those of plain transformers by more than rounding explains."""
 
     @property
     def draft_source(self) -> tuple[str, str | None] | None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from engine.api import Device, Dtype, KVDtype, Weights, file_fault
+from engine.api import Device, Dtype, KVDtype, Probe, Weights, file_fault
 from server.text.call_formats import CallFormat
 
 RARE: dict[str, Any] = {"rare": True}
@@ -131,6 +131,12 @@ class ModelSettings(BaseModel):
     )
     kv_cache_dtype: KVDtype = Field(
         "auto", description="type of the K/V cache; auto: float32 on a CPU, the model's elsewhere"
+    )
+    probe: Probe = Field(
+        "refuse",
+        description="if a model's logits differ from plain transformers by more than rounding explains: "
+        "refuse to serve it, or warn",
+        json_schema_extra=RARE,
     )
 
 

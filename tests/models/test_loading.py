@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -19,7 +20,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.config_check import check_settings
 from engine.errors import SERVER_FAULTS, ConfigError, LoadError, RequestError
 from engine.models import probe, runner
-from engine.models.loading import check_config, choose_device, load
+from engine.models.loading import LoadedModel, check_config, choose_device, load
 from engine.step.building import assemble, build_engine
 from tests.engine import tiny
 
@@ -302,8 +303,70 @@ def test_large_logits_may_differ_by_their_rounding() -> None:
     neighbour, far = plain.clone(), plain.clone()
     neighbour[0, 500] += 1 / 16
     far[0, 500] += 3 / 16
-    assert probe.distance(neighbour, plain, torch.bfloat16) < 0.5 < 1 < probe.distance(far, plain, torch.bfloat16)
-    assert probe.distance(neighbour, plain, torch.float32) > 10
+    assert probe.distance(neighbour, plain, plain, torch.bfloat16) < 0.5
+    assert probe.distance(far, plain, plain, torch.bfloat16) > 1
+    assert probe.distance(neighbour, plain, plain, torch.float32) > 10
+
+
+def test_a_backend_may_round_twice_as_much_as_plain_transformers() -> None:
+    exact = torch.linspace(-3, 3, 1000).sin()[None]
+    plain, ours = exact.clone(), exact.clone()
+    plain[0, 7] += 0.5
+    for amount, allowed in ((0.9, True), (1.1, False)):
+        ours[0, 900] = exact[0, 900] + amount
+        assert (probe.distance(ours, plain, exact, torch.bfloat16) <= 1) is allowed
+    plain[0, 7] = torch.inf
+    assert probe.distance(ours, plain, exact, torch.bfloat16) > 1, "plain transformers overflowed"
+
+
+def in_bfloat16(seed: int) -> LoadedModel:
+    loaded = tiny.llama(seed, layers=3)
+    loaded.model.to(torch.bfloat16)
+    return loaded
+
+
+def test_float32_passes_use_the_same_weights_and_leave_them() -> None:
+    model, tokens = in_bfloat16(3).model, list(range(5, 25))
+    widened = copy.deepcopy(model).float()
+    widened.set_attn_implementation("eager")
+    with probe._attention(model, "eager"), torch.inference_mode():
+        plain_NV = probe._plain_forward(model, tokens)
+        with probe._in_float32(model):
+            assert torch.equal(probe._plain_forward(model, tokens), probe._plain_forward(widened, tokens))
+        assert torch.equal(probe._plain_forward(model, tokens), plain_NV)
+        with probe._in_float32(model), pytest.raises(IndexError):
+            probe._plain_forward(model, [1000])
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert not model.lm_head._forward_hooks
+
+
+def test_faults_of_models_in_bfloat16_are_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if they only warn, and numbers that are not finite are refused even then."""
+    loaded = in_bfloat16(3)
+    shape = probe.find_kv_shape(loaded)
+    with patch.object(probe, "_in_float32", wraps=probe._in_float32) as widened:
+        assert 0 < probe.probe(loaded, shape) < 0.9
+    assert widened.call_count == 1
+    without_compaction = patch.object(runner.ModelRunner, "keep", lambda self, moves: None)
+    with without_compaction, pytest.raises(LoadError, match="differ from plain transformers"):
+        probe.probe(loaded, shape)
+    assert not caplog.records
+    config = ModelConfig(target="t", dtype="bfloat16", probe="warn")
+    with without_compaction, patch.object(probe, "BACKENDS", probe.BACKENDS[-1:]), patch.object(probe, "_compute_as"):
+        probe.probe_ways(loaded, shape, config=config)
+    assert "served all the same, as --probe warn asks" in caplog.text
+    forward = runner.ModelRunner.forward
+    not_finite = patch.object(runner.ModelRunner, "forward", lambda self, *rest: forward(self, *rest) * torch.nan)
+    with not_finite, pytest.raises(LoadError, match="differ from plain transformers"):
+        probe.probe(loaded, shape, only_warns=True)
+
+
+def test_a_model_that_cannot_run_in_float32_is_compared_without(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = in_bfloat16(3)
+    with caplog.at_level("INFO"), patch.object(probe.nn, "Parameter", side_effect=RuntimeError("no memory")):
+        assert 0 < probe.probe(loaded, probe.find_kv_shape(loaded)) < 1
+    assert "probed without float32: no memory" in caplog.text
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
