@@ -108,16 +108,16 @@ def probe_ways(
     shape: KVShape,
     block_size: int = _BLOCK_SIZE,
     config: ModelConfig | None = None,
-    backends: Sequence[BackendOption] = BACKENDS,
+    backends: Sequence[BackendOption] | None = None,
 ) -> BackendChoice:
     """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is none.
 
     block_size: tokens of a block while serving, for which kernels are compiled; config: requested number formats;
-    backends: those that are tried, fastest first.
+    backends: those that are tried, fastest first; all if None.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
-    kinds = [kind for kind in backends if kind.takes(loaded.model)]
+    kinds = [kind for kind in backends or BACKENDS if kind.takes(loaded.model)]
     attends = (True, False) if has_kernel(torch.device(loaded.model.device)) else (False,)
     ways = [(kind, paged) for paged in attends for kind in kinds]
     for kind, paged in ways:
