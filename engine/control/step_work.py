@@ -79,6 +79,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
         """Return the same work without prompts."""
         return msgspec.structs.replace(self, prompt=0, prompt_text=0)
 
+    @property
+    def without_drafts(self) -> StepWork:
+        """Return the work of the same requests decoded plainly, with the same prompts."""
+        return StepWork(rows=self.rows, text=self.text, prompt=self.prompt, prompt_text=self.prompt_text)
+
 
 @lru_cache(maxsize=1024)
 def draft_passes(widths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

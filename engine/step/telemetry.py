@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
-from engine.control.step_work import StepWork
+from engine.control.step_work import PLAIN, Shape, StepWork
 from engine.scheduling.outcome import PHASES, StepStats
 from engine.scheduling.scheduler import Scheduler
 
 _PARTS = "parts"
+_PACE_STEPS = 100.0
+"""Number of steps after which about a third of a step's influence on the pace remains."""
+_LEAST_ALIKE = 4
+"""Steps of a shape before those whose caches are warm."""
 
 
 class CudaClock:
@@ -91,6 +96,36 @@ class Stopwatch:
         return wall_s, phases_s
 
 
+class Pace:
+    """Ratio of measured to predicted durations of recent steps.
+
+    Other processes delay single steps. The model of step times takes these for exceptions, so that they decide nothing,
+    but they would have delayed plain decoding by as large a share.
+    """
+
+    def __init__(self) -> None:
+        self._taken_s = self._predicted_s = 0.0
+        self._shape: Shape | None = None
+        self._num_alike = 0
+
+    @property
+    def ratio(self) -> float:
+        """Return the ratio; 1 before the first steps."""
+        return self._taken_s / self._predicted_s if self._predicted_s else 1.0
+
+    def add(self, work: StepWork, taken_s: float, predicted_s: float) -> None:
+        """Count a step, unless it follows one of another shape (which costs drafting time, not plain decoding)."""
+        self._num_alike = self._num_alike + 1 if work.shape == self._shape else 0
+        self._shape = work.shape
+        if self._num_alike < _LEAST_ALIKE or work.prompt:
+            return
+        if not self._predicted_s:
+            self._taken_s = self._predicted_s = _PACE_STEPS / 4 * predicted_s
+        keep = 1 - 1 / _PACE_STEPS
+        self._taken_s = keep * self._taken_s + taken_s
+        self._predicted_s = keep * self._predicted_s + predicted_s
+
+
 class Telemetry:
     """Measures the steps of one engine."""
 
@@ -102,6 +137,7 @@ class Telemetry:
         self._last_stopped: float | None = None
         """End of the last step if this one follows it at once."""
         self._controlled_s = 0.0
+        self._pace = Pace()
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -171,10 +207,20 @@ class Telemetry:
         if not plan.sampling_rows:
             return 0.0, rest_s + host_s
         work = StepWork.of(plan)
-        plain_s = float(times.step_s([work.plain])[0])
+        plain_s, predicted_s = (float(step_s) for step_s in times.step_s([work.plain, work]))
+        plain_s *= self._pace.ratio
         prompt_s = 0.0
-        if work.prompt:  # noise may make it negative; sums over many steps are right
-            admitting_s = host_s - times.host.usual_s(work) if follows else 0.0
-            prompt_s = rest_s - times.rest_s(work.without_prompts) + admitting_s
+        if work.prompt:
+            usual_s = times.rest_s(work.without_prompts)
+            # The same tokens take another time in a pass that has no drafts. What is known of shapes is about drafts.
+            drafting = replace(work, shape=PLAIN)
+            with_drafts_s = times.rest_s(drafting) - times.rest_s(drafting.without_prompts)
+            alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
+            # Noise may make it negative; sums over many steps are right.
+            prompt_s = (rest_s - usual_s) * (alone_s / with_drafts_s if with_drafts_s > 0 else 1.0)
+            if follows:  # requests are admitted
+                prompt_s += host_s - times.host.usual_s(work)
+        if follows:
+            self._pace.add(work, draft_s + rest_s + host_s, predicted_s)
         times.observe(work, draft_s, rest_s, self.stopwatch.started, host_s if follows else None)
         return plain_s, prompt_s

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import Point, StepTimes
-from engine.control.step_work import StepWork
+from engine.control.step_work import PLAIN, StepWork
 from engine.plan import Plan
 from engine.request import Speculation
 from engine.step import calibration
@@ -92,7 +93,11 @@ def test_a_prompts_time_is_reported_and_the_draft_models_is_not() -> None:
             assert host_s == pytest.approx(stats.wall_s - draft_s - rest_s)
         (work, draft_s, rest_s), *others = times.told
         assert (work.prompt, work.rows) == (2, 1)
-        assert known[0].prompt_s == pytest.approx(rest_s - times.rest_s(work.without_prompts))
+        drafting = replace(work, shape=PLAIN)
+        with_drafts_s = times.rest_s(drafting) - times.rest_s(drafting.without_prompts)
+        alone_s = times.rest_s(work.without_drafts) - times.rest_s(work.plain)
+        prompt_s = (rest_s - times.rest_s(work.without_prompts)) * alone_s / with_drafts_s
+        assert known[0].prompt_s == pytest.approx(prompt_s)
         assert [stats.prompt_s for stats in known[1:]] == [0, 0]
         assert all(work.prompt == 0 for work, _, _ in others)
         assert known[0].phases_s["draft"] == draft_s

@@ -18,7 +18,7 @@ from engine.control.step_work import StepWork
 from engine.plan import Plan, Row
 from engine.request import Sampling, Speculation
 from engine.scheduling.sequence import Sequence
-from engine.step.telemetry import Telemetry
+from engine.step.telemetry import Pace, Telemetry
 from tests.engine import tiny
 from tests.scheduling.machine import Machine, sequence
 from tests.server.test_statistics import outcome
@@ -28,20 +28,23 @@ HOST_S, DRAFTING_HOST_S = 0.0015, 0.0024
 """A tenth of a plain step and more, as with the embedded pair."""
 EMITTED = (1, 4, 2, 3, 2)
 CHUNK = 100
+STALL_S = 0.03
+"""Three plain steps."""
 
 
 class Served:
     """Steps of a request, or of several, on a clock that the machine above moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mean_s: float = 0.0) -> None:
+        """mean_s: seconds of work after which another process runs; 0 is none."""
+        self.now, self.worked_s, self.mean_s = 0.0, 0.0, mean_s
         monkeypatch.setattr("engine.step.telemetry.time", SimpleNamespace(perf_counter=lambda: self.now))
-        self.reader = sequence(99)
+        self.reader, other = sequence(0), sequence(1)
         self.scheduler: Any = SimpleNamespace(
             times=StepTimes(MACHINE.points()),
             controller=None,
             has_work=True,
-            running=lambda _: self.reader,
+            running=[self.reader, other].__getitem__,
             last_plan=Plan(()),
             num_running=1,
             num_waiting=0,
@@ -52,6 +55,13 @@ class Served:
         )
         self.telemetry = Telemetry(self.scheduler, SimpleNamespace(type="cpu"))  # type: ignore[arg-type]
         self.plain_s = self.taken_s = self.reported_s = self.told_s = 0.0
+
+    def stall_s(self, began: float) -> float:
+        """Return the time that another process takes from this step: as much for every second of work."""
+        if not self.mean_s:
+            return 0.0
+        before, self.worked_s = self.worked_s, self.worked_s + self.now - began
+        return STALL_S * (self.worked_s // self.mean_s - before // self.mean_s)
 
     def step(self, rows: list[Row], num_tokens: int = 1, counted: bool = False) -> None:
         """Carry out a step in which every row that emits gets this many tokens; the last row is counted."""
@@ -67,15 +77,16 @@ class Served:
                 self.now += draft_s
             with self.telemetry.phase("target"):
                 self.now += rest_s
-        self.now += host_s / 4
+        self.now += host_s / 4 + self.stall_s(began)
         stats = self.telemetry.end_step(0)
         self.now += host_s / 2  # messages
         if counted:
             self.taken_s += self.now - began
             # The same prompt tokens and the first token of each row in one step, the other tokens in further ones.
-            alone = replace(work.plain, prompt=work.prompt, prompt_text=work.prompt_text)
             further_s = (num_tokens - 1) * (MACHINE.step_s(work.plain) + HOST_S)
-            self.plain_s += MACHINE.step_s(alone) + HOST_S + (further_s if work.rows else 0.0)
+            alone = replace(work.plain, prompt=work.prompt, prompt_text=work.prompt_text)
+            plain_s = MACHINE.step_s(alone) + HOST_S + (further_s if work.rows else 0.0)
+            self.plain_s += plain_s * (1 + STALL_S / self.mean_s if self.mean_s else 1.0)
         if rows[-1].emits:
             emitted = replace(outcome(num_tokens, num_tokens - 1), reading_s=self.reader.take_reading())
             times_s = stats.times_of(emitted)
@@ -105,11 +116,11 @@ def row(first: int, fanout: tuple[int, ...] = (), known: int = 1, read: int = 1,
     )
 
 
-def decode(served: Served, number: int = 1) -> None:
+def decode(served: Served, number: int = 1, num_steps: int = 300) -> None:
     """Serve a few plain steps, and then drafts for this many requests."""
     for _ in range(64):
         served.step([row(9)])
-    for count in range(300):
+    for count in range(num_steps):
         served.step([row(9, (1, 1, 1))] * number, EMITTED[count % 5], counted=count >= 100)
 
 
@@ -126,6 +137,18 @@ def test_the_host_time_of_drafting_steps_is_not_plain_decodings(monkeypatch: pyt
     served = Served(monkeypatch)
     decode(served)
     assert served.error > 0.05
+
+
+def test_stalls_would_have_delayed_plain_decoding_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of step times takes them for exceptions, so plain steps alone, as it predicts them, are too short."""
+    served = Served(monkeypatch, mean_s=0.1)
+    decode(served, num_steps=3000)
+    assert abs(served.error) < 0.03
+    with monkeypatch.context() as patched:
+        patched.setattr(Pace, "ratio", 1.0)
+        served = Served(patched, mean_s=0.1)
+        decode(served, num_steps=3000)
+        assert served.error < -0.2
 
 
 def read_a_prompt(served: Served, others: int) -> None:
@@ -146,6 +169,27 @@ def test_a_prompt_that_is_read_in_parts_counts(monkeypatch: pytest.MonkeyPatch, 
     assert abs(served.error) < 0.02
     assert served.told_s == pytest.approx(served.taken_s)
     assert served.told_s > served.plain_s, "here the draft model's reading takes longer than its drafts save"
+
+
+def read_prompts_of_others(served: Served) -> None:
+    """Draft for eight requests, in steps that read prompts of others."""
+    decode(served, 8)
+    served.plain_s = served.taken_s = served.reported_s = served.told_s = 0.0
+    reading = replace(row(0, known=64, read=0, emits=False), sequence_id=1)
+    for _ in range(40):
+        served.step([reading] + [row(9, (1, 1, 1, 1, 1))] * 8, 2, counted=True)
+
+
+def test_prompts_count_as_they_would_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 64 tokens of a pass are free here. Drafts use most of them up, and plain decoding would not."""
+    monkeypatch.setattr("tests.engine.test_reported_speedup.MACHINE", Machine(free_tokens=64))
+    served = Served(monkeypatch)
+    read_prompts_of_others(served)
+    assert abs(served.error) < 0.03
+    monkeypatch.setattr(StepWork, "without_drafts", property(lambda work: work))
+    served = Served(monkeypatch)
+    read_prompts_of_others(served)
+    assert served.error > 0.5, "a prompt after drafts is not one after plain rows"
 
 
 def test_without_the_steps_before_the_first_token_too_much_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
