@@ -159,6 +159,7 @@ def test_a_wrong_call_is_found_out(
     ("sampling", "speculation", "taken"),
     [
         ({}, SHAPES["chains"], True),
+        ({}, Speculation(rule="block", num_drafts=1, draft_length=1), True),
         ({"temperature": 0.0}, SHAPES["chain"], True),
         ({"temperature": 0.0}, SHAPES["chains"], True),
         ({"top_p": 0.9}, SHAPES["chains"], True),
@@ -199,3 +200,10 @@ def test_models_of_other_vocabularies_take_the_loop(monkeypatch: pytest.MonkeyPa
     compared = Compared(monkeypatch)
     tiny.run(engine, [tiny.request("a", range(5, 15), SHAPES["chain"], max_tokens=6, temperature=1.0)])
     assert compared.num_taken == 0
+
+
+def test_models_of_other_backends_take_the_loop() -> None:
+    with tiny.with_paged_models():
+        engine = tiny.build(tiny.llama(seed=1), tiny.llama(seed=1))
+    assert engine.draft_runner is not None
+    assert levels.levels_of(engine.draft_runner) is None
