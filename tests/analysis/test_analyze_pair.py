@@ -58,7 +58,9 @@ def test_a_whole_analysis(models: TinyModels, tmp_path: Path, capsys: pytest.Cap
     assert "other settings" in capsys.readouterr().err
 
 
-def test_named_shapes_and_trees(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_named_shapes_and_trees_are_measured(
+    models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shapes = "block:1x4,traversal:2.2,greedy:1.3,rrs_without_replacement/iid:3x2"
     assert main([*arguments(models, tmp_path), "--shapes", shapes, "--temperature", "1"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]

@@ -186,7 +186,7 @@ def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_arms_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = write_pair(tmp_path)
     words = ["arms", "--target", str(pair.target), "--draft", str(pair.draft), "--seconds", "0.2", "--tokens", "4"]
     words += ["--turn", "0.01", "--warm-up", "0.02"]

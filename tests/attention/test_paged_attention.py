@@ -157,7 +157,7 @@ def reference(
         {("bfloat16", torch.bfloat16, 3e-2)},
     ),
 )
-def test_numbers_of_every_type(
+def test_attention_in_every_number_format_equals_torch(
     name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)

@@ -132,7 +132,7 @@ def test_a_lone_request_is_computed_in_a_way_of_its_own() -> None:
     assert times.step_s(others) == pytest.approx([sum(parts_s(work)) for work in others], rel=0.04)
 
 
-def test_more_is_never_faster() -> None:
+def test_more_work_never_has_a_shorter_time() -> None:
     """However noisy the measurements were."""
     machine = Machine(noise=0.3)
     times = StepTimes(machine.points())

@@ -73,7 +73,9 @@ def answers(
 
 
 @pytest.mark.parametrize("draft_window", grid([0, 3], {3}))
-def test_the_law_holds(pair: tuple[LoadedModel, LoadedModel], draft_window: int) -> None:
+def test_answers_have_the_target_distribution_with_everything_on(
+    pair: tuple[LoadedModel, LoadedModel], draft_window: int
+) -> None:
     engine = build(pair, draft_window)
     law = exact_law(pair[0], {"temperature": 1.0})
     counts = answers(engine, 450)

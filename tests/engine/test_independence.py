@@ -112,7 +112,7 @@ def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyp
     assert len({tuple(tokens) for tokens in answers}) == 8
 
 
-def test_ends_of_an_answer(pair) -> None:  # type: ignore[no-untyped-def]
+def test_stop_tokens_and_max_tokens_cut_an_accepted_run(pair) -> None:  # type: ignore[no-untyped-def]
     """A stop token cuts an accepted run and is its last token; max_tokens cuts exactly; EOS can be ignored."""
     text = tiny.prompts(101, [10])[0]
     whole = tiny.run(tiny.build(*pair), [tiny.request("0", text, RACE, temperature=1.0, seed=3)]).tokens["0"]

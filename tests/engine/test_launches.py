@@ -185,12 +185,12 @@ def test_logprobs_cost_a_few_more(machine: Engine) -> None:
     assert launches.total() <= 22, launches
 
 
-def test_a_plain_step_costs_eight() -> None:
+def test_a_plain_step_has_at_most_eight_launches() -> None:
     drafting, verification = launches_of(tiny.OFF, 4)
     assert (drafting + verification).total() <= PLAIN_LAUNCHES, (drafting, verification)
 
 
-def test_top_p_costs_nine_more_a_law() -> None:
+def test_top_p_adds_eleven_launches_a_level() -> None:
     drafting, verification = launches_of(CHAIN, 1, top_p=0.9)
     # Memory for the search is cleared, laws are copied to where drafting keeps them; the parameters are laid out once.
     assert drafting.total() <= 5 + (LEVEL_LAUNCHES + 11) * CHAIN.draft_length, drafting

@@ -245,7 +245,7 @@ def bits(mask: bytes | None) -> set[int]:
     return {token for token in range(8 * len(mask or b"")) if (mask or b"")[token // 8] >> token % 8 & 1}
 
 
-def test_masks_below_paths(tokenizer: LLTokenizer) -> None:
+def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) -> None:
     """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing after an end."""
     a, b, c = (tokenizer.tokenize_str(one)[0] for one in "abc")
     follower = Follower(tokenizer, GRAMMAR)

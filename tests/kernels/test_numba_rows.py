@@ -85,7 +85,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
         assert len(drawn.unique()) > 100
 
 
-def test_corners_of_a_draw() -> None:
+def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, borders of tiles."""
     laws = torch.zeros(3, WIDTH)
     laws[0, -1] = 1.0

@@ -92,7 +92,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
         assert (drawn[1:] >= drawn[:-1]).all()
 
 
-def test_corners_of_a_draw() -> None:
+def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
     """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, no surplus at all."""
     laws = torch.zeros(3, WIDTH, device=DEVICE)
     laws[0, -1] = 1.0

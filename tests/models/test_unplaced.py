@@ -64,7 +64,9 @@ def test_a_quantised_model_has_tensors_by_design(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("count", "shown"), [(3, "(a0, a1, a2)"), (4, "(a0, a1, a2, ...)")])
-def test_few_are_shown_in_order(count: int, shown: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_unplaced_tensors_are_named_in_order(
+    count: int, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
     check_unplaced("name", Model(), [f"a{number}" for number in reversed(range(count))], False)
     assert caplog.records[0].getMessage().endswith(shown)
 

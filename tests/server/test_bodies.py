@@ -63,7 +63,7 @@ def refusal(body: bytes) -> RequestError:
         (r'["\\\"[[[[[["]', r'["\\\\",[],[],[],{}]', "the body holds more than 4 objects and lists"),
     ],
 )
-def test_a_body_may_hold_so_much(allowed: str, refused: str, words: str) -> None:
+def test_a_body_beyond_a_bound_is_refused(allowed: str, refused: str, words: str) -> None:
     assert read(allowed.encode()) == json.loads(allowed)
     error = refusal(refused.encode())
     assert (str(error), error.param) == (words, None)

@@ -217,7 +217,7 @@ def test_control_characters_in_strings_are_escaped(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", SPELL)
-def test_one_call_alone(form: str) -> None:
+def test_the_second_call_is_dropped_without_parallel_calls(form: str) -> None:
     text, calls = read(form, list(SPELL[form](BOTH)), parallel=False)
     assert (text, calls) == ("", [PARIS])
 

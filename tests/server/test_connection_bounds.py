@@ -48,7 +48,7 @@ def server() -> Iterator[Server]:
         POST + b"content-length: 3\r\n\r\nab",
     ],
 )
-def test_a_request_has_its_time(server: Server, begun: bytes) -> None:
+def test_a_request_that_takes_too_long_gets_408(server: Server, begun: bytes) -> None:
     """One that has begun gets 408 and some time to read it; a silent connection just ends."""
     wire = server.connect()
     server.pass_s(TIMEOUT_S / 2)
@@ -188,7 +188,7 @@ def test_without_a_limit_of_time_nothing_ends(server: Server) -> None:
 
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("num_headers", [1, 40])
-def test_a_head_has_so_many_bytes(server: Server, num_headers: int, over: bool) -> None:
+def test_a_head_beyond_its_bytes_is_refused(server: Server, num_headers: int, over: bool) -> None:
     """Address, names and values, and 32 for each header."""
     wire = server.connect()
     room = HEAD_BYTES - len(b"/a") - 33 * num_headers

@@ -70,7 +70,7 @@ def test_bad_words_do_not_come(http: httpx.Client) -> None:
     assert sum(text.split().count(word) for word in words) < sum(with_them.split().count(word) for word in words)
 
 
-def test_a_strong_bias_and_a_ban(http: httpx.Client) -> None:
+def test_a_bias_of_100_makes_a_token_certain(http: httpx.Client) -> None:
     """100 makes a token certain, -100 impossible."""
     certain = answer_of(http, temperature=1, logit_bias={"77": 100}, max_tokens=10)["choices"][0]["text"]
     assert certain == http.post("/detokenize", json={"tokens": [77] * 10}).json()["prompt"]

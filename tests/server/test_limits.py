@@ -71,7 +71,7 @@ def test_a_request_may_take_so_long(limited: Daemon) -> None:
         wait_until(lambda: client.get("/load").json()["running"] == 0, "the request goes on")
 
 
-def test_so_many_tokens_may_wait(limited: Daemon) -> None:
+def test_a_prompt_beyond_the_waiting_tokens_is_refused(limited: Daemon) -> None:
     """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let in."""
     with limited.client("third") as client, open_stream(client, "/v1/completions", **LONG) as stream:
         next(stream)

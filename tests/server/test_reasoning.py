@@ -50,7 +50,7 @@ def test_thoughts_are_split_off(case: tuple[bool, str, str, str]) -> None:
 
 @given(st.sampled_from(CASES), st.data())
 @settings(max_examples=200, deadline=None)
-def test_pieces_do_not_matter(case: tuple[bool, str, str, str], data: st.DataObject) -> None:
+def test_thoughts_in_any_pieces_are_split_alike(case: tuple[bool, str, str, str], data: st.DataObject) -> None:
     begun, answer, *expected = case
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=5)))
     pieces = [answer[i:j] for i, j in zip([0, *cuts], [*cuts, len(answer)], strict=True)]

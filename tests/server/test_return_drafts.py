@@ -62,7 +62,7 @@ def test_steps_agree_with_the_answer(http: httpx.Client, kind: str) -> None:
     assert "drafts" not in silent
 
 
-def test_a_chat_reports_them_too(http: httpx.Client) -> None:
+def test_a_chat_reports_drafts_of_every_choice(http: httpx.Client) -> None:
     call = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "n": 2, "seed": 4}
     call |= {"speculation": {"return_drafts": True, "num_drafts": 2, "draft_length": 2}}
     whole = http.post("/v1/chat/completions", json=call).json()

@@ -63,5 +63,5 @@ def test_an_address_of_all_interfaces_is_one_that_can_be_opened(host: str) -> No
     assert reachable("http://10.0.0.1:8000") == "http://10.0.0.1:8000"
 
 
-def test_a_daemon_says_so(daemon: Daemon) -> None:
+def test_a_daemon_logs_its_speculation_and_context(daemon: Daemon) -> None:
     assert "speculation: bv_race, up to 4 drafts of 5 tokens; context 2048 tokens" in daemon.log

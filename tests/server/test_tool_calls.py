@@ -117,7 +117,9 @@ def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list
 @pytest.mark.parametrize(("form", "answer", "text", "calls"), CASES)
 @settings(deadline=None)
 @given(data=st.data())
-def test_any_pieces(form: str, answer: str, text: str, calls: list[tuple[str, str]], data: Any) -> None:
+def test_an_answer_in_any_pieces_has_the_same_text_and_calls(
+    form: str, answer: str, text: str, calls: list[tuple[str, str]], data: Any
+) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
     pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
     found_text, found_calls = read(form, pieces)

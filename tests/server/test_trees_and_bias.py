@@ -109,7 +109,7 @@ def test_the_gap_to_the_optimum_is_reported(lossy_http: httpx.Client) -> None:
     assert 'polydraft_spec_optimal_acceptance_gap_count{engine="0",model_name="tiny",rule="nss"}' in exposition
 
 
-def test_the_servers_own_tree(lossy_http: httpx.Client) -> None:
+def test_a_request_that_names_no_shape_gets_the_servers_tree(lossy_http: httpx.Client) -> None:
     """A request that names nothing gets the server's rule and tree; one that names a shape gets chains of it."""
     own = counted(lossy_http)
     assert (own["rule"], own["num_spec_tokens"]) == ("traversal", 3)

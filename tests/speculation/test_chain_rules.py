@@ -314,7 +314,7 @@ def test_the_published_acceptance_of_spectr_gbv_is_caught(case: dict) -> None:
 
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_float32_edges(name: str, uniform: float) -> None:
+def test_float32_edges_give_a_token_with_mass(name: str, uniform: float) -> None:
     """u = 0, u just below 1, zero rows, sums that miss 1, ratios of e^50: a valid token, never one of mass zero."""
     torch.manual_seed(0)
     vocabulary, length = RULES[name].max_vocabulary or 50, 4

@@ -281,7 +281,7 @@ def test_refused_tokens_leave_what_they_must() -> None:
         assert changed.dtype == laws.dtype
 
 
-def test_chains_below_a_walk() -> None:
+def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
     """Requests whose chains go on from other depths, and one that keeps its first chain without tokens."""
     number_CX = torch.arange(5).unsqueeze(1) * 10 + torch.arange(4)
     laws_NV = torch.zeros((60, 3))

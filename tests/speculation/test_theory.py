@@ -21,7 +21,7 @@ from tests.speculation.exact import GOLDEN
 
 
 @pytest.mark.parametrize("case", GOLDEN["yin_chain"], ids=lambda c: f"V{c['V']}T{c['T']}")
-def test_expected_rejections(case: dict) -> None:
+def test_expected_rejections_are_the_stored_and_the_enumerated_ones(case: dict) -> None:
     rows = {key: (np.array(row["p"]), np.array(row["q"])) for key, row in case["rows"].items()}
 
     def laws(prefix: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +34,7 @@ def test_expected_rejections(case: dict) -> None:
 
 
 @pytest.mark.parametrize("case", GOLDEN["yin_bias"], ids=lambda c: f"V{len(c['p'])}-{c['TV']:.3f}")
-def test_bias_and_rejection(case: dict) -> None:
+def test_rejection_and_bias_of_over_acceptance_are_the_stored_ones(case: dict) -> None:
     p, q = np.array(case["p"]), np.array(case["q"])
     target, draft = torch.from_numpy(p[None]), torch.from_numpy(q[None])
     for text, stored in case["eps"].items():
@@ -61,7 +61,7 @@ def random_pair(seed: int, vocabulary: int = 4) -> tuple[np.ndarray, np.ndarray]
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.sampled_from(sorted(RULES)))
-def test_the_gap_to_the_optimum(seed: int, count: int, rule: str) -> None:
+def test_no_rule_exceeds_the_optimum_and_optimal_rules_attain_it(seed: int, count: int, rule: str) -> None:
     """Never negative on average over drafts; zero for the rules that are optimal."""
     p, q = random_pair(seed)
     for method in RULES[rule].draft_methods:

@@ -166,7 +166,7 @@ def test_equals_the_plain_race_on_few_of_many_tokens(n: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["equal", "swapped", "one hot", "disjoint"])
-def test_large_ties(kind: str) -> None:
+def test_large_vocabularies_with_ties_equal_the_plain_race(kind: str) -> None:
     """All tokens tie, or all but a few."""
     vocabulary = 40_000
     p, q = zipf_laws(1, vocabulary)
@@ -235,7 +235,7 @@ def test_tokens_too_rare_to_race_cost_nothing_that_counts() -> None:
     assert float(table.alpha[0]) == pytest.approx(theory.alpha_star_iid(p, q, 4), abs=1e-11)
 
 
-def test_no_rows() -> None:
+def test_a_race_of_no_rows_is_empty() -> None:
     empty = torch.zeros((0, 5), dtype=torch.float64)
     none = torch.zeros((0, 2), dtype=torch.int64)
     assert race.weighted_race(empty, empty, none, none.bool()).shape == (0, 5)
