@@ -185,7 +185,9 @@ def make_arms(engine: Engine, names: Sequence[str], points: Sequence[Point], loa
     for number, name in enumerate(names):
         blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
         blocks.release([block for block in blocks.allocate(engine.facts.num_blocks) if block // share == number])
-        scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids)
+        of_drafts = engine.scheduler.draft_prefill
+        drafting = of_drafts.draft_window, of_drafts.by_head
+        scheduler = Scheduler(engine.scheduler.config, blocks, engine.scheduler.eos_token_ids, *drafting)
         own = Engine(engine.target, engine.drafter, scheduler, engine.facts, engine.limits, engine.following.source)
         own.recorded = engine.recorded
         speculation = speculation_of(name)

@@ -43,7 +43,8 @@ def _engine_around(engine: Engine, times: StepTimes | None) -> Engine:
     """Return another engine of the same models."""
     own = engine.scheduler
     blocks = BlockStore(engine.facts.num_blocks, engine.facts.block_size, keeps_content=False)
-    scheduler = Scheduler(own.config, blocks, own.eos_token_ids, own.draft_prefill.draft_window)
+    drafting = own.draft_prefill.draft_window, own.draft_prefill.by_head
+    scheduler = Scheduler(own.config, blocks, own.eos_token_ids, *drafting)
     scheduler.times = times
     if times is not None and own.controller is not None:
         scheduler.controller = Controller(times, engine.limits.max_draft_length)

@@ -159,43 +159,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Loaded
     return target, folders.load(written, target)
 
 
-CASES = [
-    ("bv_race 4", "plain"),
-    ("traversal iid", "plain"),
-    ("bv_race 4", "filtered"),
-    ("bv_race 4", "penalties"),
-    ("traversal tree", "filtered"),
-    ("traversal tree", "grammar"),
-    ("rrs 4", "plain"),
-]
-
-
-@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "plain"), ("bv_race 4", "filtered")}))
-def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
-    counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
-    expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])
-    assert output_law.g_test(counts, expected) > output_law.ALPHA
-
-
-def test_output_behind_shared_beginnings_has_the_target_s_distribution(
-    small: tuple[LoadedModel, LoadedModel],
-) -> None:
-    prompt = tuple(np.random.default_rng(1).integers(0, 4, 21).tolist())
-    plain = output_law.SAMPLINGS["plain"]
-    with patch.object(Scheduler, "check_invariants", autospec=True, side_effect=Scheduler.check_invariants) as checked:
-        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], plain, prompt=prompt)
-    assert checked.call_args[0][0].num_cache_hits > 1000
-    assert output_law.g_test(counts, output_law.exact_law(small[0], plain, prompt)) > output_law.ALPHA
-
-
-def test_drafts_of_another_distribution_are_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
-    """All levels in one call, and level by level."""
-    with tiny.with_drafts_of_another_law():
-        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
-    expected = output_law.exact_law(small[0], output_law.SAMPLINGS["plain"])
-    assert output_law.g_test(counts, expected) < output_law.ALPHA
-
-
 def test_drafting_from_unfiltered_logits_is_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
     """The table of draft distributions is filtered, and the tokens come from what it was before."""
 
@@ -225,21 +188,6 @@ def test_cached_prefixes_are_those_of_a_server_without_a_head(target: LoadedMode
         hits.append((engine.scheduler.num_cache_hits, engine.scheduler.num_cache_queries))
     assert hits[0] == hits[1]
     assert hits[0][0] > 100
-
-
-def test_a_seed_s_answer_does_not_depend_on_the_load(target: LoadedModel, written: folders.Written) -> None:
-    """Prompts cut elsewhere, cached prefixes, preemption."""
-    head = folders.load(written, target)
-    prompts = tiny.prompts(VOCABULARY, [20, 23, 60, 8, 1])
-    requests = [
-        tiny.request(str(number), prompt, SPECULATIONS["chains"], max_tokens=30, temperature=1.0, seed=number)
-        for number, prompt in enumerate([*prompts, prompts[0]])
-    ]
-    crowded = tiny.run(tiny.build(target, head, num_blocks=20, budget=40), requests)
-    assert crowded.num_preemptions > 0
-    for request in requests:
-        alone = tiny.run(tiny.build(target, head), [request])
-        assert alone.tokens[request.request_id] == crowded.tokens[request.request_id]
 
 
 def test_without_a_head_nothing_is_stored(target: LoadedModel, written: folders.Written) -> None:

@@ -24,7 +24,6 @@ from engine.models.loading import LoadedModel
 from engine.scheduling.scheduler import Scheduler
 from engine.step.building import build_engine
 from server.start_checks import check_sources
-from tests.engine import test_output_law as output_law
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles
@@ -94,34 +93,6 @@ def test_wrong_variants_are_found_out(pair: Pair, name: str) -> None:
     with patch.object(owner, attribute, wrong(getattr(owner, attribute))):
         recorder, texts = served(*pair, SPECULATIONS["chains"])
     assert errors(pair, recorder, texts) > 1e-2
-
-
-# -- the output ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel]:
-    """A target whose output can be enumerated, and its module."""
-    written = folders.write_mtp(tmp_path_factory.mktemp("small") / "target", output_law.VOCABULARY, layers=2)
-    target = folders.load_target(written)
-    return target, folders.load(written, target)
-
-
-CASES = [("bv_race 4", "plain"), ("bv_race 4", "filtered"), ("traversal tree", "filtered"), ("rrs 4", "plain")]
-
-
-@pytest.mark.parametrize(("name", "sampling"), grid(CASES, {("bv_race 4", "plain")}))
-def test_output_has_the_target_s_distribution(small: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
-    counts = output_law.sample(small, output_law.SPECULATIONS[name], output_law.SAMPLINGS[sampling])
-    expected = output_law.exact_law(small[0], output_law.SAMPLINGS[sampling])
-    assert output_law.g_test(counts, expected) > output_law.ALPHA
-
-
-def test_drafts_of_another_distribution_are_rejected(small: tuple[LoadedModel, LoadedModel]) -> None:
-    with tiny.with_drafts_of_another_law():
-        counts = output_law.sample(small, output_law.SPECULATIONS["bv_race 4"], output_law.SAMPLINGS["plain"])
-    expected = output_law.exact_law(small[0], output_law.SAMPLINGS["plain"])
-    assert output_law.g_test(counts, expected) < output_law.ALPHA
 
 
 # -- the start ----------------------------------------------------------------------------------------------------

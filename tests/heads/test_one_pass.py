@@ -228,40 +228,11 @@ def test_several_chains_cost_no_further_pass(target: LoadedModel, tmp_path: Path
 
 # -- the output ---------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, dict[str, Any]] = {
-    "peagle": {"draft_vocabulary": 3},
-    "dflash": {"draft_vocabulary": 3},
-    "dspark, recurrent": {"draft_vocabulary": 3},
-    "dflash2, speculators": {},
-}
-
 
 @pytest.fixture(scope="module")
 def small() -> LoadedModel:
     """A target whose output can be enumerated."""
     return folders.target(output_law.VOCABULARY, layers=2, spread=0.25)
-
-
-CASES = [
-    (name, rule, sampling)
-    for name in SMALL
-    for rule in ("bv_race 4", "traversal tree")
-    for sampling in ("plain", "filtered")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "rule", "sampling"),
-    grid(CASES, {("dflash2, speculators", "bv_race 4", "filtered"), ("dspark, recurrent", "traversal tree", "plain")}),
-)
-def test_output_has_the_target_s_distribution(
-    small: LoadedModel, tmp_path: Path, name: str, rule: str, sampling: str
-) -> None:
-    written = write(tmp_path / "head", name, vocabulary=output_law.VOCABULARY, taps=(0, 1, 2), **SMALL[name])
-    pair = small, folders.load(written, small)
-    counts = output_law.sample(pair, output_law.SPECULATIONS[rule], output_law.SAMPLINGS[sampling])
-    expected = output_law.exact_law(small, output_law.SAMPLINGS[sampling])
-    assert output_law.g_test(counts, expected) > output_law.ALPHA
 
 
 def test_verifying_with_the_distribution_of_another_path_is_rejected(small: LoadedModel, tmp_path: Path) -> None:
