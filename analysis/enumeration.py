@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from analysis.node_enumeration import conditional_laws, draft_tuples
 from engine.kernels.protocol import Chains, LawTable, TargetShifts
 from engine.kernels.torch_block import blocks, residual, score_bounds
 from engine.kernels.torch_kernels import TORCH
 from engine.plan import TargetShift
-from engine.speculation.rule_facts import MOST_LIKELY
 from engine.speculation.target_shift import effective_laws
-from engine.speculation.theory import Law, top_tokens
+from engine.speculation.theory import Law
 from engine.speculation.verification import RULES
 from engine.speculation.verification.greedy_block import (
     GreedyBlocks,
@@ -39,7 +39,6 @@ from engine.speculation.verification.traversal import Stops, traverse
 
 Path = tuple[int, ...]
 Rows = Mapping[Path, npt.ArrayLike]
-Tuples = dict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
@@ -266,36 +265,6 @@ def _greedy_ends(
         yield token, law, shifts
 
 
-def draft_tuples(method: str, q: Law, count: int) -> Tuples:
-    """Return the joint law of `count` children of one node; shorter tuples if the support is smaller."""
-    support = np.flatnonzero(q > 0).tolist()
-    if method == MOST_LIKELY:
-        return {tuple(top_tokens(q, count).tolist()): 1.0}
-    if method == "iid" or count == 1:
-        return {drawn: float(np.prod(q[list(drawn)])) for drawn in itertools.product(support, repeat=count)}
-    if method == "without_replacement":
-        result: Tuples = {}
-        for drawn in itertools.permutations(support, min(count, len(support))):
-            left = [q[[x for x in support if x not in drawn[:i]]].sum() for i in range(len(drawn))]
-            result[drawn] = float(np.prod(q[list(drawn)] / np.array(left)))
-        return result
-    if method == "greedy":
-        top = top_tokens(q, count - 1).tolist()
-        rest = q.copy()
-        rest[top] = 0
-        if rest.sum() <= 0:
-            return {tuple(top): 1.0}
-        return {(*top, x): float(rest[x] / rest.sum()) for x in np.flatnonzero(rest > 0).tolist()}
-    assert method == "spechub", method
-    hub = int(q.argmax())
-    others = [x for x in support if x != hub]
-    if not others:
-        return {(hub,): 1.0}
-    pairs: Tuples = {(x, hub): float(q[x]) for x in others}
-    pairs.update({(hub, x): float(q[hub] * q[x] / (1 - q[hub])) for x in others})
-    return pairs
-
-
 def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
     """Compose a node rule down a tree of drafts.
 
@@ -322,18 +291,6 @@ def top_down_outcomes(model: TabularModel, rule: NodeRule, fanout: Sequence[int]
         for y, chance in enumerate(model.law(model.target, prefix).tolist()):
             ends[prefix, y] += probability * chance
     return [RuleOutcome(prefix, y, probability) for (prefix, y), probability in ends.items() if probability > 0]
-
-
-def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
-    """Return [tuples, V] the rule's law of the emitted token for every tuple of drafts, in one batch."""
-    drafted = torch.zeros((len(drafts), width), dtype=torch.int64)
-    present = torch.zeros((len(drafts), width), dtype=torch.bool)
-    for i, tokens in enumerate(drafts):
-        drafted[i, : len(tokens)] = torch.tensor(tokens)
-        present[i, : len(tokens)] = True
-    target, draft = (torch.from_numpy(np.asarray(law, dtype=np.float64)).expand(len(drafts), -1) for law in (p, q))
-    laws: Law = rule(target, draft, drafted, present).numpy()
-    return laws
 
 
 def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> list[tuple[float, list[Path]]]:

@@ -75,31 +75,27 @@ def _row(laws: Sequence[tuple[Law, Law]], count: int) -> Row:
     }
 
 
+def _gap(row: Row, rule: str) -> float:
+    """Return how far a rule stays below the optimum of its draft method."""
+    return float(row["alpha_star"][rule.partition("/")[2]] - row["acceptance"][rule])
+
+
 def findings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compare the paper's statements with these rows."""
-
-    def gap(row: Row, rule: str) -> float:
-        return float(row["alpha_star"][rule.partition("/")[2]] - row["acceptance"][rule])
-
     less = [row["alpha_star"]["without_replacement"] - row["alpha_star"]["iid"] for row in rows]
-    gaps = [gap(row, rule) for row in rows for rule in PUBLISHED]
-    greedy = [gap(row, "greedy/greedy") for row in rows]
-    race = [gap(row, "weighted_race/iid") for row in rows]
-    ahead = {
-        temperature: float(
-            np.mean(
-                [
-                    row["alpha_star"]["greedy"] - row["alpha_star"]["without_replacement"]
-                    for row in rows
-                    if row["temperature"] == temperature
-                ]
-            )
-        )
+    gaps = [_gap(row, rule) for row in rows for rule in PUBLISHED]
+    greedy = [_gap(row, "greedy/greedy") for row in rows]
+    race = [_gap(row, "weighted_race/iid") for row in rows]
+    by_temperature = {
+        temperature: [row["alpha_star"] for row in rows if row["temperature"] == temperature]
         for temperature in dict.fromkeys(row["temperature"] for row in rows)
     }
+    ahead = {
+        temperature: float(np.mean([best["greedy"] - best["without_replacement"] for best in found]))
+        for temperature, found in by_temperature.items()
+    }
     optimum = {
-        temperature: float(np.mean([row["alpha_star"]["iid"] for row in rows if row["temperature"] == temperature]))
-        for temperature in ahead
+        temperature: float(np.mean([best["iid"] for best in found])) for temperature, found in by_temperature.items()
     }
     rises = [optimum[after] > optimum[before] for before, after in pairwise(optimum)]
     turns = [middle for middle, (one, other) in zip(list(optimum)[1:-1], pairwise(rises), strict=True) if one != other]

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 import engine.step.verify as verifying
-from analysis.enumeration import EveryChain, Path, TabularModel, draft_tuples, drafted_trees, joint, rule_outcomes
+from analysis.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
+from analysis.node_enumeration import draft_tuples
 from engine.kernels.protocol import ChainNoise, LawTable
 from engine.kernels.torch_kernels import TORCH, TorchKernels
 from engine.plan import level_widths

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.enumeration import Tuples, conditional_laws, draft_tuples
+from analysis.node_enumeration import Tuples, conditional_laws, draft_tuples
 from engine.speculation import theory
 from engine.speculation.verification.greedy import greedy, spechub
 from engine.speculation.verification.kseq import kseq, solve_rho

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis import bounds
-from analysis.enumeration import conditional_laws, draft_tuples
+from analysis.node_enumeration import conditional_laws, draft_tuples
 from engine.speculation import gap, theory
 from engine.speculation.gap import acceptance_gap
 from engine.speculation.rule_facts import DRAFT_METHODS

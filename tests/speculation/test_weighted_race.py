@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.enumeration import draft_tuples
+from analysis.node_enumeration import draft_tuples
 from engine.speculation import theory
 from tests.speculation.test_node_rules import emitted, random_laws
 
