@@ -94,7 +94,7 @@ def assemble(
         ways.append(way)
         weight_bytes.append(num_bytes)
     facts = _facts(config, models)
-    drafts = _drafts(config, draft)
+    drafts = recorded_drafts(config, draft)
     most_sequences = config.scheduler.max_num_seqs
     is_head = kind is not None and kind.is_head
     is_recorded = not is_head and all(is_replayed(model, way.paged) for model, way in zip(models, ways, strict=True))
@@ -176,7 +176,7 @@ def kv_shape_of(model: LoadedModel) -> KVShape:
     return model.model.kv_shape if isinstance(model.model, Head) else find_kv_shape(model)
 
 
-def _drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
+def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
     """Return the shapes for which steps are recorded: plain decoding, the configured one, and the controller's menu."""
     wanted = config.speculation
     is_recorded = wanted.rule in RECORDED_RULES and wanted.draft_method in ("", "iid") and set(wanted.tree[1:]) <= {1}

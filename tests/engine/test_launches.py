@@ -136,7 +136,7 @@ def machine() -> Engine:
     """With recorded steps, and kernels that move accepted K/V."""
     target = tiny.llama(1, layers=1)
     drafts = [(0, 0), (1, 5), (4, 5)]
-    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: drafts):
+    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: drafts):
         engine = tiny.build(target, tiny.perturbed(target, 2, 0.05))
     engine.limits = type(engine.limits)(observed_share=0.0)
     assert engine.draft_runner is not None

@@ -53,7 +53,7 @@ def chains(num_drafts: int, length: int, **more: Any) -> Speculation:
 @contextlib.contextmanager
 def recorded(drafts: list[tuple[int, int]] = RECORDED) -> Iterator[None]:
     """Engines built meanwhile have recorded steps of these shapes."""
-    with tiny.with_paged_models(), patch("engine.step.building._drafts", lambda *_: drafts):
+    with tiny.with_paged_models(), patch("engine.step.building.recorded_drafts", lambda *_: drafts):
         yield
 
 
@@ -65,7 +65,7 @@ def noted() -> Iterator[list[StepShape | None]]:
 
     def noting(self: RecordedSteps, plan: Plan) -> RecordedStep | None:
         found = find(self, plan)
-        shapes.append(None if found is None else found._shape)
+        shapes.append(None if found is None else found.shape)
         return found
 
     with patch.object(RecordedSteps, "find", noting):
@@ -347,13 +347,13 @@ def test_the_comparison_finds_wrong_numbers(both: tuple[Engine, Engine], wrong: 
     name, change = WRONG[wrong]
     wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3)]
     requests = asked(4, lambda i: wishes[i], temperature=1.0)
-    right = inputs._tables_of
+    right = inputs.tables_of
 
     def spoilt(*operands: Any) -> Any:
         tables = right(*operands)
         return tables._replace(**{name: change(getattr(tables, name))})
 
-    with patch.object(inputs, "_tables_of", spoilt), pytest.raises((AssertionError, IndexError)):
+    with patch.object(inputs, "tables_of", spoilt), pytest.raises((AssertionError, IndexError)):
         compared(both, requests)
 
 
@@ -376,7 +376,7 @@ def test_the_comparison_finds_wrong_laws(both: tuple[Engine, Engine], wrong: str
 
     def spoilt(self: StepInputs, rows: Any) -> Any:
         result = right(self, rows)
-        if self._shape.num_drafts:
+        if self.shape.num_drafts:
             WRONG_LAWS[wrong](self._views)
         return result
 
@@ -394,13 +394,11 @@ def test_what_is_recorded_looks_at_no_number() -> None:
         patch("engine.attention.triton_attention.attend_paged", lambda _p, _s, _l, query, *_: query.transpose(1, 2)),
         torch.inference_mode(),
     ):
-        for step in machine.recorded._steps.values():
+        for step in machine.recorded.steps.values():
             with counted_reads() as counts:
-                if step._shape.num_drafts:
-                    step._draft()
-                step._target()
-                step._verify()
-            assert counts == {}, step._shape
+                for work in step.parts().values():
+                    work()
+            assert counts == {}, step.shape
 
 
 @stands_in
@@ -413,7 +411,7 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
 
     def noting(self: RecordedStep, *operands: Any) -> torch.Tensor:
         tensors = [*self._views.values(), self._result, self._logits_NV, self._law_NV, self._chains.tokens_CL]
-        seen.setdefault(self._shape, set()).add(tuple(one.data_ptr() for one in tensors))
+        seen.setdefault(self.shape, set()).add(tuple(one.data_ptr() for one in tensors))
         return right(self, *operands)
 
     with patch.object(RecordedStep, "_logits", noting):
@@ -423,58 +421,66 @@ def test_a_recording_reads_the_numbers_that_each_step_writes(both: tuple[Engine,
 
 
 class Recording:
-    """Stands in for a CUDA graph that replays what it was given."""
+    """Stands in for a CUDA graph: it replays what it was given."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
+        self.work, self.num_replays = work, 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.work()
 
 
-@contextlib.contextmanager
-def a_device(record: Callable[[Callable[[], None]], Any], free: Callable[[], int]) -> Iterator[None]:
-    """Runners say that they are on CUDA while steps are recorded."""
+class FakeGraphs:
+    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises an error."""
+
+    def __init__(
+        self, free_bytes: int = 1 << 30, bytes_each: int = 0, most: int = 1000, error: Exception | None = None
+    ) -> None:
+        self.left, self._bytes_each, self._most, self._error = free_bytes, bytes_each, most, error
+        self.recordings: list[Recording] = []
+
+    def free_bytes(self) -> int:
+        return self.left
 
     @contextlib.contextmanager
-    def stand_in() -> Iterator[Any]:
-        yield record
+    def recorder(self) -> Iterator[Any]:
+        yield self._record
 
-    with (
-        patch.object(steps, "recorder", stand_in),
-        patch.object(steps, "_on_cuda", lambda _: True),
-        patch.object(torch.cuda, "mem_get_info", lambda _: (free(), 1 << 40)),
-    ):
-        yield
+    def _record(self, work: Callable[[], None]) -> Recording:
+        if self._error is not None and len(self.recordings) == self._most:
+            raise self._error
+        self.left -= self._bytes_each
+        self.recordings.append(Recording(work))
+        return self.recordings[-1]
 
 
-def recorded_again(machine: Engine, **options: Any) -> RecordedSteps:
-    found = RecordedSteps()
-    with a_device(**options):
-        found.record(machine.target, machine.draft_runner, RECORDED, 4, 20, lambda _: None)
+def recorded_again(machine: Engine, graphs: FakeGraphs | None = None, most_pages: int = 20) -> RecordedSteps:
+    found = RecordedSteps(graphs)
+    found.record(machine.target, machine.draft_runner, RECORDED, 4, most_pages, lambda _: None)
     return found
 
 
 @stands_in
 def test_replays_are_what_serves(both: tuple[Engine, Engine]) -> None:
-    replayed = recorded_again(both[1], record=Recording, free=lambda: 1 << 30)
-    assert replayed.num_recorded == len(menu(RECORDED, 4))
-    for step in replayed._steps.values():
-        assert set(step._graphs) == ({"draft"} if step._shape.num_drafts else set()) | {"target", "verify"}
+    graphs = FakeGraphs()
+    replayed = recorded_again(both[1], graphs)
+    shapes = menu(RECORDED, 4)
+    assert list(replayed.steps) == shapes
+    assert len(graphs.recordings) == sum(3 if shape.num_drafts else 2 for shape in shapes)
     with patch.object(both[1], "recorded", replayed):
-        compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
+        served = compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
+    assert sum(one.num_replays for one in graphs.recordings) == sum(
+        3 if shape.num_drafts else 2 for shape in served if shape is not None
+    )
 
 
 @stands_in
 def test_steps_that_cannot_be_recorded_run_as_they_are(
     both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = []
-
-    def record(work: Callable[[], None]) -> Recording:
-        done.append(work)
-        if len(done) > 3:
-            raise RuntimeError("this operation cannot be recorded")
-        return Recording(work)
-
-    failed = recorded_again(both[1], record=record, free=lambda: 1 << 30)
+    error = RuntimeError("this operation cannot be recorded")
+    failed = recorded_again(both[1], FakeGraphs(most=3, error=error))
     assert "steps run without CUDA graphs: this operation cannot be recorded" in caplog.text
     assert failed.num_recorded == 0
     with patch.object(both[1], "recorded", failed):
@@ -542,21 +548,16 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, En
 @stands_in
 def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> None:
     """The rest of what is free is for the activations of prompts. What was recorded serves."""
-    left = [1000]
-
-    def record(work: Callable[[], None]) -> Recording:
-        left[0] -= 50
-        return Recording(work)
-
-    some = recorded_again(both[1], record=record, free=lambda: left[0])
+    graphs = FakeGraphs(free_bytes=1000, bytes_each=50)
+    some = recorded_again(both[1], graphs)
     assert 0 < some.num_recorded < len(menu(RECORDED, 4))
-    assert left[0] == 500  # three recordings of 50 after the last look, at 650
+    assert graphs.left == 500  # three recordings of 50 after the last look, at 650
     with patch.object(both[1], "recorded", some):
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
 
 def test_a_text_of_more_blocks_than_the_table_has_runs_as_it_is(both: tuple[Engine, Engine]) -> None:
-    with patch.object(both[1].recorded, "_most_pages", 2):
+    with patch.object(both[1], "recorded", recorded_again(both[1], most_pages=2)):
         shapes = compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
     assert None in shapes[1:]
     assert any(shapes)
@@ -582,22 +583,14 @@ def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
 
 
 def test_recordings_before_memory_ran_out_serve(both: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture) -> None:
-    done = []
-
-    def record(work: Callable[[], None]) -> Recording:
-        done.append(work)
-        if len(done) > 6:
-            raise torch.cuda.OutOfMemoryError("no memory")
-        return Recording(work)
-
-    some = recorded_again(both[1], record=record, free=lambda: 1 << 30)
+    some = recorded_again(both[1], FakeGraphs(most=6, error=torch.cuda.OutOfMemoryError("no memory")))
     assert 0 < some.num_recorded < 6
     assert "memory is short" in caplog.text
 
 
 def test_a_device_without_the_kernels_records_no_filters() -> None:
-    assert steps._laws_on(torch.device("cpu"), TORCH) == steps._laws_on(torch.device("cuda"), TritonKernels()) == LAWS
-    assert [laws.filters for laws in steps._laws_on(torch.device("cuda"), TORCH)] == [()]
+    assert steps.laws_on(torch.device("cpu"), TORCH) == steps.laws_on(torch.device("cuda"), TritonKernels()) == LAWS
+    assert [laws.filters for laws in steps.laws_on(torch.device("cuda"), TORCH)] == [()]
 
 
 @pytest.mark.parametrize(
@@ -613,10 +606,10 @@ def test_a_device_without_the_kernels_records_no_filters() -> None:
 )
 def test_what_default_requests_draft_is_recorded(wish: dict[str, Any], recorded: int) -> None:
     config = EngineConfig(model=ModelConfig(target="t"), speculation=SpeculationConfig(**wish))
-    drafts = building._drafts(config, MagicMock())
+    drafts = building.recorded_drafts(config, MagicMock())
     assert drafts[0] == (0, 0)
     assert max(count * length for count, length in drafts) == recorded
-    assert building._drafts(config, None) == [(0, 0)]
+    assert building.recorded_drafts(config, None) == [(0, 0)]
 
 
 def test_the_menu_is_of_steps_of_up_to_256_rows() -> None:

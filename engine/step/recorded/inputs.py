@@ -236,7 +236,7 @@ def _table_of(shape: StepShape, fanout: tuple[int, ...]) -> _Tables:
 
 
 @lru_cache(maxsize=256)
-def _tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
+def tables_of(shape: StepShape, fanouts: tuple[tuple[int, ...], ...]) -> _Tables:
     """Return the tables of requests that draft these shapes; padding drafts nothing."""
     padded = [*fanouts, *[()] * (shape.sequences - len(fanouts))]
     return _Tables(*map(np.stack, zip(*(_table_of(shape, fanout) for fanout in padded), strict=True)))
@@ -262,7 +262,7 @@ class StepInputs:
         """layout: of the chains that all S requests draft; most_pages: of the longest text with its drafts;
         spare_block: padding writes its K/V to it, in both models.
         """
-        self._shape, self._layout = shape, layout
+        self.shape, self._layout = shape, layout
         self._block_size, self._spare_block = block_size, spare_block
         self.passes = passes_of(shape)
         self.fields = _fields(shape, self.passes, layout, most_pages)
@@ -273,7 +273,7 @@ class StepInputs:
 
     def of(self, rows: Sequence[Row]) -> Array:
         """Return the numbers of a step [words], valid until the next call."""
-        v, count = self._views, self._shape.sequences
+        v, count = self._views, self.shape.sequences
         count_S, first_S = (np.zeros(count, dtype=np.int64) for _ in range(2))
         end_S = np.ones(count, dtype=np.int64)
         self._clear_pages(rows)
@@ -281,14 +281,14 @@ class StepInputs:
             end_S[number] = row.end
             v["pages"][number, : len(row.block_ids)] = row.block_ids
             v["root"][number] = row.input_ids[0]
-            if self._shape.num_drafts and row.draft_input_ids:
+            if self.shape.num_drafts and row.draft_input_ids:
                 count_S[number], first_S[number] = len(row.draft_input_ids), first_key(row)
                 v["text"][number, : len(row.draft_input_ids)] = row.draft_input_ids
-        tables = _tables_of(self._shape, tuple(row.fanout for row in rows))
+        tables = tables_of(self.shape, tuple(row.fanout for row in rows))
         self._fill_passes(tables, count_S, end_S)
         v["ends"][:], v["first keys"][:] = end_S, first_S
         v["node positions"][:] = (end_S - 1)[:, None] + tables.node_depths.swapaxes(0, 1)
-        if self._shape.num_drafts:
+        if self.shape.num_drafts:
             v["wanted"][:] = np.arange(count) * NUM_TEXT + count_S.clip(min=1) - 1
         self._fill_chains(tables)
         self._fill_laws(rows, end_S, tables.is_dead.ravel())
@@ -303,7 +303,7 @@ class StepInputs:
     def _fill_passes(self, tables: _Tables, count_S: Ints, end_S: Ints) -> None:
         """Fill positions, slots and what is seen, for all rows of all passes."""
         v, size = self._views, self._block_size
-        text = slice(0, NUM_TEXT if self._shape.num_drafts else 0)
+        text = slice(0, NUM_TEXT if self.shape.num_drafts else 0)
         is_used, offsets, depths = tables.is_used.copy(), tables.offsets.copy(), tables.depths.copy()
         is_used[:, text] = tables.offsets[:, text] < count_S[:, None]
         offsets[:, text] -= count_S[:, None]
@@ -324,7 +324,7 @@ class StepInputs:
 
     def _fill_chains(self, tables: _Tables) -> None:
         """Fill chain lengths, and the row of each node in the target's pass."""
-        v, shape = self._views, self._shape
+        v, shape = self._views, self.shape
         sequence_S1 = np.arange(shape.sequences)[:, None]
         v["lengths"][:] = tables.lengths
         v["nodes"][:] = tables.nodes + (1 + shape.num_nodes) * sequence_S1[:, :, None]
@@ -336,10 +336,10 @@ class StepInputs:
         v, layout = self._views, self._layout
         v["temperature"][:] = 1.0
         v["temperature"][: len(rows)] = [0.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
-        for name in self._shape.laws.filters:
+        for name in self.shape.laws.filters:
             v[name][:] = _NEUTRAL[name]
             v[name][: len(rows)] = [getattr(row.sampling, name) for row in rows]
-        seed_S = np.zeros(self._shape.sequences, dtype=np.int64)
+        seed_S = np.zeros(self.shape.sequences, dtype=np.int64)
         seed_S[: len(rows)] = [row.sampling.seed for row in rows]
         chain_C = layout.request_C
         v["noise"][:] = draw_numbers(seed_S[chain_C], end_S[chain_C], layout.rank_C, layout.max_length)

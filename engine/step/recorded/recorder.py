@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
+
+
+class Graphs(Protocol):
+    """A device's recordings of work."""
+
+    def free_bytes(self) -> int:
+        """Return the free memory of the device."""
+        ...
+
+    def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
+        """Return a function that records work, for as long as its context is open."""
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """Return the free memory of the device."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
+        """Return a function that records work, for as long as its context is open."""
+        return recorder()
 
 
 @contextmanager

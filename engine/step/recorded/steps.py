@@ -34,7 +34,7 @@ from engine.sampling.law import LawParameters, law
 from engine.speculation.topology import drawn_tree
 from engine.speculation.verification import RULES
 from engine.step.recorded.inputs import LAWS, MOST_NODES, Laws, StepInputs, StepShape, shape_of, views
-from engine.step.recorded.recorder import recorder
+from engine.step.recorded.recorder import CudaGraphs, Graphs
 from engine.step.report import broken_rows
 from engine.step.verify import emitted
 
@@ -76,7 +76,7 @@ class RecordedStep:
     """A step of one shape: its buffers, and the graphs over them."""
 
     def __init__(self, shape: StepShape, shared: _Shared) -> None:
-        self._shape, self._shared = shape, shared
+        self.shape, self._shared = shape, shared
         target = shared.target
         self._layout = layout_of((ChainShape(shape.fanout, "iid", "iid"),) * shape.sequences, target.device)
         spare_block = target.storage.keys.shape[1] // target.block_size - 1
@@ -103,16 +103,19 @@ class RecordedStep:
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
         """Record all parts."""
-        for name, work in (("draft", self._draft), ("target", self._target), ("verify", self._verify)):
-            if name != "draft" or self._shape.fanout:
-                self._graphs[name] = record(work)
+        self._graphs = {name: record(work) for name, work in self.parts().items()}
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """Return the work that is recorded, in order."""
+        drafting = {"draft": self._draft} if self.shape.fanout else {}
+        return {**drafting, "target": self._target, "verify": self._verify}
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
         """Draft the plan's chains; their tokens stay on the device."""
         fill(self._numbers, self._inputs.of(plan.sampling_rows))
-        if self._shape.fanout:
+        if self.shape.fanout:
             self._replay("draft", self._draft)
         return self._draft_of(plan)
 
@@ -131,7 +134,7 @@ class RecordedStep:
 
     def _read(self, draft: Draft) -> VerifiedStep:
         """Copy the results of the step to the host; waits for the device."""
-        shape, num_rows = self._shape, len(draft.trees)
+        shape, num_rows = self.shape, len(draft.trees)
         found = self._result.cpu().numpy()
         verdict_3S, tokens_C, largest = np.split(
             found, np.cumsum([3 * shape.sequences, self._chains.tokens_CL.numel()])
@@ -162,7 +165,7 @@ class RecordedStep:
     def _draft_of(self, plan: Plan) -> Draft:
         """Return the draft with the trees of the plan's rows; their tokens come with the results of the step."""
         trees = tuple(drawn_tree(row.fanout) for row in plan.sampling_rows)
-        apart = 1 + self._shape.num_nodes
+        apart = 1 + self.shape.num_nodes
         return Draft(self._layout, self._chains, trees, None, self._parameters, self._views["noise"], rows_apart=apart)
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class RecordedStep:
 
     def _target(self) -> None:
         """Run the target's pass."""
-        shape, v = self._shape, self._views
+        shape, v = self.shape, self._views
         token_ids = v["root"].unsqueeze(1)
         if shape.num_drafts:
             token_ids = torch.cat([token_ids, self._chains.tokens_CL.take(v["tokens"])], 1)
@@ -204,7 +207,7 @@ class RecordedStep:
 
     def _decide(self, target: LawTable) -> tuple[Tensor, Tensor, Tensor]:
         """Return chain, number of accepted tokens, and the token after them, each [S]."""
-        if not self._shape.num_drafts:
+        if not self.shape.num_drafts:
             token_S = target.kernels.draw(target.law_NV, target.row_CX[:, 0], self._noise.residual_C)
             return self._layout.request, torch.zeros_like(token_S), token_S
         # The race serves greedy rows, too: their chains are alike, and right or wrong as a whole.
@@ -237,7 +240,7 @@ class RecordedStep:
         return runner.run_on_device(token_ids_T, v[f"positions {number}"].view(-1), metadata, wanted_N)
 
     def _fixed_of(self, number: int) -> _Fixed:
-        queries, count = self._inputs.passes[number].queries, self._shape.sequences
+        queries, count = self._inputs.passes[number].queries, self.shape.sequences
         device = self._shared.target.device
         return _Fixed(
             starts=to_device(np.arange(count, dtype=np.int32) * np.int32(queries), device),
@@ -248,7 +251,7 @@ class RecordedStep:
 
     def _parameters_of_rows(self) -> LawParameters:
         """Return the parameters of the S requests; they lie in the buffer."""
-        any_greedy, filters = self._shape.laws
+        any_greedy, filters = self.shape.laws
         values = {name: self._views[name] for name in filters}
         largest = dict.fromkeys(filters, float(self._shared.target.vocab_size))
         kernels = self._shared.target.kernels
@@ -268,8 +271,10 @@ class _Fixed(NamedTuple):
 class RecordedSteps:
     """The recorded steps of an engine."""
 
-    def __init__(self) -> None:
-        self._steps: dict[StepShape, RecordedStep] = {}
+    def __init__(self, graphs: Graphs | None = None) -> None:
+        """graphs: what records; CUDA graphs on a CUDA device, and nothing elsewhere, if None."""
+        self._graphs = graphs
+        self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
         """The recorded step for each smallest shape; None if there is none."""
         self._most_pages = 0
@@ -279,18 +284,18 @@ class RecordedSteps:
     @property
     def num_recorded(self) -> int:
         """Return the number of recorded shapes."""
-        return len(self._steps)
+        return len(self.steps)
 
     def find(self, plan: Plan) -> RecordedStep | None:
         """Return the step that carries out a plan; None if no recorded shape has room for it."""
-        if not self._steps or not self.serves:
+        if not self.steps or not self.serves:
             return None
         wanted = shape_of(plan)
         if wanted is None or max(len(row.block_ids) for row in plan.rows) > self._most_pages:
             return None
         if wanted not in self._chosen:
-            best = min((shape for shape in self._steps if shape.has_room(wanted)), key=_work, default=None)
-            self._chosen[wanted] = None if best is None else self._steps[best]
+            best = min((shape for shape in self.steps if shape.has_room(wanted)), key=_work, default=None)
+            self._chosen[wanted] = None if best is None else self.steps[best]
         return self._chosen[wanted]
 
     @torch.inference_mode()
@@ -304,33 +309,30 @@ class RecordedSteps:
         progress: Callable[[str], None],
     ) -> None:
         """Record steps of these shapes (`menu`) until memory is short; if one cannot be recorded, none is."""
-        shapes = menu(drafts, most_sequences, _laws_on(target.device, target.kernels))
+        shapes = menu(drafts, most_sequences, laws_on(target.device, target.kernels))
         shared = _shared(target, draft, shapes, most_pages)
         self._most_pages = most_pages
-        if not _on_cuda(target):
-            self._steps = {shape: RecordedStep(shape, shared) for shape in shapes}
+        graphs = self._graphs or (CudaGraphs(target.device) if target.device.type == "cuda" else None)
+        if graphs is None:
+            self.steps = {shape: RecordedStep(shape, shared) for shape in shapes}
             return
-        least_free = _LEAST_FREE * torch.cuda.mem_get_info(target.device)[0]
+        least_free = _LEAST_FREE * graphs.free_bytes()
         try:
-            with recorder() as record:
+            with graphs.recorder() as record:
                 for number, shape in enumerate(shapes):
                     if number % _TOLD == 0:
                         progress(f"recording steps as CUDA graphs: {number} of {len(shapes)}")
-                    if torch.cuda.mem_get_info(target.device)[0] < least_free:
+                    if graphs.free_bytes() < least_free:
                         log.info("recorded %d of %d shapes of steps: memory is short", number, len(shapes))
                         break
                     step = RecordedStep(shape, shared)
                     step.record(record)
-                    self._steps[shape] = step
+                    self.steps[shape] = step
         except torch.cuda.OutOfMemoryError:
-            log.warning("recorded %d of %d shapes of steps: memory is short", len(self._steps), len(shapes))
+            log.warning("recorded %d of %d shapes of steps: memory is short", len(self.steps), len(shapes))
         except Exception as error:  # an operation that cannot be recorded
-            self._steps.clear()
+            self.steps.clear()
             log.warning("steps run without CUDA graphs: %s", error)
-
-
-def _on_cuda(runner: ModelRunner) -> bool:
-    return runner.device.type == "cuda"
 
 
 def _work(shape: StepShape) -> tuple[int, int, int]:
@@ -338,7 +340,7 @@ def _work(shape: StepShape) -> tuple[int, int, int]:
     return shape.num_rows, shape.draft_length, LAWS.index(shape.laws)
 
 
-def _laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
+def laws_on(device: torch.device, kernels: Kernels) -> Sequence[Laws]:
     """Return the distributions for which steps are recorded: without the kernels, filters on a device need the host."""
     return LAWS if device.type != "cuda" or kernels.by_tiles else LAWS[:1]
 
