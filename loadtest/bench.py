@@ -106,7 +106,6 @@ def run(url: str, options: BenchOptions, before_url: str = "") -> dict[str, Any]
         "what": "speculation on against off, closed loop over HTTP",
         "options": asdict(options),
         "environment": environment(url),
-        **({"environment_before": environment(before_url)} if before_url else {}),
         "exactness": exactness,
         "cells": cells,
         **({"ramp": ramp} if ramp else {}),

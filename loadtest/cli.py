@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from loadtest import plots, report
 from loadtest.arguments import Parser
+from loadtest.environment import commit_of
 from loadtest.results import add_output_argument, write
 from loadtest.workload import TASKS, load
 
@@ -162,6 +163,8 @@ def _measure(options: argparse.Namespace) -> int:
                     before_url = daemons.enter_context(running_daemon(words, in_folder(options.before)))
                     wanted = replace(wanted, arms=of_both_versions(wanted.arms))
                 result = run(url, wanted, before_url)
+                if options.before is not None:
+                    result["before"] = commit_of(options.before)
     except (RuntimeError, httpx.HTTPError) as error:
         of_daemon = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
         print(f"polydraft bench: {error}{of_daemon}", file=sys.stderr)
@@ -174,7 +177,7 @@ def _publish(result: dict[str, Any], output: Path | None, plot: Path | None) -> 
     write(result, output)
     if plot is not None:
         plots.plot(result, plot)
-    if "environment_before" in result:
+    if "before" in result:
         print(report.versions_markdown(result))
     else:
         print(report.markdown(result) if len(result["options"]["arms"]) <= 6 else report.rules_markdown(result))

@@ -14,7 +14,7 @@ from typing import Any
 def environment() -> dict[str, Any]:
     """Return commit, processor and libraries."""
     return {
-        "commit": _commit(),
+        "commit": commit_of(Path.cwd()),
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
@@ -31,11 +31,11 @@ def _device() -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
-def _commit() -> str | None:
-    """Return the commit; None outside a repository or without git."""
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a checkout; None outside a repository or without git."""
     try:
         described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+            ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
         )
     except OSError:
         return None

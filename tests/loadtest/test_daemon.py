@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from loadtest.cli import main
 from loadtest.daemon import running_daemon
 from tests.server.tiny_models import write_pair
 
+ROOT = Path(__file__).resolve().parents[2]
 _PIPE_BYTES = 64 << 10
 
 
@@ -46,3 +49,23 @@ def test_an_address_where_nobody_answers_is_said(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert said.startswith("polydraft bench: ")
     assert address in said
+
+
+@pytest.mark.slow
+def test_two_versions_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkout before is a copy that leaves a file when its daemon starts."""
+    before, started = tmp_path / "before", tmp_path / "started"
+    for name in ("engine", "server", "demo"):
+        shutil.copytree(ROOT / name, before / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (before / "server" / "__init__.py").open("a") as package:
+        package.write(f"\nopen({str(started)!r}, 'w').write(__file__)\n")
+    pair = write_pair(tmp_path)
+    words = ["--serve-args", f"{pair.target} --draft-model {pair.draft} --no-calibrate", "--before", str(before)]
+    words += ["--tasks", "dialogues", "--concurrency", "1", "--repeats", "1", "--max-tokens", "8", "--short"]
+    assert main([*words, "--rules", "block:1x2"]) == 0
+    printed = capsys.readouterr().out
+    (cell,) = json.loads(printed.splitlines()[-1])["cells"]
+    assert list(cell["arms"]) == ["off", "before off", "block:1x2", "before block:1x2"]
+    assert cell["arms"]["block:1x2"]["ratio_to_before"]["ratio"] > 0
+    assert Path(started.read_text()) == before / "server" / "__init__.py"
+    assert "6 of 6 greedy answers equal in all arms" in printed
