@@ -71,7 +71,8 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._limits = limits
         self._kill = kill
-        self._process_id = 0
+        self.process_id = 0
+        """Process that follows the grammar; 0 until it has begun."""
         self._num_told = -1
         self._dead_ends: set[tuple[int, ...]] = set()
         """Paths below the answer after which the grammar allows no token."""
@@ -102,7 +103,7 @@ class GrammarState:
 
     def seconds_read(self) -> float:
         """Return the CPU time that reading the grammar has taken; 0 before its process runs."""
-        return self._computed_s() if self._process_id else 0.0
+        return self._computed_s() if self.process_id else 0.0
 
     def masks(self, answer: Sequence[int], paths: Sequence[Sequence[int]]) -> Callable[[], list[Bools | None]]:
         """Ask which tokens may follow each path below an answer: [V], None if a path has ended before.
@@ -152,7 +153,7 @@ class GrammarState:
             self._fail("the process that follows it has ended, or cannot start; try again", GRAMMAR_UNAVAILABLE)
             return None
         if isinstance(message, Begun):
-            self._process_id = message.process_id
+            self.process_id = message.process_id
             self._begin_clock()
         elif isinstance(message, GrammarReady):
             self._is_ready = True
@@ -180,7 +181,7 @@ class GrammarState:
     def _check_time(self, limit_s: float) -> None:
         """Fail if the process has computed longer than this since the last question."""
         waited_s = time.monotonic() - self._asked_s
-        if not self._process_id:
+        if not self.process_id:
             if waited_s >= self._limits.patience_s:
                 self._fail("the process that follows grammars does not answer; try again", GRAMMAR_UNAVAILABLE)
         elif self._computed_s() >= limit_s:
@@ -193,10 +194,10 @@ class GrammarState:
 
     def _cpu_s(self) -> float:
         """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is unknown."""
-        if not self._process_id:
+        if not self.process_id:
             return 0.0
         try:
-            return time.clock_gettime((~self._process_id << 3) | 2)
+            return time.clock_gettime((~self.process_id << 3) | 2)
         except OSError:
             return 0.0  # it has ended, as its connection will report
 
@@ -205,8 +206,8 @@ class GrammarState:
 
     def end(self) -> None:
         """Stop following the grammar and end the process, even while it computes."""
-        if self._process_id:
-            self._kill(self._process_id)
+        if self.process_id:
+            self._kill(self.process_id)
         self._connection.close()
 
 
@@ -234,7 +235,8 @@ class Grammars:
             self._limits.memory_bytes,
             self._limits.start_timeout_s,
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """Process that starts the others; None until the first grammar."""
         self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarState:
@@ -255,20 +257,20 @@ class Grammars:
 
     def close(self) -> None:
         """End all processes."""
-        if self._control is not None and self._process is not None:
+        if self._control is not None and self.process is not None:
             self._control.close()
-            self._process.wait()
-        self._control = self._process = None
+            self.process.wait()
+        self._control = self.process = None
 
     def _running(self) -> socket.socket:
         """Return the socket of the process that starts the others; start it if it does not run."""
-        if self._control is not None and self._process is not None and self._process.poll() is None:
+        if self._control is not None and self.process is not None and self.process.poll() is None:
             return self._control
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", "-m", "engine.grammar.grammar_process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         ours.send(encode(self._vocabulary))
         self._control = ours
         return ours

@@ -160,8 +160,8 @@ def test_what_the_server_cannot_follow_is_its_own_fault(
     """The process that starts the others is killed, gets no time, or has no vocabulary: the client may retry."""
     failures = []
     lost = started(grammars, OBJECT)
-    assert grammars._process is not None
-    os.kill(grammars._process.pid, signal.SIGKILL)
+    assert grammars.process is not None
+    os.kill(grammars.process.pid, signal.SIGKILL)
     while lost.failure is None:  # it may answer before it notices
         lost.masks((), [()])()
     failures.append(lost.failure)
@@ -236,8 +236,8 @@ def test_a_grammar_that_fails_later_harms_nobody_else(grammars: Grammars, vocabu
         return masked_N
 
     assert masked() == [True, True]
-    os.kill(bad._process_id, signal.SIGKILL)
-    wait_for_end(bad._process_id)
+    os.kill(bad.process_id, signal.SIGKILL)
+    wait_for_end(bad.process_id)
     assert masked() == [False, True]
     assert "process has ended" in str(bad.failure)
     assert isinstance(bad.failure, RequestError)
@@ -266,7 +266,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
 def test_nothing_is_left_behind(grammars: Grammars) -> None:
     """Ended states end their processes, those that still compute too; and all end with the pool."""
     ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
-    numbers = [state._process_id for state in (ended, busy, left)]
+    numbers = [state.process_id for state in (ended, busy, left)]
     ended.end()
     busy.masks((), [()] * 100_000)
     busy.end()
@@ -281,18 +281,18 @@ def test_a_grammar_that_nobody_waits_for_ends_too(grammars: Grammars) -> None:
     """Its request has been left before the number of its process was known."""
     grammars.start(ENDLESS).end()
     state = started(grammars, OBJECT)  # the process of the first has been forked before this one's
-    assert grammars._process is not None
-    children = Path(f"/proc/{grammars._process.pid}/task/{grammars._process.pid}/children").read_text().split()
+    assert grammars.process is not None
+    children = Path(f"/proc/{grammars.process.pid}/task/{grammars.process.pid}/children").read_text().split()
     for child in map(int, children):
-        if child != state._process_id:
+        if child != state.process_id:
             wait_for_end(child)
 
 
 def test_a_pool_whose_process_has_died_starts_another(grammars: Grammars) -> None:
     state = started(grammars, OBJECT)
-    assert grammars._process is not None
-    os.kill(grammars._process.pid, signal.SIGKILL)
-    grammars._process.wait()
+    assert grammars.process is not None
+    os.kill(grammars.process.pid, signal.SIGKILL)
+    grammars.process.wait()
     started(grammars, OBJECT).end()
     state.end()
 
