@@ -58,10 +58,10 @@ def measure(engine: Engine, context: int, repeats: int) -> dict[str, Any]:
             steps[num_drafts].append(wall_s)
         for num_rows, (_, phases_s) in zip(passes, (plain, many), strict=True):
             passes[num_rows].append(phases_s["target"])
-    return {"step": _over_first(steps), "target_pass": _over_first(passes)}
+    return {"step": over_first(steps), "target_pass": over_first(passes)}
 
 
-def _over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
+def over_first(seconds: dict[int, list[float]]) -> dict[str, Any]:
     """Return medians, and ratios to the first with their range."""
     first = next(iter(seconds.values()))
     found = {}

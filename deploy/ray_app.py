@@ -49,7 +49,7 @@ _PROBE_S = 5.0
 # A busy replica is left out of the metrics page, so that the page is ready before Prometheus' timeout (10 s).
 _SCRAPE_S = 1.0
 # With this command the daemon drains when the replica, which holds its standard input, has ended in any way.
-_SUPERVISED = [
+SUPERVISED = [
     *("sh", "-c"),
     'exec 3<&0; "$@" </dev/null & child=$!; (cat <&3 >/dev/null; kill -TERM $child) & watch=$!; '
     "wait $child; status=$?; kill $watch; exit $status",
@@ -64,7 +64,7 @@ class Replica:
         """Start a daemon and wait until it serves; arguments: of `polydraft serve`."""
         self._folder = tempfile.mkdtemp(prefix="polydraft-replica-")
         socket = str(Path(self._folder) / "http")
-        command = [*_SUPERVISED, sys.executable, "-P", "-m", "server.cli", "serve", *arguments, "--uds", socket]
+        command = [*SUPERVISED, sys.executable, "-P", "-m", "server.cli", "serve", *arguments, "--uds", socket]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         # Ray bounds a replica's open requests; requests for its state come on top.
         transport = httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None))
@@ -173,7 +173,7 @@ class Front:
         kind = dict(headers).get("content-type", "")
         if kind.startswith("text/event-stream"):
             first = await anext(answer, b"")
-            return StreamingResponse(_rest(call, first, answer), status, dict(headers))
+            return StreamingResponse(rest_of(call, first, answer), status, dict(headers))
         return Response(b"".join([chunk async for chunk in answer]), status, dict(headers))
 
 
@@ -184,7 +184,7 @@ def replica_names() -> list[str]:
     return [one["name"].rpartition("#")[2] for one in actors if ours in one["name"]]
 
 
-async def _rest(call: ReplicaCall, first: bytes, answer: Any) -> AsyncIterator[bytes]:
+async def rest_of(call: ReplicaCall, first: bytes, answer: Any) -> AsyncIterator[bytes]:
     """Yield the events of a stream; a broken stream ends with an error event."""
     num_events = 0
     try:

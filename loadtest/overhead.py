@@ -56,7 +56,7 @@ def measure(url: str, concurrency: Sequence[int], num_rounds: int, max_tokens: i
                 found = _run(url, model, prompts, at_once, {"max_tokens": max_tokens, "speculation": speculation})
                 if number:  # the first warms up
                     runs[arm].append(found)
-        cells.append({"concurrency": at_once, "arms": {arm: _spreads(found) for arm, found in runs.items()}})
+        cells.append({"concurrency": at_once, "arms": {arm: spreads(found) for arm, found in runs.items()}})
     return {
         "what": "time over HTTP over that of the engine's steps, CPU time of the HTTP process, time to a first token",
         "options": {"num_rounds": num_rounds, "max_tokens": max_tokens, "arms": _ARMS},
@@ -78,7 +78,7 @@ def _run(url: str, model: str, prompts: list[Prompt], concurrency: int, asked: d
     }
 
 
-def _spreads(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+def spreads(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Return median and range of each figure."""
     figures = {name: [run[name] for run in runs] for name in runs[0]}
     return {

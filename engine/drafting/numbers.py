@@ -30,7 +30,7 @@ def draw_numbers(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> n
 
     position_C: the first index that each chain drafts, which names its numbers.
     """
-    if usable("random numbers are drawn", _fault_in_numbers, torch.device("cpu"), compiler="Numba"):
+    if usable("random numbers are drawn", fault_in_numbers, torch.device("cpu"), compiler="Numba"):
         from engine.sampling import numba_noise  # Numba is installed if its kernels are used
 
         numbers = numba_noise.uniform(seed_C, position_C, _PURPOSES, rank_C, max(1, length))
@@ -46,7 +46,7 @@ def _uniform(seed_C: Ints, position_C: Ints, rank_C: Ints, length: int) -> npt.N
     return uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
 
 
-def _fault_in_numbers(_device: torch.device) -> str | None:
+def fault_in_numbers(_device: torch.device) -> str | None:
     """Return the fault of the kernel of random numbers; None if it agrees with the plain operations."""
     from engine.sampling import numba_noise
 

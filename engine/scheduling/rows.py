@@ -83,7 +83,7 @@ def part_of(
     return PlannedRow(sequence, end, emits, fanout, copies, draft_first, draft_end, nodes)
 
 
-def _text_of(sequence: Sequence) -> LogitContext | None:
+def text_of(sequence: Sequence) -> LogitContext | None:
     """Return the inputs of the sequence's distribution besides its logits; None if there are none."""
     request, least = sequence.request, sequence.request.limits.min_tokens
     holds_back = least > 0 and sequence.num_emitted < least
@@ -116,7 +116,7 @@ def row_of(part: PlannedRow) -> Row:
         fanout=part.fanout,
         copies=part.copies,
         shifts=sequence.shifts,
-        text=_text_of(sequence) if part.emits else None,
+        text=text_of(sequence) if part.emits else None,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=request.prompt_token_ids[first + 1 : end + 1] if sequence.wants_prompt_logprobs else (),

@@ -21,7 +21,7 @@ class TookTooLong(BaseException):
     """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch those and continue."""
 
 
-class _Call:
+class LimitedCall:
     """Call in some thread that another thread can end."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -75,7 +75,7 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
-async def _end(limited: _Call) -> None:
+async def _end(limited: LimitedCall) -> None:
     """End a call. Errors inside finalizers are lost, so the error is raised again until the call has ended."""
     limited.end()
     while limited.is_running():
@@ -90,7 +90,7 @@ async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result
     once, a long call into a library ends afterwards. Waiting for a thread does not count. Cancelling the caller ends
     the call, too.
     """
-    limited = _Call(call)
+    limited = LimitedCall(call)
 
     async def watch() -> None:
         while (left := seconds - limited.seconds_run()) > 0:

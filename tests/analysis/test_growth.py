@@ -14,7 +14,7 @@ from tests.server.tiny_models import write_pair
 
 def test_ratios_are_of_steps_that_took_turns() -> None:
     """A machine that is half as fast in the second repeat."""
-    found = growth._over_first({1: [1.0, 2.0, 1.0], 8: [1.5, 3.0, 1.8]})
+    found = growth.over_first({1: [1.0, 2.0, 1.0], 8: [1.5, 3.0, 1.8]})
     assert found["1"] == {"seconds": 1.0, "ratio": 1.0, "low": 1.0, "high": 1.0}
     assert found["8"] == pytest.approx({"seconds": 1.8, "ratio": 1.5, "low": 1.5, "high": 1.8})
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
-from deploy.ray_app import _SUPERVISED, Front, Options, Replica, _rest, daemon_arguments
+from deploy.ray_app import SUPERVISED, Front, Options, Replica, daemon_arguments, rest_of
 from deploy.ray_call import ReplicaCall, prefix_of
 from deploy.ray_metrics import merged
 from deploy.ray_router import PrefixRouter
@@ -118,7 +118,7 @@ def test_a_daemon_that_cannot_start_is_noticed_at_once() -> None:
 
 def test_a_daemon_is_told_to_end_when_its_replica_is_gone() -> None:
     script = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); signal.pause()"
-    command = [*_SUPERVISED, sys.executable, "-c", script]
+    command = [*SUPERVISED, sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -155,7 +155,7 @@ def test_a_broken_stream_of_responses_goes_on_counting() -> None:
 
     async def read() -> list[bytes]:
         first = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
-        return [chunk async for chunk in _rest(ReplicaCall("POST", "/v1/responses", [], b""), first, Broken())]
+        return [chunk async for chunk in rest_of(ReplicaCall("POST", "/v1/responses", [], b""), first, Broken())]
 
     last = asyncio.run(read())[-1].decode().splitlines()
     assert last[0] == "event: error"

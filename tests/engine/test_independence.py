@@ -13,7 +13,7 @@ import engine.step.verify as verifying
 from engine.plan import LogitContext
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling import rows
-from engine.scheduling.rows import _text_of
+from engine.scheduling.rows import text_of
 from engine.scheduling.sequence import Sequence
 from engine.step.parts import verified_together
 from tests.engine import tiny
@@ -76,9 +76,9 @@ def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyp
     assert grown.num_preemptions > 0
 
     def counted_anew(sequence: Sequence) -> LogitContext | None:
-        return dataclasses.replace(text, counts=None) if (text := _text_of(sequence)) else None
+        return dataclasses.replace(text, counts=None) if (text := text_of(sequence)) else None
 
-    with patch.object(rows, "_text_of", counted_anew):
+    with patch.object(rows, "text_of", counted_anew):
         assert tiny.run(tiny.build(*pair), requests).tokens == grown.tokens
 
 

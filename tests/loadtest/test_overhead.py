@@ -34,4 +34,4 @@ def test_a_daemon_is_measured(
 
 
 def test_figures_of_rounds_become_median_and_range() -> None:
-    assert overhead._spreads([{"a": 1.0}, {"a": 3.0}, {"a": 2.0}]) == {"a": {"median": 2.0, "low": 1.0, "high": 3.0}}
+    assert overhead.spreads([{"a": 1.0}, {"a": 3.0}, {"a": 2.0}]) == {"a": {"median": 2.0, "low": 1.0, "high": 3.0}}

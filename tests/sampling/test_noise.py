@@ -82,9 +82,9 @@ def test_wrong_kernel_is_not_used(wrong: str) -> None:
         position_C, purpose_P = (position_C + 1, purpose_P) if wrong == "shifted" else (position_C, purpose_P[::-1])
         return right(seed_C, position_C, np.ascontiguousarray(purpose_P), rank_C, length)
 
-    assert numbers._fault_in_numbers(torch.device("cpu")) is None
+    assert numbers.fault_in_numbers(torch.device("cpu")) is None
     with patch.object(numba_noise, "uniform", changed):
-        assert numbers._fault_in_numbers(torch.device("cpu")) == "numbers differ"
+        assert numbers.fault_in_numbers(torch.device("cpu")) == "numbers differ"
 
 
 def by_hand(*name: int) -> int:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.api import RequestError
-from server.text.time_limit import TookTooLong, _Call, run_limited
+from server.text.time_limit import LimitedCall, TookTooLong, run_limited
 from server.text.tokenizer import Tokenizer
 from tests.server.tiny_models import TOKENIZER
 
@@ -68,7 +68,7 @@ def test_a_cancelled_caller_ends_the_call(pool: ThreadPoolExecutor) -> None:
 
 
 def test_a_call_that_was_ended_before_it_began_does_not_begin() -> None:
-    call = _Call(lambda: pytest.fail("it began"))
+    call = LimitedCall(lambda: pytest.fail("it began"))
     call.end()
     with pytest.raises(TookTooLong):
         call()

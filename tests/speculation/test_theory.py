@@ -106,7 +106,7 @@ def test_the_gap_of_a_large_vocabulary_is_that_of_its_likeliest_tokens() -> None
     q_V = torch.from_numpy(logits + 0.5 * chance.standard_normal(50_000)).softmax(0)
     tokens = [int(p_V.argmin()), int(q_V.argmax()), 17, 17]
     p, q, places = gap.likeliest(p_V, q_V, torch.tensor(tokens))
-    assert len(p) == len(q) == gap._MOST_TOKENS
+    assert len(p) == len(q) == gap.MOST_TOKENS
     assert p.sum().item() == pytest.approx(1) == q.sum().item()
     ratio = p[places] / q[places]
     assert torch.allclose(ratio / ratio[0], (p_V[tokens] / q_V[tokens]) / (p_V[tokens[0]] / q_V[tokens[0]]))
