@@ -127,7 +127,7 @@ def main() -> None:
         merging = {"output": "*fp32", "lse": "*fp32", "sinks": dtype, "result": dtype}
         compile_layer(dtype)
         for has_sinks in (False, True):
-            compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "has_sinks": has_sinks})
+            compiled(_merge, merging, {"value_dim": 80, "value_block": 128, "most_parts": 16, "has_sinks": has_sinks})
     compile_tiles(own | dict.fromkeys(("query", "keys", "values"), "*bf16"))
     rows = dict.fromkeys(("logits", "temperatures", "law", "largest", "totals", "edges"), "*fp32")
     for has_edges in (False, True):

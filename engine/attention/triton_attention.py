@@ -25,9 +25,11 @@ from engine.attention.tensors import KVTensors
 
 _TILE_KEYS = 64
 _LEAST_ROWS, _MOST_ROWS = 16, 64
-_PART_KEYS = 512
-"""Least number of keys in a part of a text."""
+_PART_KEYS = 128
+"""Least number of keys in a part of a text, for every 32 tiles of queries: many tiles keep a device busy without."""
 _MOST_PARTS = 16
+_MOST_PROGRAMS = 2048
+"""Most programs that parts lead to: those of texts that are too short for their part end at once, but are launched."""
 
 
 @triton.jit
@@ -68,10 +70,12 @@ def _seen(
 
 @triton.jit
 def _extent(
-    sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
-    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
+    sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
+    tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
-    """Return (first key, number after the last, number of the first node) of a program's part of the text."""
+    """Return (first key, number after the tiles of keys that all queries see, number after the last key, number of the
+    first node) of a program's part of the text.
+    """
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
     # No query of a prompt's chunk sees keys after the tile's last query; nodes see the whole text.
     furthest = tl.max(tl.where(is_query, limit, 0), axis=0)
@@ -80,16 +84,18 @@ def _extent(
         # No query of the tile sees keys before this one.
         nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
         first = tl.maximum(first, tl.minimum(nearest, end))
-    part_keys = tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys
+    part_keys = tl.maximum(part_keys, tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys)
     part_first = first + part * part_keys
     part_stop = tl.minimum(stop, part_first + part_keys)
-    # A tile after the sequence's last query has no work.
-    part_stop = tl.where(tile * tile_queries >= count, part_first, part_stop)
-    return part_first, part_stop, end
+    whole_stop = part_first
+    if not has_window:
+        all_see = tl.min(tl.where(is_query, limit, 2147483647), axis=0)
+        whole_stop += tl.maximum(tl.minimum(all_see, part_stop) - part_first, 0) // tile_keys * tile_keys
+    return part_first, whole_stop, part_stop, end
 
 
 # These change from step to step. A kernel that is compiled for each of their variants would delay the first step of it.
-_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "padded_queries", "window")
+_CHANGING = ("num_tokens", "num_pages", "num_nodes", "num_words", "num_parts", "part_keys", "padded_queries", "window")
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -97,7 +103,7 @@ def _attend(
     query, keys, values, output, lse,
     pages, starts, counts, first_keys, ends, num_keys, node_positions, limits, words, positions,
     scale, softcap, window,
-    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, padded_queries,
+    num_tokens, num_heads, num_pages, num_nodes, num_words, num_parts, part_keys, padded_queries,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, tile_queries: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -107,47 +113,59 @@ def _attend(
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     tile, part = tl.program_id(2) // num_parts, tl.program_id(2) % num_parts
     count, row = tl.load(counts + sequence), tl.arange(0, rows)
+    # Padding rows see nothing; their result is 0, not the content of the memory.
+    num_rows = tl.maximum(count, padded_queries)
+    if tile * tile_queries >= num_rows:
+        return
     number = tile * tile_queries + row // groups
     is_query = (row < tile_queries * groups) & (number < count)
     token, head = tl.load(starts + sequence) + number, kv_head * groups + row % groups
-    dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
-    query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
-    part_first, part_stop, end = _extent(
-        sequence, tile, part, first_keys, ends, num_keys, limit, position, is_query, count, window, num_parts,
-        tile_queries, tile_keys, has_window,
+    part_first, whole_stop, part_stop, end = _extent(
+        sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
+        tile_keys, has_window,
     )  # fmt: skip
+    if (part > 0) & (part_first >= part_stop):
+        none = (part * num_tokens + token).to(tl.int64) * num_heads + head
+        is_none = (row < tile_queries * groups) & (number < num_rows)
+        tl.store(lse + none, tl.full([rows], -float("inf"), tl.float32), mask=is_none)
+        return
+    dim, value_column = tl.arange(0, key_block), tl.arange(0, value_block)
+    query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
     largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, value_block], tl.float32)
     num_kv_heads = num_heads // groups
-    for begin in range(part_first, part_stop, tile_keys):
-        index = begin + tl.arange(0, tile_keys)
-        is_key = index < part_stop
-        page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
-        place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
-        key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
-        value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
-        scores = product(query_tile, tl.trans(key_tile), upcast) * scale
-        if has_softcap:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        seen = _seen(
-            index, is_key, token, is_query, position, limit, end, words, num_words,
-            node_positions + sequence * num_nodes, window, has_window,
-        )  # fmt: skip
-        scores = tl.where(seen, scores, -1e30)
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp(scores - new_largest[:, None]), 0.0)
-        fade = tl.exp(largest - new_largest)
-        total = total * fade + tl.sum(weights, axis=1)
-        sums = sums * fade[:, None] + product(weights, value_tile, upcast)
-        largest = new_largest
-    some = total > 0
+    for masked in tl.static_range(2):
+        for begin in range(whole_stop if masked else part_first, part_stop if masked else whole_stop, tile_keys):
+            index = begin + tl.arange(0, tile_keys)
+            is_key = index < part_stop
+            page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
+            place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
+            key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
+            value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
+            scores = product(query_tile, tl.trans(key_tile), upcast) * scale
+            if has_softcap:
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            if masked:
+                seen = _seen(
+                    index, is_key, token, is_query, position, limit, end, words, num_words,
+                    node_positions + sequence * num_nodes, window, has_window,
+                )  # fmt: skip
+                scores = tl.where(seen, scores, -1e30)
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+            weights = tl.exp(scores - new_largest[:, None])
+            if masked:
+                weights = tl.where(seen, weights, 0.0)
+            fade = tl.exp(largest - new_largest)
+            total = total * fade + tl.sum(weights, axis=1)
+            sums = sums * fade[:, None] + product(weights, value_tile, upcast)
+            largest = new_largest
+    some = is_query & (total > 0)
     at = (part * num_tokens + token).to(tl.int64) * num_heads + head
-    # Padding rows see nothing; their result is 0, not the content of the memory.
-    is_row = (row < tile_queries * groups) & (number < tl.maximum(count, padded_queries))
+    is_row = (row < tile_queries * groups) & (number < num_rows)
     inside = is_row[:, None] & (value_column[None, :] < value_dim)
-    result = sums / tl.where(some, total, 1.0)[:, None]
+    result = tl.where(some[:, None], sums / tl.where(some, total, 1.0)[:, None], 0.0)
     tl.store(output + at[:, None] * value_dim + value_column[None, :], result, mask=inside)
     tl.store(lse + at, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), -float("inf")), mask=is_row)
 
@@ -168,7 +186,7 @@ def attend_paged(
     groups = num_heads // num_kv_heads
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
     num_tiles = -(-paged.most_queries // tile_queries)
-    num_parts = num_parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
+    num_parts, part_keys = parts_of(paged.most_keys, len(paged.starts) * num_kv_heads * num_tiles)
     is_whole = num_parts == 1 and kind.sinks is None
     dtype = query.dtype if is_whole else torch.float32
     output = torch.empty((num_parts, num_tokens, num_heads, value_dim), dtype=dtype, device=query.device)
@@ -180,7 +198,7 @@ def attend_paged(
         paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
         num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
-        paged.most_queries if paged.is_padded else 0,
+        part_keys, paged.most_queries if paged.is_padded else 0,
         query.stride(1), query.stride(2),
         page_size=paged.page_size, groups=groups, tile_queries=tile_queries,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
@@ -204,26 +222,25 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
 @triton.jit(do_not_specialize=("num_tokens", "num_parts"))
 def _merge(
     output, lse, sinks, result, num_tokens, num_heads, num_parts,
-    value_dim: tl.constexpr, value_block: tl.constexpr, has_sinks: tl.constexpr,
+    value_dim: tl.constexpr, value_block: tl.constexpr, most_parts: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, value_block)
-    is_column = column < value_dim
-    largest = tl.full([], -1e30, tl.float32)
+    at, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, most_parts), tl.arange(0, value_block)
+    row = part * num_tokens.to(tl.int64) * num_heads + at
+    own = tl.load(lse + row, mask=part < num_parts, other=-float("inf"))
+    largest = tl.maximum(tl.max(own, axis=0), -1e30)
     if has_sinks:
-        largest = tl.load(sinks + at % num_heads).to(tl.float32)
-    total = tl.full([], 1.0 if has_sinks else 0.0, tl.float32)
-    sums = tl.zeros([value_block], tl.float32)
-    for part in range(num_parts):
-        row = part * num_tokens.to(tl.int64) * num_heads + at
-        own = tl.load(lse + row)
-        new_largest = tl.maximum(largest, own)
-        fade, weight = tl.exp(largest - new_largest), tl.exp(own - new_largest)
-        total = total * fade + weight
-        sums = sums * fade + weight * tl.load(output + row * value_dim + column, mask=is_column, other=0.0)
-        largest = new_largest
+        sink = tl.load(sinks + at % num_heads).to(tl.float32)
+        largest = tl.maximum(largest, sink)
+    weight = tl.exp(own - largest)
+    total = tl.sum(weight, axis=0)
+    if has_sinks:
+        total += tl.exp(sink - largest)
+    # Parts without keys have no numbers in memory.
+    inside = (own > -float("inf"))[:, None] & (column < value_dim)[None, :]
+    values = tl.load(output + row[:, None] * value_dim + column[None, :], mask=inside, other=0.0)
+    sums = tl.sum(weight[:, None] * values, axis=0)
     # Queries that see nothing are padding: any finite number is right.
-    tl.store(result + at * value_dim + column, sums / tl.where(total > 0, total, 1.0), mask=is_column)
+    tl.store(result + at * value_dim + column, sums / tl.where(total > 0, total, 1.0), mask=column < value_dim)
 
 
 def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -232,13 +249,15 @@ def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
     result = torch.empty(output.shape[1:], dtype=dtype, device=output.device)
     _merge[(num_tokens * num_heads,)](
         output, lse, lse if sinks is None else sinks, result, num_tokens, num_heads, num_parts,
-        value_dim=value_dim, value_block=triton.next_power_of_2(value_dim), has_sinks=sinks is not None,
+        value_dim=value_dim, value_block=triton.next_power_of_2(value_dim), most_parts=_MOST_PARTS,
+        has_sinks=sinks is not None,
     )  # fmt: skip
     return result
 
 
-def num_parts_of(most_keys: int, num_programs: int) -> int:
-    """Return the number of parts of the longest text: more if few programs would leave the device idle."""
-    wanted = max(1, 264 // max(1, num_programs))
-    count = min(_MOST_PARTS, wanted, max(1, most_keys // _PART_KEYS))
-    return 1 << (count.bit_length() - 1)
+def parts_of(most_keys: int, num_programs: int) -> tuple[int, int]:
+    """Return (most parts of a text, least keys of a part): several programs read a long text, also if there are many
+    short ones, which have one part. num_programs: tiles of queries of all sequences and key heads.
+    """
+    part_keys = _PART_KEYS * -(-num_programs // 32)
+    return max(1, min(_MOST_PARTS, -(-most_keys // part_keys), _MOST_PROGRAMS // num_programs)), part_keys

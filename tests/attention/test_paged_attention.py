@@ -80,7 +80,7 @@ def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(
     window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN behind the tile would make the results NaN."""
-    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
     part = SequenceInput(list(range(count)), known, blocks, NO_NODES, slice(0))
@@ -160,7 +160,7 @@ def reference(
 def test_attention_in_every_number_format_equals_torch(
     name: str, dtype: torch.dtype, tolerance: float, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
     check(operands(dtype, 150), ScoreOptions(), tolerance)
 
 
@@ -179,7 +179,7 @@ def test_attention_in_every_number_format_equals_torch(
 def test_what_models_add_to_attention(
     kind: str, window: int | None, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_attention, "num_parts_of", lambda *_: parts)
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (parts, 16))
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
     check(operands(torch.float32, 130, window), ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks), 1e-5)
 
@@ -206,13 +206,43 @@ def test_the_comparison_has_teeth(wrong: str) -> None:
     assert not difference < 1e-3
 
 
-def test_long_texts_are_read_in_parts_where_programs_are_few() -> None:
-    count = triton_attention.num_parts_of
-    assert count(100, 1) == 1
-    assert count(16_384, 8) == 16
-    assert count(16_384, 264) == 1
-    assert count(2048, 8) == 4
-    assert count(3000, 8) == 4
+def test_long_texts_are_read_in_parts() -> None:
+    """Many programs read one if there are few others, and some if there are many."""
+    parts_of = triton_attention.parts_of
+    assert parts_of(0, 1) == parts_of(100, 1) == (1, 128)
+    assert parts_of(1000, 8) == (8, 128)
+    assert parts_of(16_384, 8) == (16, 128)
+    assert parts_of(32_768, 512) == (4, 2048)
+    assert parts_of(300, 512) == (1, 2048)
+    assert parts_of(32_768, 5000)[0] == 1
+
+
+def test_a_long_text_has_parts_and_short_ones_beside_it_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of parts without keys are neither written nor read: they are NaN here."""
+    monkeypatch.setattr(triton_attention, "parts_of", lambda *_: (4, 64))
+    outputs, empty = [], torch.empty
+
+    def unset(*size: Any, **kind: Any) -> torch.Tensor:
+        outputs.append(empty(*size, **kind).fill_(torch.nan))
+        return outputs[-1]
+
+    blocks = np.random.default_rng(3).permutation(120).tolist()
+    lengths = (300, 30, 70)
+    parts = [
+        SequenceInput(
+            [1, 2], length, blocks[40 * i : 40 * i + 40] if length < 160 else list(range(200, 280)), NO_NODES, slice(0)
+        )
+        for i, length in enumerate(lengths)
+    ]
+    storage = KVTensors(KVShape(1, 2, 24, 40), 280 * PAGE, torch.float32, tiny.DEVICE)
+    generator = torch.Generator().manual_seed(4)
+    for tensor in (storage.keys, storage.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    query = torch.randn((1, 6, 6, 24), generator=generator).to(tiny.DEVICE)
+    with patch.object(torch, "empty", unset):
+        check((parts, storage, query, None), ScoreOptions(), 1e-5)
+    written = outputs[0].isfinite().all(-1).all(-1)
+    assert written.sum(0).tolist() == [3, 3, 1, 1, 2, 2]
 
 
 def test_tiles_have_few_sizes() -> None:

@@ -221,7 +221,7 @@ def test_a_layer_of_few_rows_is_ten_kernels() -> None:
         shape = find_kv_shape(loaded)
         runner = ModelRunner(loaded.model, shape, 200, 4, loaded.vocab_size, decoder, paged=True)
         (step,) = runner.prepare([passes()[1][:1]])
-        with counted_launches() as launches, patch("engine.attention.triton_attention.num_parts_of", lambda *_: 2):
+        with counted_launches() as launches, patch("engine.attention.triton_attention.parts_of", lambda *_: (2, 16)):
             runner.run(step)
         counts.append(launches)
     of_layer = counts[1] - counts[0]
