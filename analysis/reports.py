@@ -29,8 +29,10 @@ from engine.step.calibration import measure_points
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from loadtest.results import document, table
 
-_TURN_TOKENS = 12
-"""Tokens of a turn: few, because the machine's speed must be the same during a round of all arms."""
+_TURN_TOKENS = 64
+"""Tokens of a turn: few, because the machine's speed must be the same during a round of all arms; but more than those
+after which the caches hold the arm's weights. Of twelve plain steps eight were cold, and took a tenth longer.
+"""
 _WARM_UP = 4
 """Answers at the beginning that are discarded: the engine must have seen the sizes of steps."""
 _LEAST_ANSWERS = 3

@@ -19,12 +19,12 @@ from analysis.turns import Turn
 from loadtest.arms import ADAPTIVE, AGAIN, OFF
 from tests.server.tiny_models import write_pair
 
-TOKENS = 60
+TOKENS = 150
 
 
 @dataclass
 class FakeArm:
-    """Answers of 60 tokens, with a fixed number of tokens per step of a second; reports who stepped when."""
+    """Answers of 150 tokens, with a fixed number of tokens per step of a second; reports who stepped when."""
 
     name: str
     tokens: int
@@ -60,8 +60,8 @@ def test_all_arms_answer_one_request_a_few_tokens_at_a_time() -> None:
     steps: list[str] = []
     seconds = reports.answer_in_turns(arms_of(steps), random.Random(1))
     assert seconds == {OFF: TOKENS, AGAIN: TOKENS, ADAPTIVE: TOKENS / 3, "plainly": TOKENS}
-    first = steps[: 3 * 12 + 4]
-    assert [first.count(name) for name in (OFF, AGAIN, ADAPTIVE, "plainly")] == [12, 12, 4, 12]
+    first = steps[: 3 * 64 + 22]
+    assert [first.count(name) for name in (OFF, AGAIN, ADAPTIVE, "plainly")] == [64, 64, 22, 64]
 
 
 def test_what_is_reported_is_held_against_the_time_of_plain_answers() -> None:
