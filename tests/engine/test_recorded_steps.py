@@ -7,6 +7,7 @@ work that is recorded, on the arrays that a recording would read.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -481,10 +482,26 @@ def test_steps_that_cannot_be_recorded_run_as_they_are(
 ) -> None:
     error = RuntimeError("this operation cannot be recorded")
     failed = recorded_again(both[1], FakeGraphs(most=3, error=error))
-    assert "steps run without CUDA graphs: this operation cannot be recorded" in caplog.text
+    assert "steps run without CUDA graphs: steps.py, line" in caplog.text
+    assert ": this operation cannot be recorded" in caplog.text
     assert failed.num_recorded == 0
     with patch.object(both[1], "recorded", failed):
         assert set(compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))) == {None}
+
+
+def test_the_operation_that_cannot_be_recorded_is_named() -> None:
+    """The end of a recording fails after it, with a message about something else."""
+
+    def failing() -> None:
+        try:
+            menu([(1,)], 4)  # type: ignore[list-item]
+        finally:
+            raise RuntimeError("a capture is underway")
+
+    with pytest.raises(RuntimeError) as found:
+        failing()
+    assert re.fullmatch(r"steps.py, line \d+ \(for chains, length in drafts:\)", steps._operation(found.value))
+    assert steps._operation(RuntimeError("nowhere")) == "recording"
 
 
 class FailingGraph:

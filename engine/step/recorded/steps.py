@@ -12,8 +12,10 @@ same work is computed on the same padded arrays; the tests use this.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ from engine.step.verify import emitted
 
 log = logging.getLogger("polydraft")
 
+_ENGINE = Path(__file__).parents[2]
 MOST_ROWS = 256
 """Rows of the target's pass in the largest step that is recorded."""
 _TOLD = 16
@@ -332,7 +335,15 @@ class RecordedSteps:
             log.warning("recorded %d of %d shapes of steps: memory is short", len(self.steps), len(shapes))
         except Exception as error:  # an operation that cannot be recorded
             self.steps.clear()
-            log.warning("steps run without CUDA graphs: %s", error)
+            log.warning("steps run without CUDA graphs: %s: %s", _operation(error), error)
+
+
+def _operation(error: BaseException) -> str:
+    """Return the line of the project that failed first: the end of a failed recording may fail as well."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).is_relative_to(_ENGINE)]
+    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno} ({lines[-1].line})" if lines else "recording"
 
 
 def _work(shape: StepShape) -> tuple[int, int, int]:
