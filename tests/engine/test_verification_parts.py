@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from engine.kernels.choosing import choose
 from engine.plan import Row
 from engine.request import Request, Sampling, Speculation
 from engine.speculation.verification import RULES, OverAcceptance
+from engine.speculation.verification.longest_match import verify_certain
 from engine.step.parts import verified_together
 from tests.engine import tiny
 
@@ -104,6 +106,10 @@ def test_a_race_takes_the_rows_of_one_chain_with_it() -> None:
     assert parts([row(one) for one in (PLAIN, BLOCK, ONE)]) == [(block, [0, 1, 2])]
     assert parts([row(one) for one in (PLAIN, two, BLOCK, ONE)]) == [(race, [0, 1, 2, 3])]
     assert parts([row(one) for one in (four, PLAIN, ONE)]) == [(traversal, [0]), (block, [1, 2])]
+    certain = msgspec.structs.replace(row(two), sampling=Sampling(temperature=0.0))
+    assert parts([certain, row(BLOCK)]) == [(verify_certain, [0]), (block, [1])]
+    token = Speculation(rule="token", num_drafts=1, draft_length=2)
+    assert parts([row(token), row(BLOCK)]) == [(RULES["token"].verify, [0]), (block, [1])]
     lossy = Speculation(rule="block", num_drafts=1, draft_length=2, over_acceptance=0.3)
     ((verify, numbers),) = parts([row(lossy)])
     assert (verify, numbers) == (OverAcceptance(0.3, lossy.over_acceptance_residual), [0])
