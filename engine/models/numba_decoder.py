@@ -18,10 +18,11 @@ import numpy.typing as npt
 from numba import cfunc, types
 
 from engine.kernels import compiled_for_cpu
-from engine.kernels.numba_numbers import FAST, exponential, rounded, widened
+from engine.kernels.numba_numbers import FAST
 from engine.models import numba_table as nt
 from engine.models.numba_attention import attend
-from engine.models.numba_product import BLOCK, GROUP, product
+from engine.models.numba_layer import embed, gate, norm, store, turn_and_store
+from engine.models.numba_product import BLOCK, product
 from engine.models.numba_table import array1, array2, array3, array4, put1, put2, table_at
 from engine.models.numba_work import call, claim, finish
 from engine.models.numba_work import together as share
@@ -32,74 +33,6 @@ _PARTS = 2
 """Parts of a product per core."""
 _LAYER_PHASES = 8
 _OTHER_PHASES = 5
-
-
-@compiled_for_cpu(**FAST)
-def _embed(token, weights, scales, row):
-    """Read the embedding [D] of a token from blocks like those of a product."""
-    block, column = token // BLOCK, token % BLOCK
-    for number in range(len(row)):
-        row[number] = widened(weights[block, number, column])
-    if scales.shape[1] > 0:
-        for number in range(len(row)):
-            row[number] *= scales[block, number // GROUP, column]
-
-
-@compiled_for_cpu(**FAST)
-def _norm(row, weight, eps, normed):
-    """Compute the RMS norm of a row, in place if `normed` is the row."""
-    width = len(row)
-    squares = np.float32(0)
-    for column in range(width):
-        squares += row[column] * row[column]
-    scale = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
-    for column in range(width):
-        normed[column] = row[column] * scale * weight[column]
-
-
-@compiled_for_cpu(**FAST)
-def _turn(head, cosines, sines):
-    """Rotate a head [D] by halves: each number is paired with the one at its place in the other half."""
-    half = len(head) // 2
-    for column in range(half):
-        first, second = head[column], head[half + column]
-        head[column] = first * cosines[column] - second * sines[column]
-        head[half + column] = second * cosines[column] + first * sines[column]
-
-
-@compiled_for_cpu(**FAST)
-def _store(numbers, place):
-    for column in range(len(numbers)):
-        place[column] = rounded(numbers[column], place[column])
-
-
-@compiled_for_cpu(**FAST)
-def _turn_and_store(joined, num_heads, norms, has_norms, eps, cosines, sines, keys, values):
-    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and values [H_kv, D]."""
-    num_kv_heads, width = keys.shape
-    for number in range(num_heads + num_kv_heads):
-        head = joined[number * width : (number + 1) * width]
-        if has_norms:
-            _norm(head, norms[0 if number < num_heads else 1], eps, head)
-        _turn(head, cosines, sines)
-    for number in range(num_kv_heads):
-        start = (num_heads + number) * width
-        _store(joined[start : start + width], keys[number])
-        start += num_kv_heads * width
-        _store(joined[start : start + width], values[number])
-
-
-@compiled_for_cpu(**FAST)
-def _gate(inner, gated, first, last):
-    """Compute silu(gate) * up of columns whose blocks of gate and up [T, 2 M] alternate."""
-    for row in range(len(gated)):
-        for block in range(first, last):
-            start = 2 * block * BLOCK
-            gates, ups = inner[row, start : start + BLOCK], inner[row, start + BLOCK : start + 2 * BLOCK]
-            result = gated[row, block * BLOCK : (block + 1) * BLOCK]
-            for column in range(BLOCK):
-                value = gates[column]
-                result[column] = value / (np.float32(1) + exponential(-value)) * ups[column]
 
 
 @compiled_for_cpu(inline="always")
@@ -130,10 +63,10 @@ def _begin(address, phase, weight_type):
     count, part = 0, claim(counters, phase, num_parts)
     while part >= 0:
         for row in range(part * _ROWS, min(len(hidden), (part + 1) * _ROWS)):
-            _embed(tokens[row], embedding, scales, hidden[row])
+            embed(tokens[row], embedding, scales, hidden[row])
             if reads_states:
-                _norm(hidden[row], norms[0], eps, entering[row, :width])
-                _norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
+                norm(hidden[row], norms[0], eps, entering[row, :width])
+                norm(states[row], norms[len(norms) - 1], eps, entering[row, width:])
                 hidden[row] = entering[row, width:] if array1(table, nt.READS, np.int64)[0] else states[row]
             for number in range(len(frequencies)):
                 angle = np.float32(positions[row]) * frequencies[number]
@@ -161,11 +94,11 @@ def _add_and_norm(address, phase, number, has_summand, kv_type):
             if has_summand:
                 for column in range(width):
                     hidden[row, column] += summand[row, column]
-            _norm(hidden[row], weight, eps, normed[row])
+            norm(hidden[row], weight, eps, normed[row])
             if layer >= 0 and taps[layer] >= 0:
-                _store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
+                store(hidden[row], tapped[slots[row], taps[layer] * width : (taps[layer] + 1) * width])
             if layer == len(taps) - 2 and taps[layer + 1] >= 0:
-                _store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
+                store(normed[row], tapped[slots[row], taps[layer + 1] * width : (taps[layer + 1] + 1) * width])
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -188,7 +121,7 @@ def _multiply(address, phase, layer, field, source, target, weight_type):
         first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
         product(rows, weights, scales, bias, result, together * first, together * last)
         if field == nt.GATE_UP:
-            _gate(result, array2(table, nt.GATED, np.float32), first, last)
+            gate(result, array2(table, nt.GATED, np.float32), first, last)
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
@@ -208,7 +141,7 @@ def _rotate(address, phase, layer, kv_type):
     while part >= 0:
         for row in range(part * _ROWS, min(len(joined), (part + 1) * _ROWS)):
             slot, cosines, sines = slots[row], rotation[0, row], rotation[1, row]
-            _turn_and_store(joined[row], num_heads, of_head, has_norms, eps, cosines, sines, keys[slot], values[slot])
+            turn_and_store(joined[row], num_heads, of_head, has_norms, eps, cosines, sines, keys[slot], values[slot])
         count, part = count + 1, claim(counters, phase, num_parts)
     finish(counters, phase, count, num_parts)
 
