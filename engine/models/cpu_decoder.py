@@ -28,8 +28,10 @@ from engine.models.kinds import window_of
 from engine.models.numba_product import BLOCK
 from engine.models.numba_work import ROW, TEAM
 
-_ROWS_TOGETHER = 16
-"""Most rows of a sequence that attend together."""
+_ROWS_TOGETHER, _PROMPT_ROWS_TOGETHER = 16, 64
+"""Most rows of a sequence that attend together: they share tiles of keys, and are one core's work."""
+_PARTS_PER_CORE = 4
+"""Parts of attention for each core, at least, if more rows are to attend together."""
 _MANY_ROWS = 16
 """Number of rows from which on a pass may use more cores."""
 _TUNING_S = 0.15
@@ -278,7 +280,7 @@ class CpuDecoder:
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
             wanted_N.numpy(),
-            parts_of(pages),
+            parts_of(pages, self._rows_together(len(token_ids_T))),
             pages.words,
             pages.pages,
             pages.first_keys,
@@ -319,6 +321,12 @@ class CpuDecoder:
         self._put(nt.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
         return TEAM.shared, self._function, self._table
 
+    def _rows_together(self, num_rows: int) -> int:
+        """Return how many rows of a sequence attend together in a pass; results do not depend on it."""
+        num_parts = num_rows // _PROMPT_ROWS_TOGETHER * self._shape.num_kv_heads
+        is_enough = num_parts >= _PARTS_PER_CORE * self.cores[1]
+        return _PROMPT_ROWS_TOGETHER if is_enough else _ROWS_TOGETHER
+
     def room_for_logits(self, num_rows: int) -> Array:
         """Return [N, at least V] the buffer to which `run` writes logits."""
         return np.empty((num_rows, self._arrays[nt.HEAD + 2].shape[1]), dtype=np.float32)
@@ -335,12 +343,12 @@ class CpuDecoder:
         return self._storage.taps.index(tap) if tap in self._storage.taps else -1
 
 
-def parts_of(pages: StepLayout) -> Array:
-    """Return [P, 3] (sequence, first row, end) of the rows that attend together."""
+def parts_of(pages: StepLayout, most_rows: int = _ROWS_TOGETHER) -> Array:
+    """Return [P, 3] (sequence, first row, end) of at most this many rows that attend together."""
     found = []
     for number, (start, count) in enumerate(zip(pages.starts.tolist(), pages.counts.tolist(), strict=True)):
-        for first in range(start, start + count, _ROWS_TOGETHER):
-            found.append((number, first, min(first + _ROWS_TOGETHER, start + count)))
+        for first in range(start, start + count, most_rows):
+            found.append((number, first, min(first + most_rows, start + count)))
     return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 

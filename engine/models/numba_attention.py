@@ -6,12 +6,16 @@ products of all queries (`numba_product.py`). The result of a row does not depen
 K/V of float32, or the 16 bits of bfloat16.
 """
 
-# Numba sees a kernel's arguments only when it is run.
+# Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
+# ruff: noqa: ARG001
 
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from engine.kernels import compiled_for_cpu
 from engine.kernels.numba_numbers import FAST, exponential, widened
@@ -84,15 +88,42 @@ def _mask(scores, start, count, words, limit, end, near, node_positions):
     return sees_any
 
 
+@intrinsic
+def _largest(_context, source):
+    """Return the largest of `TILE` float32 numbers at an address.
+
+    The compiler compares the numbers of a loop one by one, because NaN has no order; here comparisons ignore it.
+    """
+
+    def build(_context, builder, _signature, operands):
+        kind = ir.VectorType(ir.FloatType(), LANES)
+        place = builder.inttoptr(operands[0], kind.as_pointer())
+        vectors = [
+            builder.load(builder.gep(place, [ir.Constant(ir.IntType(64), number)]), align=4)
+            for number in range(TILE // LANES)
+        ]
+
+        def larger(one, other):
+            return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+        while len(vectors) > 1:
+            vectors = [larger(*pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+        (found,) = vectors
+        for distance in (1 << power for power in range(LANES.bit_length() - 1)):
+            order = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [lane ^ distance for lane in range(LANES)])
+            found = larger(found, builder.shuffle_vector(found, found, order))
+        return builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(types.int64), build
+
+
 @compiled_for_cpu(**FAST)
 def _soften(scores, count, state):
     """Turn a tile's scores into weights relative to the largest score so far; return the factor for earlier results.
 
-    state: largest score and sum of weights.
+    scores: [`TILE`], hidden from `count` on; state: largest score and sum of weights.
     """
-    most = state[0]
-    for key in range(count):
-        most = max(most, scores[key])
+    most = max(state[0], _largest(np.int64(scores.ctypes.data)))
     shrink = exponential(state[0] - most) if state[1] > 0 else np.float32(0)
     total = np.float32(0)
     for key in range(count):
@@ -165,6 +196,7 @@ def attend(
         of_tile = value_blocks[: num_blocks * count * BLOCK].reshape(num_blocks, count, BLOCK)
         _lay_out_values(values, head, slots, count, of_tile)
         product(queries, key_blocks, no_scales, no_bias, scores, 0, (count + BLOCK - 1) // BLOCK)
+        scores[:, count:] = _HIDDEN
         for query in range(num_queries):
             row = first_row + query // num_shared
             limit = limits[row]

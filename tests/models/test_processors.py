@@ -36,6 +36,7 @@ PROCESSORS = {
 # Every kernel of a CPU, and what chooses among them.
 TESTS = [
     "tests/models/test_cpu_decoder.py",
+    "tests/models/test_cpu_prompts.py",
     "tests/models/test_packing.py",
     "tests/kernels/test_numba_rows.py",
     "tests/kernels/test_block_kernels.py",

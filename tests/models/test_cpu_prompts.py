@@ -1,0 +1,107 @@
+"""Prompts of many rows behind several tiles of keys on a CPU: transformers' numbers, however rows are grouped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.inputs import NO_NODES, SequenceInput
+from engine.models import cpu_decoder
+from engine.models.backend import Backend, TransformersBackend
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.numba_attention import TILE, attend
+from engine.models.numba_work import TEAM
+from engine.models.probe import find_kv_shape
+from engine.models.runner import ModelRunner
+from tests.engine import tiny
+from tests.models.test_cpu_decoder import MODELS
+from tests.models.test_lean import randomised
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a decoder of CPUs")
+PAGE = 16
+CHUNKS = [(0, 150), (150, 331), (331, 332)]
+"""Rows of three passes of each prompt; their ends divide no tile, and the last one decodes."""
+
+
+def logits_of(loaded: Any, backend: Backend) -> Tensor:
+    """Logits [N, V] of every row of two prompts in scattered blocks, which are read side by side in chunks."""
+    chance = np.random.default_rng(0)
+    length, blocks = CHUNKS[-1][1], chance.permutation(60).tolist()
+    texts = [chance.integers(3, 101, length).tolist() for _ in range(2)]
+    runs = ModelRunner(loaded.model, find_kv_shape(loaded), 60, PAGE, loaded.vocab_size, backend)
+    found = []
+    for first, last in CHUNKS:
+        chunks = [
+            SequenceInput(text[first:last], first, blocks[number * 30 :][:30], NO_NODES, slice(0, None))
+            for number, text in enumerate(texts)
+        ]
+        found.append(runs.forward(chunks))
+    return torch.cat(found)
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen2, windows in some layers", "llama, odd sizes"])
+def test_prompts_have_the_numbers_of_transformers(name: str) -> None:
+    loaded = randomised(MODELS[name], seed=5)
+    assert agree(logits_of(loaded, CpuDecoder(loaded.model)), logits_of(loaded, TransformersBackend(loaded.model)))
+
+
+def test_results_do_not_depend_on_the_rows_that_attend_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, on one core and on several."""
+    loaded = randomised(MODELS["llama"], seed=5)
+    decoder = CpuDecoder(loaded.model)
+    assert decoder._rows_together(CHUNKS[0][1]) == 64
+    found = [logits_of(loaded, decoder)]
+    for most_rows in (1, 16, 100):
+        monkeypatch.setattr(decoder, "_rows_together", lambda _, most=most_rows: most)
+        found.append(logits_of(loaded, decoder))
+    monkeypatch.undo()
+    if TEAM.grow(2) == 2:
+        decoder.cores = 3, 3
+        found += [logits_of(loaded, decoder) for _ in range(3)]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("wrong", ["rows are left out", "keys beyond the first tile are left out"])
+def test_wrong_parts_are_found_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = randomised(MODELS["llama"], seed=5)
+    expected = logits_of(loaded, TransformersBackend(loaded.model))
+    right = cpu_decoder.parts_of
+
+    def spoilt(pages: Any, most_rows: int) -> Any:
+        parts = right(pages, most_rows)
+        if wrong == "rows are left out":
+            parts[:, 2] -= 1
+        else:
+            pages.num_keys[:] = np.minimum(pages.num_keys, TILE)
+        return parts
+
+    monkeypatch.setattr(cpu_decoder, "parts_of", spoilt)
+    assert not agree(logits_of(loaded, CpuDecoder(loaded.model)), expected)
+
+
+@pytest.mark.parametrize("middle", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize("num_keys", [TILE - 1, TILE, TILE + 6])
+def test_scores_of_any_size_are_weighed_exactly(num_keys: int, middle: float) -> None:
+    """The exponential function is clamped at -87, so each weight must be relative to the largest score of the row."""
+    chance = np.random.default_rng(num_keys)
+    num_rows, width = 3, 8
+    queries = np.ones((num_rows, 2 * width), np.float32) + chance.normal(0, 0.3, (num_rows, 2 * width))
+    keys = (middle / width + chance.normal(0, 60, (num_keys, 1, width))).astype(np.float32)
+    values = chance.normal(size=(num_keys, 1, width)).astype(np.float32)
+    queries, found = queries.astype(np.float32), np.zeros((num_rows, 2 * width), np.float32)
+    limits, positions = np.full(num_rows, num_keys, np.int32), np.full(num_rows, num_keys, np.int64)
+    pages, words = np.arange(-(-num_keys // PAGE), dtype=np.int32), np.zeros((num_rows, 1), np.int64)
+    of_keys = (0, num_keys, num_keys, limits, positions, words, np.zeros(0, np.int32))
+    attend(queries, keys, values, 0, 0, num_rows, np.float32(1), 0, PAGE, pages, *of_keys, found)
+    heads = torch.from_numpy(queries).double().view(num_rows, 2, width)
+    weights = (heads @ torch.from_numpy(keys[:, 0]).double().T).softmax(-1)
+    expected = (weights @ torch.from_numpy(values[:, 0]).double()).flatten(1)
+    assert torch.allclose(torch.from_numpy(found).double(), expected, atol=1e-4, rtol=1e-4)
