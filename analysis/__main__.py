@@ -18,6 +18,7 @@ from analysis import (
     growth,
     heads,
     laws,
+    limits,
     pair,
     prefixes,
     quality,
@@ -118,6 +119,12 @@ ANALYSES = {
         contexts.add_arguments,
         contexts.analyze_contexts,
         contexts.markdown,
+    ),
+    "limits": Analysis(
+        "What limits passes and steps behind short and long texts: memory, arithmetic, or what is around them?",
+        limits.add_arguments,
+        limits.analyze_limits,
+        limits.markdown,
     ),
     "drafters": Analysis(
         "Which of several drafters of one target is fastest: a small model, or heads?",

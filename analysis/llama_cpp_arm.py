@@ -111,7 +111,7 @@ class Context:
         assert self._model, "llama.cpp cannot load the model"
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_seq_max = num_sequences * num_tokens, num_sequences
-        options.n_batch = options.n_ubatch = 512
+        options.n_batch, options.n_ubatch = max(512, num_tokens), 512
         options.n_threads = options.n_threads_batch = num_threads
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         assert self._context, "llama.cpp cannot make a context"

@@ -1,15 +1,18 @@
 """`python -m analysis.peers`: this engine compared with transformers and llama.cpp, in one process, interleaved.
 
 Same weights, same prompts of random tokens, same number of tokens and of threads, no end token. At temperature 0 every
-arm's answers are first compared with those of `generate`. Writes one JSON document; ratios are those of paired runs.
+arm's answers are first compared with those of `generate`. `--prompt-tokens` measures prompts: the time to an answer's
+only token. Writes one JSON document; ratios are those of paired runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +24,7 @@ from tqdm import tqdm
 
 from analysis.llama_cpp_arm import NUM_CHECKED, TYPES, LlamaCpp
 from analysis.load import SpeculationSetup
-from analysis.loading import random_prompts
+from analysis.loading import integers, random_prompts
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
@@ -31,6 +34,7 @@ from engine.request import Limits, Request, Sampling, Speculation
 from engine.step.building import build_engine
 from engine.step.calibration import measure_points
 from engine.step.engine import Engine
+from loadtest.checkpoints import lengthened
 from loadtest.environment import environment
 from loadtest.statistics import median_of_ratios
 
@@ -161,10 +165,15 @@ class Transformers:
         )
 
 
-def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace, progress: Any) -> dict[str, Any]:
-    """Run all arms on the same prompts, in turn, in reversed order each time, after a warm-up."""
+def measure(
+    arms: dict[str, Arm], concurrency: int, length: int, options: argparse.Namespace, progress: Any
+) -> dict[str, Any]:
+    """Run all arms on the same prompts, in turn, in reversed order each time, after a warm-up.
+
+    length: tokens of a prompt.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    prompts = random_prompts(concurrency, options.prompt, 100 * concurrency)
+    prompts = random_prompts(concurrency, length, 100 * concurrency)
     for arm in arms.values():
         deadline = time.perf_counter() + options.warm_up
         arm(prompts, options.temperature)
@@ -172,7 +181,7 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
             arm(prompts, options.temperature)
         progress.update()
     for repeat in range(1, options.repeats + 1):
-        prompts = random_prompts(concurrency, options.prompt, 100 * concurrency + repeat)
+        prompts = random_prompts(concurrency, length, 100 * concurrency + repeat)
         for name in list(arms) if repeat % 2 else list(arms)[::-1]:
             began = time.perf_counter()
             answers = arms[name](prompts, options.temperature)  # on the host, so nothing is pending
@@ -180,9 +189,10 @@ def measure(arms: dict[str, Arm], concurrency: int, options: argparse.Namespace,
             assert sum(map(len, answers)) == concurrency * options.tokens, f"{name} stopped early"
             seconds[name].append(elapsed)
             progress.update()
-    num_tokens = concurrency * options.tokens
+    num_tokens = concurrency * (length if options.prompt_tokens else options.tokens)
     return {
         "concurrency": concurrency,
+        "prompt": length,
         "arms": {
             name: {
                 "tokens_per_second": num_tokens / statistics.median(runs),
@@ -205,12 +215,15 @@ def markdown(result: dict[str, Any], own: str = OWN) -> str:
     """Return a table with a row per concurrency and arm; own: the arm of this engine that is compared with the
     others.
     """
-    lines = [f"| c | arm | tok/s | {own} is (95 % interval) |", "| --- | --- | --- | --- |"]
+    of_prompts = result["options"].get("prompt_tokens", "None") != "None"
+    head = "prompt | c" if of_prompts else "c"
+    lines = [f"| {head} | arm | tok/s | {own} is (95 % interval) |", "| --- " * (4 + of_prompts) + "|"]
     for cell in result["cells"]:
+        first = f"{cell['prompt']:,} | {cell['concurrency']}" if of_prompts else cell["concurrency"]
         for name, arm in cell["arms"].items():
             ratio = arm[_RATIOS[own]]
             compared = "-" if name == own else f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
-            lines.append(f"| {cell['concurrency']} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
+            lines.append(f"| {first} | {name} | {arm['tokens_per_second']:.0f} | {compared} |")
     return "\n".join(lines)
 
 
@@ -225,6 +238,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all arms")
     result.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     result.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
+    result.add_argument(
+        "--prompt-tokens",
+        type=integers,
+        help="measure prompts of these lengths, e.g. 512,4096, in tokens of prompts a second; a checkpoint for shorter "
+        "texts is used as if its positions reached that far",
+    )
     result.add_argument("--repeats", type=int, default=4, help="runs of every arm")
     result.add_argument(
         "--warm-up", type=float, default=2.0, help="seconds of warm-up of an arm, in which the controller tries shapes"
@@ -250,6 +269,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
+    about, lengths = _about(options), options.prompt_tokens or [options.prompt]
+    if options.prompt_tokens:
+        options.prompt, options.tokens = max(lengths), 1
+    with tempfile.TemporaryDirectory() as place:
+        room = max(lengths) + options.tokens
+        options.target, options.draft = (
+            lengthened(Path(folder), room, Path(place) / name)
+            for name, folder in (("target", options.target), ("draft", options.draft))
+        )
+        result = {**_compared(options, lengths), "pair": about}
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name in _RATIOS:
+        print(markdown(result, name))
+    print(json.dumps(result["greedy_answers_equal_generate"]))
+    return 0
+
+
+def _compared(options: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Any]:
     own, theirs = Own(options), Transformers(options)
     arms: dict[str, Arm] = {
         OWN: own.adaptive,
@@ -265,28 +303,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.without:
         for name in [name for name in arms if name not in _RATIOS and part in name]:
             del arms[name]
-    checked = random_prompts(NUM_CHECKED, options.prompt, 0)
+    checked = random_prompts(NUM_CHECKED, min(lengths), 0)
     expected = theirs.generate(checked, 0.0)
     equal = {name: arm(checked, 0.0) == expected for name, arm in arms.items()}
     counts = [int(part) for part in options.concurrency.split(",")]
-    with tqdm(total=len(counts) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
-        cells = [measure(arms, count, options, progress) for count in counts]
-    result = {
+    cells = list(itertools.product(counts, lengths))
+    with tqdm(total=len(cells) * (options.repeats + 1) * len(arms), desc="runs", unit="run") as progress:
+        measured = [measure(arms, count, length, options, progress) for count, length in cells]
+    return {
         "what": "this engine and transformers, in one process; prompts of random tokens",
         "options": {
             name: str(value) for name, value in vars(options).items() if name not in ("target", "draft", "output")
         },
-        "pair": _about(options),
         "environment": environment(),
         "greedy_answers_equal_generate": equal,
-        "cells": cells,
+        "cells": measured,
     }
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    for name in _RATIOS:
-        print(markdown(result, name))
-    print(json.dumps(equal))
-    return 0
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import httpx
 from tqdm import tqdm
 
+from loadtest.checkpoints import lengthened
 from loadtest.client import metric
 from loadtest.cost_bodies import ALLOWED, MeasuredBody, filled, limits, sweep
 from loadtest.daemon import running_daemon
@@ -267,24 +268,19 @@ def quiet(neighbour: Neighbour, seconds: float = 10.0) -> dict[str, float]:
     return neighbour.seen()
 
 
-@contextlib.contextmanager
-def long_model() -> Iterator[str]:
-    """Return a folder with the embedded target, configured for a long context."""
-    with tempfile.TemporaryDirectory(prefix="long-model-") as folder:
-        for file in _EMBEDDED.iterdir():
-            if file.name != "config.json":
-                (Path(folder) / file.name).symlink_to(file)
-        config = json.loads((_EMBEDDED / "config.json").read_text())
-        config["max_position_embeddings"] = _LONG_CONTEXT
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        yield folder
-
-
 def measure_long_prompt(arguments: Sequence[str], size_bytes: int = 1 << 20) -> dict[str, Any]:
     """Send an ordinary prompt of 1 MB during a stream; its client leaves after a while."""
     data = filled("/v1/completions", _MODEL, "prompt", json.dumps("word " * (size_bytes // 5)))
-    with long_model() as folder:
-        words = [folder, *arguments, "--max-model-len", str(_LONG_CONTEXT), "--kv-cache-memory-bytes", str(8 << 30)]
+    with tempfile.TemporaryDirectory(prefix="long-model-") as place:
+        folder = lengthened(_EMBEDDED, _LONG_CONTEXT, Path(place))
+        words = [
+            str(folder),
+            *arguments,
+            "--max-model-len",
+            str(_LONG_CONTEXT),
+            "--kv-cache-memory-bytes",
+            str(8 << 30),
+        ]
         with running_daemon(words) as url, neighbour_of(url) as neighbour:
             parts = urlsplit(url)
             before = quiet(neighbour)
