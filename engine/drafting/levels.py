@@ -122,7 +122,12 @@ class Levels:
         states, leaving = decoder.states_of(state_TD, most_laws)
         known = decoder.known
         numba_levels.draw_levels(
-            *decoder.ready(runner.storage, runner.block_size, int(np.diff(row_ends, prepend=0).max())),
+            *decoder.ready(
+                runner.storage,
+                runner.block_size,
+                int(np.diff(row_ends, prepend=0).max()),
+                int(whole.num_keys.sum()) // len(passes),
+            ),
             numba_levels.draw().address,
             np.stack([row_ends, sequence_ends, part_ends, of_layout.law_ends], 1),
             whole.token_ids_T,

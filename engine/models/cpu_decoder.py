@@ -33,7 +33,7 @@ _ROWS_TOGETHER, _PROMPT_ROWS_TOGETHER = 16, 64
 _PARTS_PER_CORE = 4
 """Parts of attention for each core, at least, if more rows are to attend together."""
 _MANY_ROWS = 16
-"""Number of rows from which on a pass may use more cores."""
+"""Number of rows from which on a pass may use more cores; or K/V as large as the weights."""
 _TUNING_S = 0.15
 """Least duration of the measurements for a number of rows; a turn of a large model takes longer."""
 _RUNS_OF_TURN = 3
@@ -115,7 +115,7 @@ class CpuDecoder:
         self._capacity = 0
         self._storage: KVTensors | None = None
         self.cores = 1, 1
-        """Cores of passes of few rows, and of more."""
+        """Cores of passes of little work, and of more: see `_cores_for`."""
 
     def _put_weights(self, model: Any, dtype: torch.dtype, shared: dict[int, Product]) -> None:
         shape, bits = self._shape, self._bits
@@ -275,7 +275,7 @@ class CpuDecoder:
         found = self.room_for_logits(len(wanted_N))
         states, leaving = self.states_of(state_TD, len(wanted_N))
         nd.run(
-            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T)),
+            *self.ready(metadata.storage, metadata.page_size, len(token_ids_T), int(pages.num_keys.sum())),
             0,
             np.ascontiguousarray(token_ids_T.numpy()),
             metadata.slots_T.numpy(),
@@ -305,9 +305,11 @@ class CpuDecoder:
         states = _NO_STATES if state_TD is None else np.ascontiguousarray(state_TD.numpy())
         return states, np.empty((num_leaving, states.shape[1]), dtype=np.float32)
 
-    def ready(self, storage: KVTensors, page_size: int, num_rows: int) -> tuple[Array, int, Array]:
+    def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:
         """Reserve buffers for passes of at most this many rows on this K/V; return (words of the helpers, function,
         table).
+
+        num_keys: keys of the sequences of a pass.
         """
         self._reserve(num_rows)
         if self._storage is not storage:
@@ -318,8 +320,14 @@ class CpuDecoder:
             self._put(nt.TAPS, np.array([self._place_of(tap) for tap in range(self._shape.num_layers + 2)]))
             nothing = np.zeros((0, 0), dtype=self._arrays[nt.KEYS].dtype)
             self._put(nt.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
-        self._put(nt.SIZES, np.array([page_size, self.cores[num_rows >= _MANY_ROWS]], dtype=np.int64))
+        self._put(nt.SIZES, np.array([page_size, self._cores_for(num_rows, num_keys)], dtype=np.int64))
         return TEAM.shared, self._function, self._table
+
+    def _cores_for(self, num_rows: int, num_keys: int) -> int:
+        """Return the cores of a pass: a single row has as much work as many if its text's K/V is large."""
+        keys = self._arrays[nt.KEYS]
+        kv_bytes = 2 * num_keys * keys.nbytes // keys.shape[1]
+        return self.cores[num_rows >= _MANY_ROWS or kv_bytes >= self.weight_bytes]
 
     def _rows_together(self, num_rows: int) -> int:
         """Return how many rows of a sequence attend together in a pass; results do not depend on it."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, SequenceInput
-from engine.models import cpu_decoder
+from engine.models import cpu_decoder, numba_table
 from engine.models.backend import Backend, TransformersBackend
 from engine.models.cpu_decoder import CpuDecoder
 from engine.models.numba_attention import TILE, attend
@@ -67,6 +67,21 @@ def test_results_do_not_depend_on_the_rows_that_attend_together(monkeypatch: pyt
         decoder.cores = 3, 3
         found += [logits_of(loaded, decoder) for _ in range(3)]
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_passes_with_much_work_have_more_cores() -> None:
+    """Many rows, or K/V as large as the weights; the choice of a pass does not last."""
+    loaded = randomised(MODELS["llama"], seed=5)
+    shape = find_kv_shape(loaded)
+    decoder = CpuDecoder(loaded.model)
+    decoder.cores = 1, min(2, 1 + TEAM.grow(1))
+    per_token = shape.token_bytes(torch.float32)
+    num_keys = -(-decoder.weight_bytes // per_token)
+    runs = ModelRunner(loaded.model, shape, num_keys // PAGE + 2, PAGE, loaded.vocab_size, decoder)
+    for rows, keys, cores in [(1, num_keys - 1, 0), (1, num_keys, 1), (15, 15, 0), (16, 16, 1), (1, 9, 0)]:
+        blocks = range(-(-keys // PAGE))
+        runs.forward([SequenceInput([3] * rows, keys - rows, blocks, NO_NODES, slice(0, None))])
+        assert decoder._arrays[numba_table.SIZES][1] == decoder.cores[cores], (rows, keys)
 
 
 @pytest.mark.parametrize("wrong", ["rows are left out", "keys beyond the first tile are left out"])
