@@ -8,13 +8,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from analysis import drafters, growth, peers, prefixes, reports, turns
+from analysis import drafters, growth, limits, peers, prefixes, reports, turns
 from analysis.report import table
 from loadtest import clients, overhead, picture
 from loadtest.daemon import running_daemon
@@ -147,6 +148,9 @@ def test_the_table_is_the_committed_result() -> None:
         ("peers", "peers-cpu", peers.markdown),
         ("peers-embedded", "peers-embedded-cpu", peers.markdown),
         ("peers-batches", "peers-batches-cpu", peers.markdown),
+        ("peers-prompts", "peers-prompts-cpu", partial(peers.markdown, own=peers.OFF)),
+        ("peers-prompts-1", "peers-prompts-1-cpu", partial(peers.markdown, own=peers.OFF)),
+        ("limits", "limits-cpu", limits.markdown),
         ("chains", "chains-cpu", rules_markdown),
         ("overhead", "overhead-cpu", overhead.markdown),
         ("growth", "growth-cpu", growth.markdown),
