@@ -93,6 +93,22 @@ def test_peers_agree_and_are_compared(
     assert peers.markdown(result) in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_prompts_are_compared_beyond_the_positions_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    reach = json.loads((folder / "target" / "config.json").read_text())["max_position_embeddings"]
+    output = tmp_path / "prompts.json"
+    few = ("--concurrency", "1", "--repeats", "1", "--warm-up", "0", "--threads", "1", "--without", "assisted", "cont")
+    words = [str(folder / "target"), str(folder / "draft"), *few, "--prompt-tokens", f"9,{reach + 30}"]
+    assert peers.main([*words, "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert [cell["prompt"] for cell in result["cells"]] == [9, reach + 30]
+    for cell in result["cells"]:
+        for arm in cell["arms"].values():
+            assert arm["tokens_per_second"] == pytest.approx(cell["prompt"] / arm["seconds"][0])
+    assert all(result["greedy_answers_equal_generate"].values())
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_greedy_peers_do_not_sample_as_the_checkpoint_says(folder: Path, tmp_path: Path) -> None:
     target = shutil.copytree(folder / "target", tmp_path / "target")
